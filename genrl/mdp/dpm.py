@@ -62,10 +62,10 @@ def dpm_solver(
     if len(history) > (1 if stochastic else 2):
         raise ValueError(f"orders up to 3 exist (2 with noise), got a history of {len(history)} predictions")
     clean = predict(x, velocity, now).clean
-    kept = then * (1.0 - now) / (now * (1.0 - then)) if then < 1 else 1.0  # e^-h
-    decay = kept**2 if stochastic else kept
+    decay_h = then * (1.0 - now) / (now * (1.0 - then)) if then < 1 else 1.0  # e^-h
+    decay = decay_h**2 if stochastic else decay_h
     gain = (1.0 - then) * (1.0 - decay)
-    mean = then / now * (kept if stochastic else 1.0) * x.to(clean) + gain * clean
+    mean = then / now * (decay_h if stochastic else 1.0) * x.to(clean) + gain * clean
     if history and then > 0:
         h = _log_snr(then) - _log_snr(now)
         first = _slope(clean, now, history[-1], h)

@@ -111,8 +111,8 @@ def flow_ddim(x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar, *,
     t, t_next = _times(sigma, sigma_next)
     # At sigma = sigma' = 1 the share is 0 / 0: `where` computes both sides, and the clamp keeps NaN out of the unused
     # one.
-    kept = torch.where(t_next < 1, t_next * (1.0 - t) / (t * (1.0 - t_next).clamp(min=1e-12)), 1.0)
-    std = _host(noise_level) * t_next * (1.0 - kept**2).clamp(min=0.0).sqrt()
+    noise_kept = torch.where(t_next < 1, t_next * (1.0 - t) / (t * (1.0 - t_next).clamp(min=1e-12)), 1.0)
+    std = _host(noise_level) * t_next * (1.0 - noise_kept**2).clamp(min=0.0).sqrt()
     return _transition(x, velocity, t, t_next, c1=(t_next**2 - std**2).clamp(min=0.0).sqrt(), std=std)
 
 

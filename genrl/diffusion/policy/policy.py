@@ -177,11 +177,11 @@ class Policy:
                 "replayed"
             )
         # Some pipelines round the number, or make it of another argument.
-        num_steps, scheduled = batch.sampling.get("num_inference_steps"), len(self.head.uncut[0])
-        if num_steps not in (None, scheduled):
+        asked_for, scheduled = batch.sampling.get("num_inference_steps"), len(self.head.uncut[0])
+        if asked_for not in (None, scheduled):
             raise ValueError(
-                f"{type(self.pipe).__name__} made a schedule of {scheduled} steps where {num_steps} were asked for: what "
-                "is sampled and trained would not be the steps that were meant"
+                f"{type(self.pipe).__name__} made a schedule of {scheduled} steps where {asked_for} were asked for: "
+                "what is sampled and trained would not be the steps that were meant"
             )
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
         return recording.trajectory(sigmas, end)

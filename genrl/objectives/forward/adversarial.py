@@ -52,8 +52,8 @@ def adversary_loss(
         right = (real[0] > fake[0]).double().mean()
         return DiscriminatorOutput(preference_loss(real[0], fake[0]).mean(), float(right))
     loss, *of_patches = (discriminator_loss(r, f, kind=kind) for r, f in zip(real, fake, strict=True))
-    for one in of_patches:
-        loss = loss + patch_weight * one
+    for patch_loss in of_patches:
+        loss = loss + patch_weight * patch_loss
     right = (real[0].detach() > 0).double().mean() + (fake[0].detach() < 0).double().mean()
     return DiscriminatorOutput(loss, float(right) / 2.0)
 

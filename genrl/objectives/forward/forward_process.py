@@ -158,11 +158,11 @@ def crd_loss(
     losses = []
     for centre in centres:
         predicted = beta * (implicit - _like(centre.implicit, implicit))
-        wanted = _like(target.detach(), implicit) - _like(centre.target, implicit)
+        aim = _like(target.detach(), implicit) - _like(centre.target, implicit)
         if kind == "mse":
-            losses.append((predicted - wanted).square())
+            losses.append((predicted - aim).square())
         elif kind == "bce":
-            losses.append(F.binary_cross_entropy_with_logits(predicted, wanted.sigmoid(), reduction="none"))
+            losses.append(F.binary_cross_entropy_with_logits(predicted, aim.sigmoid(), reduction="none"))
         else:
             raise ValueError(f"kind must be 'mse' or 'bce', got {kind!r}")
     return torch.stack(losses).mean(dim=0)

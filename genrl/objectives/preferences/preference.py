@@ -110,8 +110,8 @@ def preference_pairs(rewards: Tensor, group: Tensor, *, ties: bool = False) -> T
     mates = (group[:, None] == group[None, :]) & scored[:, None] & scored[None, :]
     first, second = mates.triu(diagonal=1).nonzero().unbind(dim=1)
     sign = (rewards[first] - rewards[second]).sign().long()
-    kept = (sign != 0) | ties
-    return torch.stack([first, second, sign], dim=1)[kept]
+    decided = (sign != 0) | ties
+    return torch.stack([first, second, sign], dim=1)[decided]
 
 
 def step_winners(scores: Tensor, *, threshold: float) -> tuple[Tensor, Tensor, Tensor]:

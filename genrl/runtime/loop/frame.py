@@ -154,10 +154,10 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
         killed = killed_ranks(run, processes, patience_s=2.0) if speechless else []
         if not killed:
             raise
-        found = checkpoint.latest(run.checkpoints)
+        newest = checkpoint.latest(run.checkpoints)
         how = "No checkpoint was saved."
-        if found is not None:
-            how = f"Go on from {found.name}: genrl resume {run.folder} --nproc {processes}"
+        if newest is not None:
+            how = f"Go on from {newest.name}: genrl resume {run.folder} --nproc {processes}"
         raise RuntimeError(f"killed: {', '.join(killed)}. The other ranks stop. {how}") from error
 
 
@@ -268,9 +268,9 @@ def say_result(
     it is exported by hand."""
     run, say = loop.process.run, loop.process.progress.say
     # Runs that were begun without held-out prompts have rows without the figure.
-    known = [row for row in rows if row.get(f"eval/{metric}_mean") is not None]
-    if len(known) > 1:
-        first, last = known[0], known[-1]
+    evaluated = [row for row in rows if row.get(f"eval/{metric}_mean") is not None]
+    if len(evaluated) > 1:
+        first, last = evaluated[0], evaluated[-1]
         before, after = first[f"eval/{metric}_mean"], last[f"eval/{metric}_mean"]
         interval = ""
         if last.get(f"eval/{metric}_low") is not None:
@@ -293,8 +293,8 @@ def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], obje
     if not step:
         return "this is the last iteration; no evaluation was better than one before training by more than noise"
     if place is not None:
-        with whole_folder(place) as whole:
-            write(whole, step)
+        with whole_folder(place) as temporary:
+            write(temporary, step)
     where = f"genrl export {loop.process.run.folder} --best" if place is None else str(place)
     best = f"the best by more than noise is {step} ({collapse.best_score(loop):.3f}): {where}"
     return f"this is the last iteration; {best}; `--best` of export, sample, eval and compare takes it"

@@ -64,9 +64,9 @@ class Loop(State):
         collapse.resume(self)
         if self.iteration == 0 and not self._evaluated:
             # The model before training, which the last evaluation is compared with.
-            found = self._evaluate()
-            if found:
-                self.process.log.log(0, found)
+            figures = self._evaluate()
+            if figures:
+                self.process.log.log(0, figures)
             self._evaluated = True
             if collapse.to_be_saved(self):
                 self.save()
@@ -143,10 +143,10 @@ class Loop(State):
         if not self.can_be_left:
             return
         # Both are asked in one exchange: processes that asked different questions would wait for each other for ever.
-        short, asked = any_ranks([out_of_memory, self.process.stop.requested], self.process.accelerator)
+        short, stops = any_ranks([out_of_memory, self.process.stop.requested], self.process.accelerator)
         if short:
             raise MemoryRanOut
-        if asked:
+        if stops:
             raise Interrupted
 
     @contextmanager
@@ -230,8 +230,8 @@ class Loop(State):
             return {}
         self._seed_globals("evaluation")
         with self.timed("eval"), self.averaged():
-            found = self.trained.evaluate(self.iteration)
-        return found | collapse.watch(self, found) if found else found
+            figures = self.trained.evaluate(self.iteration)
+        return figures | collapse.watch(self, figures) if figures else figures
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""

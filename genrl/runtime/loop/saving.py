@@ -34,8 +34,8 @@ def save(loop: State) -> None:
     weights = loop.weights.state()
     _require_finite(loop, weights)
     optimizer, packed = state.pack(loop.optimizer.state_dict())
-    kept, kept_trees = loop.kept.pack()
-    tensors = weights | {"optimizer": optimizer} | kept
+    kept_tensors, kept_trees = loop.kept.pack()
+    tensors = weights | {"optimizer": optimizer} | kept_tensors
     if loop.is_main:
         checkpoint.save(
             process.run.checkpoints,
@@ -64,7 +64,7 @@ def save(loop: State) -> None:
 
 
 def _require_finite(loop: State, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-    named = {f"{stem}/{name}": local(tensor) for stem, one in weights.items() for name, tensor in one.items()}
+    named = {f"{stem}/{name}": local(tensor) for stem, tensors in weights.items() for name, tensor in tensors.items()}
     bad = non_finite(named)
     if any_rank(bool(bad), loop.process.accelerator):
         which = f"{len(bad)} of {len(named)} tensors, e.g. {bad[0]}" if bad else "those of another process"

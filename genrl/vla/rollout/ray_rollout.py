@@ -63,22 +63,22 @@ class ActingHost:
 
     def run(self, work: Assignment) -> Iterator[Part | Exception | None]:
         """None after every decision, that it goes on is heard of; at the end the part, or what was raised."""
-        said: queue.SimpleQueue[Part | Exception | None] = queue.SimpleQueue()
+        messages: queue.SimpleQueue[Part | Exception | None] = queue.SimpleQueue()
 
         def act() -> None:
             torch.set_num_threads(1)  # as many actors as CPUs
             waited = self.env.waited_s
             try:
                 put_weights(self.policy, connected().get(work.weights))
-                advance = partial(said.put, None)
+                advance = partial(messages.put, None)
                 rollout = collect(self.env, self.policy, work.sampler, work.plan, frozen=self.frozen, advance=advance)
-                said.put(Part(rollout, work.version, self.env.waited_s - waited))
+                messages.put(Part(rollout, work.version, self.env.waited_s - waited))
             except Exception as error:  # noqa: BLE001 - of the thread: raised again where it is waited for
-                said.put(error)
+                messages.put(error)
 
         # `collect` returns at its end, and the caller waits for a sign of life after every decision.
         threading.Thread(target=act, daemon=True).start()
-        while (message := said.get()) is None:
+        while (message := messages.get()) is None:
             yield None
         yield message
 
@@ -95,9 +95,9 @@ def trained_weights(policy: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def put_weights(policy: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy `trained_weights` into a policy of the same kind."""
-    own = dict(policy.named_parameters())
+    parameters = dict(policy.named_parameters())
     for name, value in weights.items():
-        own[name].copy_(value)
+        parameters[name].copy_(value)
 
 
 class RayRollouts:

@@ -146,8 +146,8 @@ class Denoising(Sampler):
         self._check_first(frozen)
 
         def step(k: int, x: Tensor) -> Transition:
-            who, seen = frozen if frozen is not None and k < self.first else (policy, context)
-            return self.transition(who, seen, x, torch.full((batch,), k), random.noisy[:, k])
+            who, encoded = frozen if frozen is not None and k < self.first else (policy, context)
+            return self.transition(who, encoded, x, torch.full((batch,), k), random.noisy[:, k])
 
         chain = chains.sample_chain(
             step, start[:, 0], start[:, 1:], noise_clip=self.noise_clip, last_clip=self.last_clip
@@ -176,8 +176,8 @@ class Denoising(Sampler):
         x = noise.to(next(iter(context.values())).device)
         self._check_first(frozen)
         for k in range(self.steps):
-            who, seen = frozen if frozen is not None and k < self.first else (policy, context)
-            x = self._follow(who, seen, x, torch.full((len(x),), k))
+            who, encoded = frozen if frozen is not None and k < self.first else (policy, context)
+            x = self._follow(who, encoded, x, torch.full((len(x),), k))
         return x if self.last_clip is None else x.clamp(-self.last_clip, self.last_clip)
 
     def _follow(self, policy: Policy, context: Batch, x: Tensor, index: Tensor) -> Tensor:

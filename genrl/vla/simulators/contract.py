@@ -246,8 +246,8 @@ class Description:
 
     def host(self, slots: int) -> Host:
         """Make it, for so many slots."""
-        made: Host = self.function(slots, **self.settings)
-        return made
+        host: Host = self.function(slots, **self.settings)
+        return host
 
 
 def episode_keys(seed: int, slot: NDArray[np.generic], count: NDArray[np.generic]) -> Keys:

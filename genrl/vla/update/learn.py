@@ -65,14 +65,14 @@ def update(
 
     All processes make as many passes, as each of them ends with one word to the others.
     """
-    mine, acting = chosen.chosen(dealt.mine), Acting(run.policy, rollout.sampler)
+    local, acting = chosen.chosen(dealt.mine), Acting(run.policy, rollout.sampler)
     policy, critic, total = "policy" in groups, "critic" in groups, len(dealt.every)
     record = partial(recorded_decisions, rollout, total=total, policy=policy, critic=critic)
     passes = math.ceil(dealt.most / (settings.microbatch or dealt.most))
     sums: dict[str, Tensor] = {}
 
     def prepare(part: Tensor) -> Recorded | None:
-        return record(mine.chosen(part)) if len(part) else None
+        return record(local.chosen(part)) if len(part) else None
 
     def idle() -> Tensor:
         # A real pass over one decision: in shards the others wait for this process to gather with them.
@@ -92,7 +92,7 @@ def update(
         # Before the step, so that the update which goes too far is not made.
         return not policy or settings.kl_stop is None or means["kl/updates"] <= settings.kl_stop
 
-    parts = torch.arange(len(mine.row)).tensor_split(passes)
+    parts = torch.arange(len(local.row)).tensor_split(passes)
     norms = descend(
         run.loop, settings, acting, parts, prepare, loss,
         groups=groups, done=len, measure=measure, idle=idle, before_step=near,

@@ -52,6 +52,6 @@ class PaCoGRPO(Windowed):
                 continue  # told in its own place
             least = genrl_rewards.lower_end(bounds)
             if least is not None and least <= -1:
-                text = f"{self.aggregate} takes ln(1 + r), and the scores of {name} may be -1 or less (its range: {bounds})"
+                text = f"{self.aggregate} takes ln(1 + r), and the scores of {name} may be -1 or less (range: {bounds})"
                 instead = "use algorithm flow_grpo with aggregate gdpo or sum, or a file of your own that shifts them"
                 yield ("rewards", index, "name"), f"{text}; {instead}"
