@@ -194,13 +194,13 @@ def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
     # The simulator says its sizes only once it is there.
     with closing(open_tables(config, policy, num_envs=1)) as env:
         observation, _ = env.reset(seed=0)
-        simulated = max(value.shape[1] for name, value in observation.items() if value.ndim == 2), env.action_dim
+        live = max(value.shape[1] for name, value in observation.items() if value.ndim == 2), env.action_dim
     held = steps.observation.shape[1], steps.action.shape[1]
-    if held != simulated:
+    if held != live:
         assert config.demonstrations is not None
         raise ValueError(
             f"demonstrations.dataset: {config.demonstrations.dataset} holds observations and actions of {held[0]} and "
-            f"{held[1]} numbers, those of environment.name: {config.environment.name} have {simulated[0]} and {simulated[1]}"
+            f"{held[1]} numbers, those of environment.name: {config.environment.name} have {live[0]} and {live[1]}"
         )
 
 

@@ -86,13 +86,13 @@ def collect(
         reached = (totals(config, found.scores) >= rule.threshold - 1e-9) & ~found.cut
         passed += int(reached.sum())
         for place, row in enumerate(rows):
-            own = range(place * rule.samples, (place + 1) * rule.samples)
-            kept = _chosen(found, [k for k in own if reached[k]], rule, (config.seed, "collect", row.name))
-            answered += bool(kept)
-            asked = _asked(row, out, start + place) if kept else {}
-            for k in kept:
+            places = range(place * rule.samples, (place + 1) * rule.samples)
+            selected = _chosen(found, [k for k in places if reached[k]], rule, (config.seed, "collect", row.name))
+            answered += bool(selected)
+            question = _asked(row, out, start + place) if selected else {}
+            for k in selected:
                 reward = float(totals(config, found.scores)[k])
-                lines.append(json.dumps({**asked, "response": found.texts[k], "reward": reward}, ensure_ascii=False))
+                lines.append(json.dumps({**question, "response": found.texts[k], "reward": reward}, ensure_ascii=False))
     check_failed(config, failures, len(questions) * rule.samples)
     counts = Counts(len(questions), answered, len(questions) * rule.samples, passed, len(lines))
     if not lines:

@@ -154,12 +154,12 @@ class VLMRun(Run[VLMConfig]):
         arguments of `estimate`."""
         assert self.preset is not None, "the methods whose rows are estimated have one"
         counts = gather_object([len(rows["mask"])])
-        found = estimate(self.preset, batch_of_all(rows, size), **known)
+        estimate_of_all = estimate(self.preset, batch_of_all(rows, size), **known)
         # Only now are both of the same weights: later the gap holds what training has changed since an engine's update.
         if self.loop.iteration == 0 and "sampler" in rows:
-            check_gap(found.metrics["sampler_gap_mean"])
-        share = ours(found.batch, counts, self.process.rank, rows["mask"].shape[1])
-        return Estimated(share, found, updates)
+            check_gap(estimate_of_all.metrics["sampler_gap_mean"])
+        share = ours(estimate_of_all.batch, counts, self.process.rank, rows["mask"].shape[1])
+        return Estimated(share, estimate_of_all, updates)
 
     def finish(self, row: dict[str, float]) -> None:
         """End the iteration with what was measured in it."""
@@ -202,7 +202,7 @@ class VLMRun(Run[VLMConfig]):
 
     def resize(self, size: int) -> None:
         """Give passes so many rows from here on."""
-        self.loop.config, self.present = (one.with_micro_batch(size) for one in (self.loop.config, self.present))
+        self.loop.config, self.present = (config.with_micro_batch(size) for config in (self.loop.config, self.present))
 
     def forget(self) -> None:
         """Samples of an iteration that is undone are no part of this; the weights are those of its beginning."""

@@ -97,7 +97,7 @@ def judge(
 ) -> Judged:
     """One answer to each of these questions: the most probable one, or (`SequencePolicy.greedy`) a sample at the
     temperature of training, from a noise that depends on the prompt alone. blind: with black pictures."""
-    found = Judged([], [], {label: [] for label in opened})
+    judged = Judged([], [], {label: [] for label in opened})
     greedy, key = (policy.greedy, ("evaluation",)) if isinstance(policy, SequencePolicy) else (True, ())
     temperature = 0.0 if greedy else config.generation.temperature
     for start in range(0, len(numbers), TOGETHER):
@@ -110,11 +110,11 @@ def judge(
             shown.add(sampled)
         scores = score(config, opened, rows, sampled, list(range(len(rows))))
         values = {label: scores[label].values for label in opened}
-        failures = {label: one.failures for label, one in scores.items() if one.failures}
+        failures = {label: scored.failures for label, scored in scores.items() if scored.failures}
         names = [row.name if greedy else text_of(row) for row in rows]
-        found = found.joined(Judged(names, sampled.texts, values, failures))
+        judged = judged.joined(Judged(names, sampled.texts, values, failures))
         advance(len(rows))
-    return found
+    return judged
 
 
 def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
@@ -153,15 +153,15 @@ def held_out(
     ValueError without rewards."""
     if not config.rewards:
         raise ValueError("rewards: there are none to judge answers by; the run's metrics.jsonl has what it measured")
-    asked, opened = Questions(config, "eval"), open_rewards(config)
-    blind = config.evaluation.blind and shows_pictures(asked) and not isinstance(policy, SequencePolicy)
-    numbers = range(len(asked))
-    begin(len(asked) * (1 + blind))
-    scores = figures(config, judge(policy, config, opened, asked, numbers, advance=advance))
+    questions, opened = Questions(config, "eval"), open_rewards(config)
+    blind = config.evaluation.blind and shows_pictures(questions) and not isinstance(policy, SequencePolicy)
+    numbers = range(len(questions))
+    begin(len(questions) * (1 + blind))
+    scores = figures(config, judge(policy, config, opened, questions, numbers, advance=advance))
     if blind:
-        unseen = judge(policy, config, opened, asked, numbers, blind=True, advance=advance)
+        unseen = judge(policy, config, opened, questions, numbers, blind=True, advance=advance)
         scores["eval/accuracy_blind"] = figures(config, unseen)["eval/accuracy_mean"]
-    return scores, len(asked)
+    return scores, len(questions)
 
 
 def save_answers(process: Process, found: Judged, shown: Shown, iteration: int) -> None:
@@ -238,7 +238,7 @@ def compare(
         category = None if column is None else row.columns.get(column)
         token = page.add(Pair(text_of(row), before[0][k], after[0][k], None if category is None else str(category)))
         for label in before[1] if token is not None else ():
-            values = [made[1][label][k] for made in (before, after)]
+            values = [side[1][label][k] for side in (before, after)]
             page.add_scores(str(token), label, *(None if math.isnan(value) else value for value in values))
 
 
@@ -253,9 +253,11 @@ def _made(
     """A sample for every question, from a noise that depends on the question alone, and its scores by reward."""
     device = default_device()
     policy = open_policy(config, device, name) if run is None else load_trained(run, Path(name), step, device)
-    shown, opened = Shown(len(questions)), open_rewards(config)
-    found = judge(policy, config, opened, questions, range(len(questions)), shown=shown, advance=advance)
-    media = [Media("audio", sound) for sound in shown.sounds.values()] or [encode(image) for image in shown.images]
+    media_shown, opened = Shown(len(questions)), open_rewards(config)
+    judged = judge(policy, config, opened, questions, range(len(questions)), shown=media_shown, advance=advance)
+    media = [Media("audio", sound) for sound in media_shown.sounds.values()] or [
+        encode(image) for image in media_shown.images
+    ]
     if len(media) != len(questions):
         raise ValueError(f"{name}: its answers are neither pictures nor sounds, so a page cannot show them")
-    return media, found.scores
+    return media, judged.scores

@@ -108,8 +108,8 @@ def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:
     """What the method trains beside the policy, by name: `heads(policy)` of its module, where it says so."""
     if not config.trainer.with_heads:
         return {}
-    found: dict[str, nn.Module] = vars(module_of(config.trainer))["heads"](policy)
-    return found
+    heads: dict[str, nn.Module] = vars(module_of(config.trainer))["heads"](policy)
+    return heads
 
 
 def reopen(config: VLMConfig, device: str, iteration: int) -> Reopened:

@@ -43,17 +43,17 @@ class Calls:
         if not self.cache:
             return columns(self._score(arguments, list(range(count))))
         keys = [digest({name: values[row] for name, values in arguments.items()}) for row in range(count)]
-        known = {key: self._remembered[key] for key in keys if key in self._remembered}
-        new = [row for row, key in enumerate(keys) if key not in known and key not in keys[:row]]
+        remembered = {key: self._remembered[key] for key in keys if key in self._remembered}
+        new = [row for row, key in enumerate(keys) if key not in remembered and key not in keys[:row]]
         self.hits, self.misses = self.hits + count - len(new), self.misses + len(new)
-        known |= zip((keys[row] for row in new), self._score(arguments, new), strict=True)
+        remembered |= zip((keys[row] for row in new), self._score(arguments, new), strict=True)
         for key in keys:
-            if not math.isnan(known[key][0]):
-                self._remembered[key] = known[key]
+            if not math.isnan(remembered[key][0]):
+                self._remembered[key] = remembered[key]
                 self._remembered.move_to_end(key)
         while len(self._remembered) > self.cache:
             self._remembered.popitem(last=False)
-        return columns([known[key] for key in keys])
+        return columns([remembered[key] for key in keys])
 
     def to(self, device: str) -> None:
         """Move the model of the reward."""

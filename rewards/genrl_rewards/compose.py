@@ -194,9 +194,9 @@ def metrics(combined: Combined, components: Mapping[str, Component]) -> dict[str
         if component == Component():
             continue
         values = combined.contributions[label]
-        kept = values[~values.isnan()]
-        logged[f"used/{label}_mean"] = float(kept.mean()) if len(kept) else math.nan
-        logged[f"used/{label}_std"] = float(kept.std(correction=0)) if len(kept) else math.nan
+        scores = values[~values.isnan()]
+        logged[f"used/{label}_mean"] = float(scores.mean()) if len(scores) else math.nan
+        logged[f"used/{label}_std"] = float(scores.std(correction=0)) if len(scores) else math.nan
         if component.schedule:
             logged[f"used/{label}_weight"] = combined.weights[label]
         if label in combined.gated:

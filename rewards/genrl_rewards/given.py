@@ -52,8 +52,8 @@ def take(name: str) -> Any:
 
     Raises ValueError as `given`.
     """
-    found = given(name)
+    thing = given(name)
     if name in _TAKEN:
-        return copy.deepcopy(found)
+        return copy.deepcopy(thing)
     _TAKEN.add(name)
-    return found
+    return thing

@@ -74,12 +74,12 @@ def open_picture(source: Source, name: str | None = None) -> Image:
         from_file = picture.format is not None or not hasattr(source, "convert")
         if getattr(picture, "is_animated", False) and picture.format != "MPO":  # a photograph with its preview
             _remark("animated", name, "has several frames; the first is taken")
-        shown = _upright(picture)
-        shown = _on_white(shown, name) if shown.has_transparency_data else _as_rgb(shown, name)
-    extrema: Any = shown.getextrema()
+        upright = _upright(picture)
+        upright = _on_white(upright, name) if upright.has_transparency_data else _as_rgb(upright, name)
+    extrema: Any = upright.getextrema()
     if from_file and all(low == high for low, high in extrema):
-        _remark("plain", name, f"is of one single colour, {shown.getpixel((0, 0))}")
-    return shown
+        _remark("plain", name, f"is of one single colour, {upright.getpixel((0, 0))}")
+    return upright
 
 
 def check_picture(source: Source, name: str | None = None) -> tuple[int, int]:

@@ -115,11 +115,11 @@ def expert_episodes(
     """
     names: dict[str, Sequence[str]] = {IMAGES + camera: [camera] for camera in cameras}
     for task in tasks:
-        env, num_episodes, attempt = make(task), 0, 0
-        while num_episodes < count:
+        env, won, attempt = make(task), 0, 0
+        while won < count:
             if attempt >= 5 * count + 5:
                 raise RuntimeError(
-                    f"the expert of {task} succeeded in {num_episodes} of {attempt} episodes of at most {max_steps} steps: "
+                    f"the expert of {task} succeeded in {won} of {attempt} episodes of at most {max_steps} steps: "
                     "allow more steps"
                 )
             key = episode_keys(seed, np.array([0xE]), np.array([attempt]))[0]
@@ -129,7 +129,7 @@ def expert_episodes(
             episode = _episode(env, expert(env), int(key >> np.uint64(33)), max_steps, look)
             attempt += 1
             if episode is not None:
-                num_episodes += 1
+                won += 1
                 yield episode
         env.close()
 

@@ -363,18 +363,18 @@ class Eye:
         """Patches [B, rows columns, 3 frames patch patch] of pictures [B, 3, H, W] in Qwen's order, neighbours that are
         merged side by side, each shown `frames` times; and (rows, columns). Raises ValueError for sizes that Qwen would
         resize once more."""
-        resized = self.resized(picture)
-        height, width = resized.shape[-2:]
+        sized = self.resized(picture)
+        height, width = sized.shape[-2:]
         cell = self.patch * self.merge
         if height % cell or width % cell:
             raise ValueError(f"pictures become {height} x {width}, which must be multiples of {cell}: show square ones")
         rows, columns = height // self.patch, width // self.patch
-        split = (resized / 255.0 - 0.5) / 0.5
-        split = split.view(len(resized), 3, rows // self.merge, self.merge, self.patch, columns // self.merge, self.merge,
+        split = (sized / 255.0 - 0.5) / 0.5
+        split = split.view(len(sized), 3, rows // self.merge, self.merge, self.patch, columns // self.merge, self.merge,
                            self.patch)  # fmt: skip
         split = split.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)
         split = split.expand(*split.shape[:6], self.frames, self.patch, self.patch)
-        return split.reshape(len(resized), rows * columns, -1), (rows, columns)
+        return split.reshape(len(sized), rows * columns, -1), (rows, columns)
 
 
 def bicubic(picture: Tensor, size: tuple[int, ...]) -> Tensor:

@@ -153,11 +153,11 @@ class Simulator:
         an entry of another name speaks of success, the key is wrong, which is said at once."""
         self.says_success |= self.reading.success_key in info
         ended = ended or any("success" in str(name) for name in info)
-        value_told = self._told(info, "success_key", needed=ended)
-        value = self._number(value_told, "success_key")
+        entry = self._told(info, "success_key", needed=ended)
+        value = self._number(entry, "success_key")
         if value not in (0.0, 1.0):
             raise Misuse(
-                f"{self.env.unwrapped}: info[{self.reading.success_key!r}] is {value_told!r}, and success is true or false: "
+                f"{self.env.unwrapped}: info[{self.reading.success_key!r}] is {entry!r}, and success is true or false: "
                 "set environment.success_key to an entry that says so, or compare it with a threshold there"
             )
         return value == 1.0

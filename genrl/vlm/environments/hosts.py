@@ -150,11 +150,11 @@ class Processes:
         process, connection = self.running[slot]
         try:
             if connection.poll(max(0.0, deadline - time.monotonic())):
-                told = connection.recv()
-                if isinstance(told, Outcome):
+                message = connection.recv()
+                if isinstance(message, Outcome):
                     self.failures[slot] = 0 if isinstance(piece, Say) else self.failures.get(slot, 0)
-                    return told
-                raise told
+                    return message
+                raise message
             why = f"said nothing for {self.settings.timeout_s:g} s (environment.timeout_s), and was killed"
         except (EOFError, OSError):
             process.join(5.0)

@@ -47,8 +47,8 @@ class PolicyLoss(NamedTuple):
 
 def recipe_loss(preset: Preset, log_prob: Tensor, extra: Mapping[str, Tensor], given: Recorded) -> dict[str, Tensor]:
     """The loss of rows, [], from their log-probabilities [b, T] under the weights as they are, and what it measures."""
-    made = policy_loss(preset, token_batch(given.tensors).with_log_prob(log_prob, extra))
-    return {"loss": made.loss, "log_prob": log_prob, **made.metrics}
+    computed = policy_loss(preset, token_batch(given.tensors).with_log_prob(log_prob, extra))
+    return {"loss": computed.loss, "log_prob": log_prob, **computed.metrics}
 
 
 def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
@@ -63,8 +63,8 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
     batch = batch.weighted(product(batch.weight, *(choice.factor_now(batch) for choice in preset.weights)))
     metrics: dict[str, Tensor] = {"entropy": sampled_entropy(log_prob.detach(), batch.mask)}
     if batch.old_log_prob is None and batch.sampler_log_prob is not None:  # else `estimate` measures it
-        found = gaps(log_prob.detach(), batch.sampler_log_prob, batch.mask)
-        metrics |= {f"sampler/gap_{name}": found[name] for name in ("mean", "k3")}
+        gap = gaps(log_prob.detach(), batch.sampler_log_prob, batch.mask)
+        metrics |= {f"sampler/gap_{name}": gap[name] for name in ("mean", "k3")}
 
     def aggregated(terms: Tensor) -> Tensor:
         totals = {"rows": batch.rows, "tokens": batch.tokens, "length": preset.length}
@@ -89,11 +89,11 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
 
 def product(*factors: Tensor | None) -> Tensor | None:
     """Product of the factors that are there, in order; None without any."""
-    whole: Tensor | None = None
+    total: Tensor | None = None
     for factor in factors:
         if factor is not None:
-            whole = factor if whole is None else whole * factor
-    return whole
+            total = factor if total is None else total * factor
+    return total
 
 
 def _group_loss(choice: GroupLoss, batch: TokenBatch) -> Tensor:
@@ -197,8 +197,8 @@ def _sampler_metrics(preset: Preset, batch: TokenBatch) -> dict[str, float]:
     """How far sampler and trainer are apart, and what `engine_mismatch` makes of it; empty without both."""
     if batch.sampler_log_prob is None or batch.old_log_prob is None:
         return {}
-    found = gaps(batch.old_log_prob, batch.sampler_log_prob, batch.mask)
-    metrics = {f"sampler_gap_{name}": float(value) for name, value in found.items()}
+    gap = gaps(batch.old_log_prob, batch.sampler_log_prob, batch.mask)
+    metrics = {f"sampler_gap_{name}": float(value) for name, value in gap.items()}
     for choice in preset.weights:
         if isinstance(choice, EngineMismatch):
             weight = choice.factor(batch)

@@ -74,7 +74,7 @@ def _attend(
         )
     prompts = _prompts.get()
     layer = prompts.cache.layers[module.layer_idx]
-    found = prefix_attention(
+    attended = prefix_attention(
         query,
         key,
         value,
@@ -85,7 +85,7 @@ def _attend(
         scale=settings.get("scaling"),
         backend=prompts.backend,
     )
-    return found.transpose(1, 2).contiguous(), None
+    return attended.transpose(1, 2).contiguous(), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
@@ -152,7 +152,7 @@ def packed_inputs(policy: Policy, pairs: Sequence[tuple[Encoded, Tensor]]) -> di
         after = (prompt.next_position + torch.arange(len(answer))).expand(len(prompt.positions), -1)
         return torch.cat([own[None], torch.cat([prompt.positions, after], 1)])
 
-    made: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "input_ids": torch.cat([part for prompt, answer in pairs for part in (prompt.tokens.ids, answer)])[None],
         "position_ids": torch.cat([positions(*pair) for pair in pairs], -1).unsqueeze(-2),
     }
@@ -162,9 +162,9 @@ def packed_inputs(policy: Policy, pairs: Sequence[tuple[Encoded, Tensor]]) -> di
             for prompt, answer in pairs
             for part in (prompt.tokens.kinds.get(name, torch.zeros_like(prompt.tokens.ids)), torch.zeros_like(answer))
         ]
-        made[name] = torch.cat(kinds)[None]
-    made |= join_pixels([prompt.tokens for prompt, _ in pairs])
-    return {k: v.to(policy.device, policy.dtype if v.is_floating_point() else None) for k, v in made.items()}
+        inputs[name] = torch.cat(kinds)[None]
+    inputs |= join_pixels([prompt.tokens for prompt, _ in pairs])
+    return {k: v.to(policy.device, policy.dtype if v.is_floating_point() else None) for k, v in inputs.items()}
 
 
 @torch.no_grad()
@@ -174,10 +174,10 @@ def check_packing(policy: Policy) -> None:
     picture = Image.new("RGB", (64, 64), (90, 120, 60))
     prompts = [policy.encode(Prompt((picture, text))) for text in ("What is it?", "Why is it there, and where?")]
     tokens = torch.tensor([policy.stop_ids[:1]] * 2)
-    kept = torch.ones_like(tokens, dtype=torch.bool)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
     name = type(policy.model).__name__
     try:
-        packed, _ = packed_states(policy, prompts, tokens, kept)
+        packed, _ = packed_states(policy, prompts, tokens, valid)
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         raise ValueError(f"vlm.packing: {name} cannot be given packed sequences ({error}); write false") from error
     alone = torch.cat([policy.body(**policy.inputs([p]), use_cache=False).last_hidden_state[:, -1:] for p in prompts])

@@ -88,11 +88,14 @@ def renamed(name: str, rules: Mapping[str, str]) -> str:
 
 def fill(module: torch.nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
     """Load weights into a module. Raises ValueError, naming some, unless they are exactly those of the module."""
-    wanted = module.state_dict()
+    expected = module.state_dict()
     problems = [
-        ("lacks", sorted(set(wanted) - set(weights))),
-        ("has but should not", sorted(set(weights) - set(wanted))),
-        ("has in another shape", sorted(k for k in set(wanted) & set(weights) if wanted[k].shape != weights[k].shape)),
+        ("lacks", sorted(set(expected) - set(weights))),
+        ("has but should not", sorted(set(weights) - set(expected))),
+        (
+            "has in another shape",
+            sorted(k for k in set(expected) & set(weights) if expected[k].shape != weights[k].shape),
+        ),
     ]
     listed = [f"it {verb} {len(keys)} weights ({', '.join(keys[:3])}...)" for verb, keys in problems if keys]
     if listed:

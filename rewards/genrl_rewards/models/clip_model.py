@@ -86,8 +86,8 @@ class ClipScorer:
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        found: torch.device = self.model.device
-        return found
+        device: torch.device = self.model.device
+        return device
 
     def cosines(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         """Cosine of each of N pictures with its prompt, float32 [N] on the device of the images.

@@ -87,15 +87,20 @@ class Scorer:
 
         reward, name = self.reward, self.name
         try:
-            asked = wire.decode(body, content_type, self.limits)
-            check_columns(reward, asked.columns, name=name)
-            if needs(reward).kind != "pointwise" and asked.group is None:
+            request_batch = wire.decode(body, content_type, self.limits)
+            check_columns(reward, request_batch.columns, name=name)
+            if needs(reward).kind != "pointwise" and request_batch.group is None:
                 raise BadRequest(f"reward {name!r} compares the samples of a group: send `group`")
         except ValueError as error:  # a BadRequest, or a missing column
             return 422, {"error": str(error), "final": True}
         try:
             scores = score(
-                reward, images=asked.images, prompts=asked.prompts, columns=asked.columns, group=asked.group, name=name
+                reward,
+                images=request_batch.images,
+                prompts=request_batch.prompts,
+                columns=request_batch.columns,
+                group=request_batch.group,
+                name=name,
             )
         except ValueError as error:  # the reward returned something that is not scores
             return 500, {"error": str(error), "final": True}
@@ -122,8 +127,8 @@ def app(
     server = FastAPI(title="genrl reward", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def check_token(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        authorization = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        if token and not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
             raise Refused(401, "the token is missing or wrong")
         request.state.admitted = True  # see `Connection`
 

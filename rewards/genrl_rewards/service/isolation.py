@@ -56,8 +56,8 @@ class Isolated(Remote):
 
         self._python = python_of(venv) if venv else sys.executable
         threads = torch.get_num_threads()  # the same number there: sums in other pieces have other last bits
-        asked = {"name": name, "args": dict(args), "device": device, "dtype": dtype, "threads": threads}
-        self._asked = json.dumps(asked)
+        settings = {"name": name, "args": dict(args), "device": device, "dtype": dtype, "threads": threads}
+        self._asked = json.dumps(settings)
         self._name, self._start_s, self._restarts = name, start_s, 0
         self._secret = secrets.token_urlsafe(32)
         self._process, url = self._start(name)

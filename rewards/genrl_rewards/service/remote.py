@@ -96,9 +96,9 @@ class Remote:
         self.servers = [Server(url) for url in ([urls] if isinstance(urls, str) else urls)]
         infos = [self._info(server) for server in self.servers]
         takes = infos[0][0]
-        for server, (found, _) in zip(self.servers, infos, strict=True):
-            if found != takes:
-                raise ValueError(f"reward server {server.url} takes {found}, and {self.servers[0].url} takes {takes}")
+        for server, (info, _) in zip(self.servers, infos, strict=True):
+            if info != takes:
+                raise ValueError(f"reward server {server.url} takes {info}, and {self.servers[0].url} takes {takes}")
         self._limits = wire.Limits(
             **{key: min(getattr(limits, key) for _, limits in infos) for key in vars(wire.Limits())}
         )
@@ -135,11 +135,14 @@ class Remote:
     def _fitting(self, images: torch.Tensor, rest: Mapping[str, Sequence[Any]]) -> int:
         """How many samples fit into a request."""
         references = [row for name, row in rest.items() if name in IMAGE_COLUMNS]
-        own, others = images[0].numel() // 3, sum(max(int(p.width * p.height) for p in row) for row in references)
+        own_pixels, others = (
+            images[0].numel() // 3,
+            sum(max(int(p.width * p.height) for p in row) for row in references),
+        )
         pictures = (images.shape[1] if images.ndim == 5 else 1) + len(references)
-        size = own * (3 if self._eight_bit else 12) + 3 * others
+        size = own_pixels * (3 if self._eight_bit else 12) + 3 * others
         limits = self._limits
-        fitting = (limits.images // pictures, limits.pixels // (own + others), limits.bytes * 9 // 10 // size)
+        fitting = (limits.images // pictures, limits.pixels // (own_pixels + others), limits.bytes * 9 // 10 // size)
         return max(1, min(fitting))  # a tenth of the bytes is left for texts
 
     def _score(self, images: torch.Tensor, rest: Mapping[str, Sequence[Any]]) -> Scored:

@@ -176,8 +176,8 @@ def _check_header(header: Any, limits: Limits) -> None:
         kind = name.partition(".")[0]
         dtype, channels = ("F32", -3) if kind == "images" else ("U8", -1)
         ranks = (3,) if kind in IMAGE_COLUMNS else (4, 5)
-        known = kind in ("images", "pixels", *IMAGE_COLUMNS)
-        if not known or len(shape) not in ranks or shape[channels] != 3 or 0 in shape:
+        is_known = kind in ("images", "pixels", *IMAGE_COLUMNS)
+        if not is_known or len(shape) not in ranks or shape[channels] != 3 or 0 in shape:
             raise BadRequest("a tensor of the body is none of images, pixels, reference_images.K, source_images.K")
         if entry.get("dtype") != dtype:
             raise BadRequest(f"the tensor {kind} must be of type {dtype}")

@@ -37,10 +37,10 @@ class Dynamics(nn.Module):
         moved = torch.cat([data.next_observation[n] - data.observation[n] for n in self.names], 1)
         ones = [torch.ones(data.observation[n].shape[1]) if n != SEEN else self.stats[n]["std"] for n in self.names]
         self.register_buffer("scale", torch.maximum(moved.std(0), 0.01 * torch.cat(ones)))
-        numbers, num_observed = data.action[0].numel(), moved.shape[1]
+        numbers, moving = data.action[0].numel(), moved.shape[1]
         self.body = nn.Sequential(
-            nn.Linear(num_observed + numbers, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
-            nn.Linear(width, width), nn.SiLU(), nn.Linear(width, num_observed + 1),
+            nn.Linear(moving + numbers, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
+            nn.Linear(width, width), nn.SiLU(), nn.Linear(width, moving + 1),
         )  # fmt: skip
 
     def forward(self, observation: Batch, action: Tensor) -> tuple[Tensor, Tensor]:

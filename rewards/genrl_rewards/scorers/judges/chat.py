@@ -47,11 +47,11 @@ class Server:
     def of(cls, given: Mapping[str, Any], reward: str) -> Server:
         """Make one of a mapping of the configuration. Raises ValueError for unknown or missing keys and for a bad
         URL."""
-        known = [field.name for field in fields(cls)]
-        wrong = [key for key in given if key not in known]
+        names = [field.name for field in fields(cls)]
+        wrong = [key for key in given if key not in names]
         if wrong or "url" not in given:
-            what = f"has no {wrong[0]!r}.{nearest(wrong[0], known)}" if wrong else "needs a url."
-            raise ValueError(f"{reward}: server {what} It takes: {', '.join(known)}")
+            what = f"has no {wrong[0]!r}.{nearest(wrong[0], names)}" if wrong else "needs a url."
+            raise ValueError(f"{reward}: server {what} It takes: {', '.join(names)}")
         server = cls(**given)
         try:
             check_url(server.url)

@@ -127,8 +127,10 @@ def _check_row(include: Any) -> None:
     for i, item in enumerate(rows):
         right = isinstance(item, Mapping) and isinstance(item.get("class"), str) and item.get("count", 0) >= 1
         place = item.get("position", ["above", 0]) if right else ("", 0)
-        known = len(place) == 2 and place[0] in ("left of", "right of", "above", "below") and 0 <= place[1] < max(i, 1)
-        if not right or item.get("color", "red") not in COLOURS or not known:
+        is_valid = (
+            len(place) == 2 and place[0] in ("left of", "right of", "above", "below") and 0 <= place[1] < max(i, 1)
+        )
+        if not right or item.get("color", "red") not in COLOURS or not is_valid:
             raise ValueError(
                 f"geneval: item {i} of column 'include' is {item!r}; it must be {{class, count, color?, position?}}, "
                 f"count from 1, color one of {', '.join(COLOURS)}, position [relation, index of an earlier item]"

@@ -82,9 +82,9 @@ def turn_between(before: np.ndarray, after: np.ndarray) -> float:
 
     def fit(angle: float) -> tuple[float, float]:
         turned = np.asarray(still.rotate(-angle, Image.Resampling.BILINEAR)) > 127
-        wanted = second > 127
-        union = (turned | wanted).sum()
-        return (round(float((turned & wanted).sum() / union), 3) if union else 0.0), -abs(angle)
+        target = second > 127
+        union = (turned | target).sum()
+        return (round(float((turned & target).sum() / union), 3) if union else 0.0), -abs(angle)
 
     best = max(range(-180 + COARSE, 181, COARSE), key=fit)
     turn = max(range(best - COARSE, best + COARSE + 1), key=fit)

@@ -71,15 +71,15 @@ def filled_backbone(base: str, weights: Mapping[str, torch.Tensor], what: str, d
 
     Raises ValueError, beginning with `what`, where the weights are not those of such a model.
     """
-    own = {new: value for name, value in weights.items() if (new := backbone_name(name)) is not None}
-    if "language_model.embed_tokens.weight" not in own:
+    renamed = {new: value for name, value in weights.items() if (new := backbone_name(name)) is not None}
+    if "language_model.embed_tokens.weight" not in renamed:
         raise ValueError(f"{what} is not a reward model of this kind: it has {', '.join(list(weights)[:3])}...")
     config = transformers.AutoConfig.from_pretrained(base)
-    config.text_config.vocab_size = len(own["language_model.embed_tokens.weight"])
+    config.text_config.vocab_size = len(renamed["language_model.embed_tokens.weight"])
     make: Any = transformers.AutoModel.from_config
     with no_init_weights():
         model = make(config, dtype=dtype)
-    fill(model, own, what)
+    fill(model, renamed, what)
     return model.eval().requires_grad_(False)
 
 

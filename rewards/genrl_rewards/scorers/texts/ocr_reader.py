@@ -53,9 +53,9 @@ class Reader:
         folder = Path(rapidocr.__file__).parent / "models"
         models = sorted(folder.glob("*_rec_*.onnx"))
         if len(models) != 1:
-            found = ", ".join(model.name for model in models) or "none"
+            names = ", ".join(model.name for model in models) or "none"
             raise ValueError(
-                f"rapidocr should ship one recogniser in {folder}; found {found}: {install('ocr')} --upgrade"
+                f"rapidocr should ship one recogniser in {folder}; found {names}: {install('ocr')} --upgrade"
             )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -94,9 +94,9 @@ class Reader:
         probabilities = np.zeros((len(output), 1 + len(symbols)), np.float32)
         np.add.at(probabilities.T, columns, output[:, classes].T)
         best = probabilities.argmax(1)
-        kept = (best != BLANK) & np.concatenate([[True], best[1:] != best[:-1]])
-        confidence = float(probabilities.max(1)[kept].mean()) if kept.any() else 0.0
-        return Line("".join(symbols[i - 1] for i in best[kept]), confidence, symbols, probabilities)
+        is_new = (best != BLANK) & np.concatenate([[True], best[1:] != best[:-1]])
+        confidence = float(probabilities.max(1)[is_new].mean()) if is_new.any() else 0.0
+        return Line("".join(symbols[i - 1] for i in best[is_new]), confidence, symbols, probabilities)
 
 
 @lru_cache(maxsize=256)
