@@ -88,10 +88,12 @@ def evaluate(
         batch = Batch(
             [prompts[r].text if texts is None else texts[r] for r in rows],
             [("evaluation", seed, r) for r in rows],
+            # One size for all: `_batches` puts pictures of different sizes into different calls.
             {**sampling, **prompts[rows[0]].size},
             inputs=batch_inputs(inputs, [prompts[r] for r in rows]),
         )
         images = policy.decode(batch, policy.generate(batch)).cpu()
+        # Processes with fewer batches repeat one, so that collective calls of a sharded model match; it is not counted.
         if counts and worker.scores(number):
             pieces.append((rows, images))
             statistics += zip(rows, looks.thumbnails(images), looks.high_frequencies(images).tolist(), strict=True)
@@ -107,7 +109,14 @@ def evaluate(
     thumbnails = torch.stack(small)
     figures = looks.figures(thumbnails, torch.tensor(frequencies), groups)
     return Evaluated(
-        scored, total, drawn_texts, numbers, [gathered[r].float() / 255 for r in numbers], thumbnails, figures
+        # Bytes in between: a quarter of the traffic, and what a PNG holds.
+        scored,
+        total,
+        drawn_texts,
+        numbers,
+        [gathered[r].float() / 255 for r in numbers],
+        thumbnails,
+        figures,
     )
 
 

@@ -39,6 +39,8 @@ def settle(run: Run[Config], prompts: Sequence[Prompt]) -> None:
         return
     if "batch_size" not in run.loop.memory:
         run.loop.phase("finding the batch size", 0)
+        # Kept with the checkpoint: on another card a resumed run would cut its micro-batches otherwise and give other
+        # numbers.
         found = largest(sizes(run.config), lambda size: fits(run, prompts, size), lambda ok: all(gather_object([ok])))
         run.loop.memory["batch_size"] = found
         run.process.progress.say(f"{found} samples fit in a micro-batch (sampling.batch_size is {sampling.batch_size})")
@@ -64,6 +66,7 @@ def fits(run: Run[Config], prompts: Sequence[Prompt], size: int) -> bool:
     """Whether this process has room for a micro-batch of this size. Weights and gradients are as before afterwards."""
     device = run.policy.device
     total = total_bytes(device)
+    # Trials of 1 and 2 are what the others are reckoned from.
     if total is not None and size > 2:
         empty_cache(device)
         single, two = (peak(run, prompts, n) for n in (1, 2))
@@ -101,6 +104,7 @@ def attempt(run: Run[Config], prompts: Sequence[Prompt], size: int) -> None:
         for parameter in run.weights.parameters:
             parameter.grad = torch.zeros_like(parameter)
         room = [torch.empty_like(p) for p in run.weights.parameters for _ in range(copies_to_come(run))]
+        # Any level: memory does not depend on it.
         sigma = torch.tensor(0.5 if policy.head.parametrisation == "flow" else 500)
         policy.velocity(batch, state, sigma).square().sum().backward()
     del room

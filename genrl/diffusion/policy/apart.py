@@ -26,6 +26,7 @@ def require_apart(policy: Policy, batch: Batch) -> None:
     """
     if len(batch) < 2 or not batch.inputs:
         return
+    # The prompts and noise stay; so sample 0 can differ only by what it took from the other's picture.
     same: Mapping[str, Any] = {name: [values[0], values[0]] for name, values in batch.inputs.items()}
     kind = type(policy.pipe).__name__
     try:
@@ -37,6 +38,7 @@ def require_apart(policy: Policy, batch: Batch) -> None:
         text = f"a {kind} cannot be given the pictures of two samples in one call"
         raise ValueError(f"sampling.inputs: {text}; {ALONE} ({error})") from error
     difference = float((other - alike).abs().max())
+    # Written so that NaN is refused, too.
     if not difference <= TOLERANCE * float(alike.abs().max()):
         text = f"in a {kind} the picture of one sample changes another sample of the call (by up to {difference:.2g})"
         raise ValueError(f"sampling.inputs: {text}; {ALONE}")

@@ -48,6 +48,7 @@ def _rest(x: Tensor, attended: Tensor, mods: Sequence[Tensor], mlp: nn.Module, e
 
 def _finite(x: Tensor) -> Tensor:
     """Clamp numbers as these models do in float16."""
+    # The largest float16: diffusers clips in the same places, since some activations of these models overflow there.
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
@@ -72,6 +73,7 @@ def _sd3_block(
     if self.use_dual_attention:  # SD3.5 medium: a second attention among the image's tokens
         shift_2, scale_2, gate_2 = modulation[6:]
         alone = self.attn2(hidden_states=_first(image, shift_2, scale_2), **further)
+        # The second attention read the stream before the first one's output was added, as the model was trained.
         image, attended, gate = image + gate * attended, alone, gate_2
     image = _rest(image, attended, (gate, *second), self.ff)
     if not self.context_pre_only:
@@ -96,6 +98,7 @@ def _flux_block(
 
 def _flux_single_norm(self: Any, x: Tensor, emb: Tensor) -> tuple[Tensor, Tensor]:
     shift, scale, gate = self.linear(self.silu(emb))[:, None].chunk(3, -1)
+    # diffusers' block, which stays, adds the dimension of tokens to the gate by itself.
     return _first(x, shift, scale), gate[:, 0]
 
 
@@ -130,6 +133,7 @@ def _wan_block(
     x, eps = hidden_states, self.norm1.eps
     attended = self.attn1(_first(x, shift, scale, eps), None, None, rotary_emb)
     if isinstance(self.norm2, nn.Identity):
+        # Wan's modulation is float32, and diffusers rounds only the sum.
         x = (x.float() + attended * gate).to(x.dtype)
         query_input = x
     else:  # an affine norm is a modulation that does not depend on time
@@ -137,6 +141,7 @@ def _wan_block(
         x, query_input = fused(gated, x, attended, gate, *(t.expand_as(gate) for t in affine), eps)
     crossed = self.attn2(query_input, encoder_hidden_states, None, None)
     shift, scale, gate = last
+    # The output of the cross-attention is added without a gate: one of ones makes it the same kernel.
     h, y = fused(gated, x, crossed, torch.ones_like(gate), scale, shift, eps)
     out: Tensor = (h.float() + self.ffn(y).float() * gate).to(h.dtype)
     return out
@@ -178,6 +183,7 @@ def _set_processors(denoiser: nn.Module, switches: Switches) -> list[Processor]:
         if present is None:
             continue
         ours = PROCESSORS.get(type(present).__name__)
+        # Ours call `to_q`, `to_k` and `to_v`, which a module with fused projections leaves unused.
         if ours is None or getattr(module, "fused_projections", False):
             key = "kernels.attention" if switches.attention else "kernels.fused"
             raise ValueError(
@@ -199,6 +205,7 @@ def _set_forwards(denoiser: nn.Module) -> int:
     for module in denoiser.modules():
         forward = BLOCKS.get(type(module))
         if forward is not None:
+            # On the instance: classes stay diffusers', so that saving, sharding and peft know the module.
             module.forward = MethodType(forward, module)
             count += 1
     return count

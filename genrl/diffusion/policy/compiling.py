@@ -83,6 +83,7 @@ def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None
             for parameter in denoiser.parameters():  # a first gradient would stay where the graph is to write again
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+        # torch says nowhere that a call compiled; its own count of graphs does.
         graphs, began = counters["stats"]["unique_graphs"], time.perf_counter()
         # beyond its limit torch would go on without compiling, in silence
         with torch.enable_grad(), dynamo.patch(recompile_limit=4 * MOST, fail_on_recompile_limit_hit=True):
@@ -114,6 +115,7 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def divide(denoisers: Mapping[str, nn.Module], replicas: int, device: torch.device) -> None:
     """Have every group of processes, of which there are `replicas`, compute the tokens of its samples together, from
     here on. Raises ValueError for a denoiser of which diffusers divides none."""
+    # `ring` stays 1: ulysses exchanges heads for tokens, and every attention is then of whole sequences.
     context = torch.distributed.get_world_size() // replicas
     mesh = init_device_mesh(device.type, (replicas, 1, context), mesh_dim_names=("replica", "ring", "ulysses"))
     for name, denoiser in denoisers.items():

@@ -59,6 +59,7 @@ def encode(policy: Policy, batch: Batch, images: Tensor) -> Tensor:
     pixels = (2.0 * images - 1.0).to(policy.device, vae.dtype)
     with torch.autocast(policy.device.type, enabled=False):
         coded = vae.encode(pixels[:, :, None] if probe.dim() == 5 else pixels)
+    # The mode, not a draw: the same picture is then the same sample in every epoch.
     latents = coded.latent_dist.mode() if hasattr(coded, "latent_dist") else coded[0]
     if latents.shape != probe.shape:
         raise ValueError(
@@ -67,6 +68,7 @@ def encode(policy: Policy, batch: Batch, images: Tensor) -> Tensor:
         )
     states = to_states(policy, batch, latents.float())
     error = float((policy.decode(batch, states).cpu() - images.cpu()).abs().mean())
+    # Written so that NaN is refused, too.
     if not error <= MOST:
         raise ValueError(
             f"pictures that {name} encodes and decodes come back changed, by {error:.2f} of the range on average "
@@ -79,6 +81,10 @@ def to_states(policy: Policy, batch: Batch, latents: Tensor) -> Tensor:
     """The final states that reach the autoencoder as `latents`, float32 [B, ...]. Raises ValueError as `encode`."""
     shape = policy.state_shape(batch)
     with torch.enable_grad():
+        # What a pipeline does before it decodes is y = P (a x) + b, with a permutation P (packing), factors a and
+        # offsets b: b is its output at 0. Its transpose, which autograd applies, takes y - b to a^2 x; and P a = y(1) -
+        # y(0), so that the transpose of that is a^2. The quotient is x, whatever the pipeline's code, and is verified
+        # below.
         zero = torch.zeros(shape, device=policy.device, requires_grad=True)
         at_zero = decoder_input(policy, batch, zero)
         scale = decoder_input(policy, batch, torch.ones_like(zero)).detach() - at_zero.detach()
@@ -91,6 +97,7 @@ def to_states(policy: Policy, batch: Batch, latents: Tensor) -> Tensor:
     states = (back / squares).detach()
     decoded = decoder_input(policy, batch, states).detach()
     difference, size = (decoded - latents).abs().max(), latents.abs().max().clamp(min=1.0)
+    # A rounding of bfloat16 is up to 4e-3 of a number, and there are a few on the way.
     tolerance = 1e-4 if decoded.dtype == torch.float32 else 2e-2
     if not bool(difference <= tolerance * size):
         raise _not_affine(policy, f"it is missed by {float(difference):.2g}")

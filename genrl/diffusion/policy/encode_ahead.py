@@ -63,6 +63,7 @@ def encode_ahead(policy: Policy, model: Model, wanted: Sequence[Batch], tell: Te
         with policy.memo.present(load_components(model, policy.pipe, names)):
             for k, batch in enumerate(missing):
                 policy.calls.encode(batch)
+                # The size of one is known now; with the last, the machine would be out of memory.
                 if k == 0:
                     _require_room(policy, len(missing))
                 tell(k + 1, len(missing))

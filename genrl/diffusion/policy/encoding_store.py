@@ -52,6 +52,7 @@ class Store:
             os.utime(path)  # it has been used
         except FileNotFoundError:
             return None
+        # Damage costs one encoding, which can be made again: the caller does, as for one that was never there.
         except (SafetensorError, KeyError, ValueError):
             path.unlink(missing_ok=True)
             return None
@@ -62,12 +63,14 @@ class Store:
         path, tensors = self._path(name), dict[str, Tensor]()
         tree = _felled(value, tensors)
         path.parent.mkdir(exist_ok=True)
+        # With the process's number: others may write the same encoding, and equal names would mix two files.
         partial = path.with_suffix(f".{os.getpid()}.partial")
         save_file(tensors, partial, metadata={"tree": json.dumps(tree)})
         size = partial.stat().st_size
         partial.replace(path)
         self.written += size
         self._size += size
+        # It would remove what it is going to need, and every epoch would encode everything again.
         if self.written > self.most:
             raise ValueError(
                 f"model.encodings: the encodings of this run alone take more than {self.most / 1e9:g} GB; take fewer "
@@ -95,6 +98,7 @@ class Store:
         files = sorted(self._files())
         self._size = sum(size for _, size, _ in files)
         for _, size, path in files:
+            # Below the bound by some, or every further file would list the folder again.
             if self._size <= 0.9 * self.most:
                 break
             path.unlink(missing_ok=True)
@@ -106,6 +110,8 @@ def open_store(config: Config, device: torch.device) -> Store | None:
     model = config.model
     if model.encodings is None:
         return None
+    # All that may change an encoding by more than nothing: one left out here would hand out another model's texts in
+    # silence.
     parts = [diffusers.__version__, transformers.__version__, model.path, str(model.revision), model.dtype]
     parts += [str(model.autocast), device.type, json.dumps(_kinds(config), sort_keys=True)]
     folder = model_folder(config)

@@ -103,6 +103,7 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
             _load_again(policy, folder)
         for network in networks:
             _require_equal_adapters(network, folder)
+            # The trained one is switched off meanwhile, or both would act.
             activate(network, _RELOADED)
         actual = _denoised(policy, probe)
     finally:
@@ -120,6 +121,7 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
 @torch.no_grad()
 def accompany(policy: Policy, probe: Batch) -> None:
     """The model calls of `save_lora`, in a process that makes them together with the one that saves."""
+    # One for the adapter in memory, one for the reloaded: collective calls have to be as many in every process.
     for _ in range(2):
         _denoised(policy, probe)
 
@@ -212,6 +214,7 @@ def export(run: Path, out: Path, step: int | None = None, *, full: bool = False,
     probe = probe_of(config, prompts[0])
     if config.model.lora is not None and not full:
         if form == "diffusers":
+            # As it was saved, which `save_lora` verified then: nothing is written anew that could differ.
             shutil.copytree(source / "lora", out, dirs_exist_ok=True)
         else:
             write_form(config, source / "lora", out, form, probe)
@@ -230,8 +233,10 @@ def export(run: Path, out: Path, step: int | None = None, *, full: bool = False,
                     pipe.components[name].unload_lora()
         else:
             _fill(pipe, result(loaded.tensors))
+        # Once merged there is no adapter to reload: the whole is compared with the base that has the adapter.
         pipe.save_pretrained(out)
         if config.model.lora is not None:
+            # The comparison loads two pipelines by itself.
             del pipe
             merged_is_alike(config, source / "lora", out, probe)
     rows = [row for row in read_metrics(Run(run).metrics) if row["step"] <= loaded.step and "eval/total_mean" in row]

@@ -96,6 +96,7 @@ def check_call_arguments(pipe: Pipeline, arguments: Iterable[str], section: str 
     """
     kind = type(pipe)
     parameters = inspect.signature(kind.__call__).parameters
+    # Nothing can be said of a call that takes whatever comes.
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     legal = sorted(parameters.keys() - {"self", *OURS})
@@ -123,6 +124,7 @@ def quantization(model: Model) -> PipelineQuantizationConfig | None:
         return None
     for key, problem in missing_packages(model):
         raise ValueError(f"{key}: {problem}")
+    # The index is a small file: what is wrong is said before gigabytes are read.
     index = DiffusionPipeline.load_config(model.path, revision=model.revision)
     for key, problem in missing_components(model, index):
         raise ValueError(f"{key}: {problem}")

@@ -20,7 +20,9 @@ def require_flow_step(scheduler: Any) -> None:
     kind = type(scheduler)
     if kind.__module__.startswith("diffusers.") or scheduler.config.get("stochastic_sampling"):
         return
+    # A scheduler counts its steps: the pipeline's own is left as it is.
     copied, draws = deepcopy(scheduler), torch.Generator().manual_seed(0)
+    # Its shift depends on the picture's size, and it refuses to make levels without one; any will do here.
     shifted = {"mu": 1.0} if copied.config.get("use_dynamic_shifting") else {}
     copied.set_timesteps(4, **shifted)
     state, velocity = torch.randn(2, 1, 4, 8, 8, generator=draws)

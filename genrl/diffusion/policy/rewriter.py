@@ -137,6 +137,7 @@ class Rewriter:
             logits_processor=LogitsProcessorList([draw]),
         )
         tokens = tokens_out[:, inputs["input_ids"].shape[1] :]
+        # The tokenizer's padding is the end token itself, so only the first one is of the answer.
         mask = completion_mask(tokens, self.end)
         answers = [self._new_prompt(row[row_mask], fits) for row, row_mask in zip(tokens, mask, strict=True)]
         texts = [prompt if answer is None else answer for answer in answers]
@@ -148,6 +149,7 @@ class Rewriter:
             return None
         text = self.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
         first, last = TAGS
+        # With a tag twice, which text is drawn would be a matter of parsing, and policies learn to make use of that.
         if text.count(first) != 1 or text.count(last) != 1:
             return None
         between, closed, _ = text.partition(first)[2].partition(last)
@@ -169,6 +171,8 @@ class Rewriter:
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         """Log-probabilities of what may be drawn, float32 [..., V]."""
+        # In float32: the logarithm of a sum over 1e5 words in bfloat16 is off by more than a clip range. Masked before
+        # the normalisation, in writing and in training alike, so that the ratio of both is of the same distribution.
         allowed = logits.float().index_fill(-1, self.forbidden.to(logits.device), -torch.inf)
         return allowed.log_softmax(-1)
 
@@ -210,6 +214,7 @@ def load_rewriter(folder: Path, device: str | torch.device = "cpu") -> Rewriter:
     settings = RewriterSettings.model_validate_json((folder / SETTINGS).read_text(encoding="utf-8"))
     rewriter = Rewriter(settings, device=device)
     weights = load_peft_weights(str(folder))
+    # peft loads what fits and says nothing of the rest.
     lost = sorted(set(weights) ^ set(get_peft_model_state_dict(rewriter.model)))
     if lost:
         raise ValueError(f"{folder}: its adapter is of another model: {lost[0]} is in one of them only")
@@ -245,6 +250,9 @@ def load_base(
             "set tokenizer.eos_token to the token that ends a turn, and save it"
         )
     end = tokenizer.eos_token_id
+    # Without it, the makers' temperature, top-p and repetition penalty would change what is drawn, but not the
+    # log-probabilities that training computes. Not `do_sample`: the noise is added by `_Draw`, and the largest is
+    # taken.
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
     return tokenizer, model.requires_grad_(False), see
 
@@ -277,6 +285,8 @@ class _Draw(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         log_p = self.log_softmax(scores)
+        # float64: below 1 a float32 comes no nearer than 2^-24, and noise would end at 16.6: no rarer word could be
+        # drawn.
         uniform = torch.rand(log_p.shape, generator=self.source, dtype=torch.float64)
         noisy = log_p - uniform.log().neg().log().to(log_p)
         self.log_probs.append(log_p.gather(1, noisy.argmax(1, keepdim=True))[:, 0])

@@ -41,6 +41,7 @@ class Unconditional:
         """Whether the unconditional prediction comes first of the two."""
         policy = self._policy
         with policy.uncounted():
+            # Only the initial noise is of interest, at which one call is made again with a graph.
             state = policy.roll_out(probe, stop=1).initial
             assert state is not None
             with torch.enable_grad():
@@ -81,6 +82,7 @@ class Unconditional:
         parts = list(rows.split(samples))
         if self._seen is not None:
             self._halves = len(parts) > 1
+            # As leaves, so that `_find` can ask for the gradient to each; the network's own graph is not needed.
             parts = [part.detach().requires_grad_() for part in parts]
             self._seen += parts
         elif len(parts) == 2:  # one without guidance

@@ -81,6 +81,7 @@ class RewardActor:
         device = "cuda" if connected().get_gpu_ids() else "cpu"
         labelled = zip(parsed.reward_labels, parsed.rewards, strict=True)
         local = [(label, settings) for label, settings in labelled if settings.remote is None]
+        # As text: an exception of the reward's own class could not be unpickled where its package is not installed.
         opened = catch(lambda: {label: opened_for(settings, device) for label, settings in local}, 0)
         if isinstance(opened, Failure):
             return Opened(versions(), {}, opened.error)
@@ -119,6 +120,8 @@ class RewardPool:
         self.seats = [self._started() for _ in range(count)]
         self._free: SimpleQueue[Seat] = SimpleQueue()
         try:
+            # Asked first and by itself, in seconds: whether a machine is up is not to be confused with how long rewards
+            # load.
             for versions in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
                 check_versions(versions)
             for opened in self._ray.get([seat.opened for seat in self.seats]):
@@ -137,6 +140,7 @@ class RewardPool:
 
         Raises ServerRaised where the reward raises, and RewardFailed where actors are lost again and again.
         """
+        # The run is ending: nobody reads these, and an error would hide the one that ended it.
         none: Scored = [math.nan] * _count(arguments), {}
         while not self._stopped():
             try:
@@ -179,6 +183,7 @@ class RewardPool:
                 raise RewardFailed(str(error)) from error
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 last = error
+                # It may be alive and only slow, and would hold its memory beside the new one.
                 self._ray.kill(seat.actor)
                 new = self._started()
                 seat.actor, seat.opened = new.actor, new.opened

@@ -174,6 +174,7 @@ class RayRollouts:
         positions, losses = [job.position for job in waiting], 0
         for seat in self.seats:
             seat.job = None  # of an iteration that was left
+        # In their own order, whoever was first: sums of gradients round differently in another order.
         for position in positions:
             with worker.timed("sample"):
                 while position not in parts:
@@ -183,6 +184,7 @@ class RayRollouts:
                     if isinstance(part, Exception):
                         losses += 1
                         self._check_losses(losses, part)
+                        # In front: the trainer waits for the positions in order, and this one is the oldest.
                         waiting.extendleft([] if job is None else [job])
                     elif job is not None and part is not None:
                         self._check_version(part.version, order.version)
@@ -331,6 +333,8 @@ class Ahead:
     def __init__(self, far: RayRollouts, scorers: Scorers, device: torch.device, closing: Event) -> None:
         self.far, self.scorers, self.device, self.closing = far, scorers, device, closing
         self.underway: dict[int, Underway] = {}
+        # One thread: iterations are drawn one after the other, each by its own weights. torch's number of threads is
+        # per thread.
         self._thread = ThreadPoolExecutor(1, "drawing", torch.set_num_threads, (torch.get_num_threads(),))
 
     def begin(self, config: Config, sheet: Sheet, order: Order, worker: Worker) -> None:
@@ -382,6 +386,8 @@ class Ahead:
                         position, micro_batch = underway.drawn.get(timeout=POLL_S)
                         break
                     except Empty:
+                        # Looked at only with an empty queue: what was drawn before an error is no loss, and none is
+                        # raised in place of it.
                         if underway.work.done():
                             underway.work.result()
             yield position, unpacked(micro_batch, self.device)

@@ -292,6 +292,8 @@ def _is_inside(name: str) -> bool:
 def _read_manifest(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     format_name, checksum, formats = manifest["format"], manifest.get("checksum"), (FORMAT, IN_SHARES)
+    # The checksum tells damage from another version: a flipped digit of `format` would else send people to another
+    # genrl.
     meant = next(
         (candidate for candidate in formats if checksum == _checksum(manifest | {"format": candidate})), format_name
     )
@@ -349,6 +351,7 @@ def _seal(folder: Path, step: int, written: shares.Entries) -> None:
     manifest = {"format": IN_SHARES if written else FORMAT, "step": step, "files": entries}
     _write_text(folder / MANIFEST, json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1))
     _sync(folder / MANIFEST)
+    # A folder's entry is on the disk only when its parent was synced after it.
     inner = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
     for path in [*inner, folder]:
         _sync(path)
