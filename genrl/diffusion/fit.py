@@ -18,7 +18,7 @@ from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.runtime.loop.frame import halvings, too_large
-from genrl.runtime.loop.running import Run
+from genrl.runtime.loop.running import TrainingRun
 from genrl.runtime.weights.devices import empty_cache, peak_bytes, reset_peak, total_bytes
 
 MEMORY_HINT = (
@@ -29,7 +29,7 @@ MARGIN = 0.92
 """Share of the memory that may be in use: the rest is the allocator's, for pieces of other sizes."""
 
 
-def settle(run: Run[Config], prompts: Sequence[Prompt]) -> None:
+def settle(run: TrainingRun[Config], prompts: Sequence[Prompt]) -> None:
     """Make `sampling.batch_size` what fits, with `sampling.fit_batch`; a resumed run has it from its checkpoint.
 
     Raises RuntimeError where not even the smallest fits.
@@ -62,7 +62,7 @@ def largest(sizes: list[int], fits: Callable[[int], bool], agreed: Callable[[boo
     raise too_large(sizes[-1], MEMORY_HINT)
 
 
-def fits(run: Run[Config], prompts: Sequence[Prompt], size: int) -> bool:
+def fits(run: TrainingRun[Config], prompts: Sequence[Prompt], size: int) -> bool:
     """Whether this process has room for a micro-batch of this size. Weights and gradients are as before afterwards."""
     device = run.policy.device
     total = total_bytes(device)
@@ -75,7 +75,7 @@ def fits(run: Run[Config], prompts: Sequence[Prompt], size: int) -> bool:
     return peak(run, prompts, size) is not None
 
 
-def peak(run: Run[Config], prompts: Sequence[Prompt], size: int) -> int | None:
+def peak(run: TrainingRun[Config], prompts: Sequence[Prompt], size: int) -> int | None:
     """Most bytes in use during a trial of this size (0 on a CPU); None where they did not suffice."""
     device = run.policy.device
     reset_peak(device)
@@ -89,7 +89,7 @@ def peak(run: Run[Config], prompts: Sequence[Prompt], size: int) -> int | None:
     return peak_bytes(device)
 
 
-def attempt(run: Run[Config], prompts: Sequence[Prompt], size: int) -> None:
+def attempt(run: TrainingRun[Config], prompts: Sequence[Prompt], size: int) -> None:
     """What a micro-batch asks for at most: its decoded pictures, and a model call with its backward pass beside the
     gradients of the one before it and room for the copies of every trained number still to come (`copies_to_come`)."""
     config, policy = run.config, run.policy
@@ -110,7 +110,7 @@ def attempt(run: Run[Config], prompts: Sequence[Prompt], size: int) -> None:
     del room
 
 
-def copies_to_come(run: Run[Config]) -> int:
+def copies_to_come(run: TrainingRun[Config]) -> int:
     """The optimiser's two moments, the snapshots that the trainer takes after the trials (an old policy, ...), and the
     copies of all that an iteration changes (`runtime.undo`)."""
     num_snapshots = len(snapshots(run.config))

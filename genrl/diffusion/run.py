@@ -53,14 +53,14 @@ from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import economy
 from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.running import Run
+from genrl.runtime.loop.running import TrainingRun
 from genrl.runtime.show.pictures import before_after, save_png
 from genrl.runtime.show.sheet import ContactSheet
 from genrl.runtime.weights.weights import Weights
 from genrl_rewards.compose import Running
 
 
-class DiffusionRun(Run[Config]):
+class DiffusionRun(TrainingRun[Config]):
     """One process of one training run.
 
     far: where samples are drawn, if not in this process. ahead: the iterations that are drawn while another is trained.

@@ -1,4 +1,4 @@
-"""The rollout tree of one prompt as flat arrays in level order (DESIGN 1.2).
+"""The rollout tree of one prompt as flat arrays in level order.
 
 A node is a state x_i at depth i; the edge into it is the transition of step i - 1 that sampled it; a leaf is a node
 without children. Roots come first, the nodes of one depth are contiguous, and so are the children of one node.

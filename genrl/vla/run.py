@@ -22,7 +22,7 @@ from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.ahead import Advance, Ahead
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.running import Groups, Run, of_all
+from genrl.runtime.loop.running import Groups, TrainingRun, of_all
 from genrl.runtime.loop.updating import CAUSES, require_on_policy
 from genrl.runtime.show.pictures import save_png
 from genrl.runtime.show.sheet import SHOWN, ContactSheet
@@ -50,7 +50,7 @@ ON_POLICY = 1e-6
 more than rounding, as the same batch is computed again."""
 
 
-class VLARun(Run[VLAConfig]):
+class VLARun(TrainingRun[VLAConfig]):
     """One process of one run.
 
     frozen: DPPO's policy before fine-tuning, which does the first denoising steps; None for other samplers. env: this

@@ -16,7 +16,7 @@ from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.running import Groups, Run
+from genrl.runtime.loop.running import Groups, TrainingRun
 from genrl.runtime.weights.sharding import in_step
 from genrl.runtime.weights.weights import Weights
 from genrl.vlm.config.schema import VLMConfig
@@ -81,11 +81,11 @@ def open_reference(config: VLMConfig, process: Process, policy: Policy) -> Polic
     return reference
 
 
-class VLMRun(Run[VLMConfig]):
+class VLMRun(TrainingRun[VLMConfig]):
     """One process of one run of a vision-language model.
 
-    reference: the model before training where the loss reads it and there is no LoRA. groups, options: as of `Run`.
-    heads: modules whose weights are saved with the policy's.
+    reference: the model before training where the loss reads it and there is no LoRA. groups, options: as of
+    `TrainingRun`. heads: modules whose weights are saved with the policy's.
     """
 
     policy: Policy
@@ -127,7 +127,7 @@ class VLMRun(Run[VLMConfig]):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """`Run.drawing`; what the policy computed by other weights is forgotten."""
+        """`TrainingRun.drawing`; what the policy computed by other weights is forgotten."""
         with super().drawing():
             # Prefixes that were computed with the present weights say nothing of older ones.
             if self.age:

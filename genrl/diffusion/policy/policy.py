@@ -1,4 +1,4 @@
-"""Any diffusers pipeline as a stochastic policy (DESIGN 1.1): no line written for a model.
+"""Any diffusers pipeline as a stochastic policy: no line written for a model.
 
 The pipeline is the environment, its scheduler (`scheduler.py`) the policy head. Four calls are made of one pipeline:
 

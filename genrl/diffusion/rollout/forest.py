@@ -1,4 +1,4 @@
-"""Rollouts as trees (DESIGN 1.2): one pipeline run segment by segment, each shared prefix once.
+"""Rollouts as trees: one pipeline run segment by segment, each shared prefix once.
 
 Slots number the samples of an iteration; the tree of prompt p has the slots p L .. p L + L - 1 of its L leaves, in
 depth-first order. A node is known by its depth and the slot of the first leaf below it, so an edge is (step, slot): the

@@ -26,7 +26,7 @@ from genrl.runtime.loop import collapse
 from genrl.runtime.loop.guards import StoppedTogether
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Claim, Process, begin, claim, make_accelerator
-from genrl.runtime.loop.running import Run as Running
+from genrl.runtime.loop.running import TrainingRun
 from genrl.runtime.loop.signals import killed_ranks
 from genrl.runtime.loop.streams import tolerant_streams
 from genrl.runtime.show.report import write_report
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class Kind(NamedTuple):
     """What differs between runs of pipelines, token models and robot policies.
 
-    What it opens is a `running.Run`.
+    What it opens is a `TrainingRun`.
     """
 
     unit: str
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     """(configuration, number of processes): ValueError where they do not fit together."""
     prepare: Callable[[Any, Accelerator], Any]
     """What is loaded, and may raise ValueError, before anything is written."""
-    open: Callable[[Any, Process, Any, ExitStack], Running[Any]]
+    open: Callable[[Any, Process, Any, ExitStack], TrainingRun[Any]]
     """(configuration, process, what was prepared, stack that closes it) -> the run."""
     reopen: Callable[[Any, str, int], Any]
     """(configuration, device, iteration) -> the model without the run (`replay.Reopened`)."""
@@ -115,7 +115,7 @@ def look(config: RunConfig) -> ContactSheet:
 
 def _opened(
     stack: ExitStack, config: RunConfig, resume: Path | None = None, script: Script | None = None
-) -> tuple[Claim, Process, Running[Any]]:
+) -> tuple[Claim, Process, TrainingRun[Any]]:
     """A run as of `run`, restored where it goes on; the stack closes it."""
     # Missing packages are told first: they cost no time to find, and would otherwise end the run after the model is
     # loaded.
@@ -191,7 +191,7 @@ def _save_finished(loop: Loop) -> None:
     loop.process.progress.say(f"{loop.iteration} finished iterations are saved")
 
 
-def _train(run: Running[Any], memory_hint: str) -> None:
+def _train(run: TrainingRun[Any], memory_hint: str) -> None:
     """The run's method, and in a run in stages the next ones'."""
     loop = run.loop
     while True:

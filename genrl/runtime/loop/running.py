@@ -65,7 +65,7 @@ class Versions:
         self.weights = {int(number): dict(named) for number, named in state.items()}
 
 
-class Run(ABC, Generic[C]):
+class TrainingRun(ABC, Generic[C]):
     """One process of one run: what the frame opens, and what methods train with.
 
     staleness: how many iterations the weights that draw are behind the present ones. retries: whether an iteration in
