@@ -48,6 +48,7 @@ class Calls:
         self.hits, self.misses = self.hits + count - len(new), self.misses + len(new)
         remembered |= zip((keys[row] for row in new), self._score(arguments, new), strict=True)
         for key in keys:
+            # A failure may be a server's that is down for a minute: the sample gets its chance the next time.
             if not math.isnan(remembered[key][0]):
                 self._remembered[key] = remembered[key]
                 self._remembered.move_to_end(key)
@@ -85,6 +86,7 @@ def rows(scores: Scores) -> list[Row]:
 
 def columns(scored: Sequence[Row]) -> Scored:
     """The reverse of `rows`: what a reward returns. NaN for a part that a sample does not have."""
+    # Batches are scored apart, and a reward may name a part only where it applies.
     names = dict.fromkeys(name for _, parts in scored for name in parts)
     return [value for value, _ in scored], {name: [parts.get(name, math.nan) for _, parts in scored] for name in names}
 
@@ -98,6 +100,7 @@ def digest(sample: Mapping[str, Any]) -> bytes:
     hashed = hashlib.sha256()
     for name in sorted(sample):
         for piece in (name.encode(), *_pieces(name, sample[name])):
+            # With its length, or "ab" + "c" and "a" + "bc" would be one sample.
             hashed.update(len(piece).to_bytes(8, "little"))
             hashed.update(piece)
     return hashed.digest()

@@ -221,6 +221,7 @@ def optional_columns(reward: Reward, known: Iterable[str]) -> list[str]:
         fixed |= set(getattr(itself, "keywords", ()))
         itself = within
     home = getattr(itself, "__module__", "") or ""
+    # Their options have names that a prompt file may have for something else (`target`, `scale`).
     if home.partition(".")[0] == __package__:
         return []
     parameters = inspect.signature(reward).parameters.values()
@@ -307,9 +308,11 @@ def score(
 
     name = name or name_of(reward)
     arguments = _arguments(reward, images, prompts, columns or {}, group, name)
+    # The caller may be inside the denoiser's autocast, which would score in another precision than a server does.
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         result = catch(lambda: call(reward, arguments), len(prompts))
     if isinstance(result, Failure):
+        # The commonest slip: rewards of other libraries are given Pillow pictures by this name.
         if "'Tensor' object has no attribute" in result.error:
             hint = "\n`images` are a float tensor; a parameter named `pil_images` gets Pillow pictures"
             result = result._replace(error=result.error + hint, traceback=result.traceback + hint)
@@ -426,6 +429,7 @@ def _arguments(
         "pairs": lambda: pairs_of(group or ()),
     }
     arguments: dict[str, Any] = {}
+    # As text: annotations of a file with `from __future__ import annotations` are no objects, and may not resolve.
     if re.search(r"\bImage\b", annotation := _annotated(reward, "images")) and "Tensor" not in annotation:
         makers["images"] = makers["pil_images"]
     for taken in (*needed.names, *optional):
@@ -476,4 +480,5 @@ def _numbers(result: Any, count: int, what: str, each: str) -> list[float]:
         values = [math.nan if value is None else float(value) for value in result]
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{what} returned something that is not a number ({error}); {expected}") from error
+    # Totals become float32: an infinity there makes the advantages of its whole group NaN.
     return [value if abs(value) <= LARGEST else math.nan for value in values]

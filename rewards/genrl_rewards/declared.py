@@ -52,6 +52,7 @@ def declared(file: Path | None, attribute: str) -> Declared:
     call = _definition(node.body, "__call__")
     takes = _taken(call.args)[1:] if isinstance(call, ast.FunctionDef | ast.AsyncFunctionDef) else ()
     class_constants = constants(node.body)
+    # A base class may say it, and which one that is only an import could tell.
     says = class_constants.get("differentiable", None if node.bases else False)
     gradients = None if says is None else says is True
     trainable = _definition(node.body, "logits") is not None

@@ -53,6 +53,7 @@ def take(name: str) -> Any:
     Raises ValueError as `given`.
     """
     thing = given(name)
+    # Training changes a pipeline in place; the second one who asks (evaluation, a replay) needs one that nobody trains.
     if name in _TAKEN:
         return copy.deepcopy(thing)
     _TAKEN.add(name)

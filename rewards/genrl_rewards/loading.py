@@ -87,6 +87,7 @@ def resolve(name: str) -> Origin:
     if is_given(name):
         given(name)
         return Origin(name, "object", "the script", name.removeprefix(PREFIX))
+    # Before the names: no built-in reward has a dot, and a file's error is then about the file.
     if ".py" in name:
         return _resolve_file(name)
     if name in BUILT_IN:
@@ -137,6 +138,7 @@ def _names(tree: ast.Module) -> tuple[list[str], set[str]]:
     imported: set[str] = set()
     for statement in tree.body:
         definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        # Names may be defined below an `if` or `try` of the top level; those within a function or class are its own.
         for node in [statement] if definition else ast.walk(statement):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 defined[node.name] = None
@@ -175,6 +177,7 @@ def _found(origin: Origin) -> Any:
     """What a module or file has by the name. Raises ValueError where it has no such thing."""
     target: Any = _import_file(origin) if origin.kind == "file" else importlib.import_module(origin.where)
     for part in origin.attribute.split("."):
+        # `vars`, not `getattr`: nothing that the module merely inherits or makes on demand.
         if part not in vars(target):
             raise ValueError(f"reward {origin.name!r}: {origin.where} has no {part!r}.{nearest(part, vars(target))}")
         target = vars(target)[part]
@@ -197,6 +200,7 @@ def _import_file(origin: Origin) -> ModuleType:
     path = Path(origin.where)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     logger.info("reward %s runs the code of %s (sha256 %s)", origin.name, path, digest)
+    # With a hash of the path: two files `reward.py` in two folders are two modules.
     module_name = f"genrl_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None, f"{path} ends in .py, so there is a loader for it"

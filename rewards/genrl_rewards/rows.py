@@ -73,6 +73,7 @@ def survey(label: str, reward: Reward, rows: Iterable[tuple[str, Mapping[str, An
     for name, columns in rows:
         try:
             kind = read_row(**columns)
+        # Rows of another reward's data in the same file; a column that every row must have is checked elsewhere.
         except KeyError:
             continue
         except ValueError as error:

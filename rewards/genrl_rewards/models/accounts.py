@@ -92,6 +92,7 @@ def _reported(base: Any, judge: Callable[[Any, dict[str, Any]], None]) -> Iterat
     plain = base.from_pretrained.__func__
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # The library's own callers may ask for the report, too (a model within a model).
         wants_info = kwargs.pop("output_loading_info", False)
         model, report = plain(cls, *args, output_loading_info=True, **kwargs)
         judge(model, report)
@@ -111,6 +112,7 @@ def _judge(model: Any, report: dict[str, Any], wrong: list[str], unused: list[st
         wrong.append(f"{len(shaped)} weights of {kind} have another shape in its files ({first(shaped)})")
     wrong += [f"{kind}: {str(line).splitlines()[0]}" for line in report.get("error_msgs", ())]
     left = sorted(map(str, report.get("unexpected_keys", ())))
+    # Unused keys are common (heads, buffers) and harmless; further layers of a stack mean that the model is cut short.
     layers = further_layers(left, model.state_dict())
     if layers:
         wrong.append(

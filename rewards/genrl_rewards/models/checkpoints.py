@@ -144,6 +144,7 @@ def pretrained(
     held = {} if quantization is None else {"quantization_config": quantization}
     with accounted(f"{reward}: {model!r}"):
         loaded = architecture.from_pretrained(model, dtype=dtype, use_safetensors=True, **held)
+    # Parameters alone are frozen: a differentiable score still has its gradient to the pictures.
     return loaded.eval().requires_grad_(False)
 
 

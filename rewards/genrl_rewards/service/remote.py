@@ -125,6 +125,7 @@ class Remote:
                 server.busy -= 1
 
     def __call__(self, images: torch.Tensor, **rest: Sequence[Any]) -> Scored:
+        # Groups must arrive whole: what is too large for the server then is refused there, with the limit's name.
         step = len(images) if self._grouped else self._fitting(images, rest)
         scored: list[Row] = []
         for start in range(0, len(images), step):
@@ -150,6 +151,7 @@ class Remote:
         plain = {name: values for name, values in rest.items() if name not in FROM_SAMPLER}
         prompts = rest.get("prompts", [""] * len(images))
         body = wire.encode(images, prompts, plain, rest.get("group"), pictures, eight_bit=self._eight_bit)
+        # The same in every attempt of this call: a server that has scored it meanwhile answers from memory.
         headers = {"Content-Type": wire.SAFETENSORS, "X-Request-Id": uuid.uuid4().hex}
         return self._by_policy(body, headers, len(images))
 
@@ -199,6 +201,7 @@ class Remote:
                 if status != 200:
                     error, final = _error_of(reply)
                     why = f"status {status}: {error}"
+                    # 401 is final without saying so: the token does not become right by waiting.
                     if not final and status != 401:
                         raise Unavailable(why)
                     self._is_down = False

@@ -94,6 +94,7 @@ def child(settings: IO[str], report: IO[str]) -> None:
 
     def end_with_parent() -> None:
         settings.read()
+        # Without the interpreter's own end, which would wait for a reward that computes for nobody.
         os._exit(0)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
