@@ -100,11 +100,13 @@ class ChatServer:
         return self._ask_all(questions, {"max_tokens": max_tokens}, _content)
 
     def _ask_all(self, questions: Sequence[Question], options: Mapping[str, Any], read: Callable[[Any], T]) -> list[T]:
+        # Servers batch what arrives together: one question after the other would leave most of a GPU idle.
         with ThreadPoolExecutor(max(1, min(self.server.concurrency, len(questions)))) as threads:
             return list(threads.map(lambda question: self._ask(question, options, read), questions))
 
     def _ask(self, question: Question, options: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         turn = {"role": "user", "content": [_part(part) for part in question]}
+        # A seed beside temperature 0: some servers draw among equals.
         request = {"model": self.model, "messages": [turn], "temperature": 0, "seed": 0, **options}
         body, server = json.dumps(request).encode(), self.server
         try:

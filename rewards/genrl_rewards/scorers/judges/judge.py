@@ -44,6 +44,7 @@ def parse_score(answer: str, label: str, low: float, high: float) -> float:
     The last, because a judge may quote the question, or a prompt that names a score, before it gives its own.
     """
     words = r"\s+".join(map(re.escape, label.split()))  # a line may break anywhere
+    # Stars: models like to write the label in bold.
     numbers = re.findall(rf"{words}[\s*]*:[\s*]*{NUMBER}", answer, re.IGNORECASE)
     value = float(numbers[-1]) if numbers else math.nan
     return value if low <= value <= high else math.nan

@@ -133,6 +133,7 @@ class LocalModel:
         rows = []
         for inputs in self._batches(questions):
             logits = self.model(**inputs, logits_to_keep=1).logits[:, -1]
+            # Over the whole vocabulary, so that `mass` says how much of it yes and no have.
             log_probabilities = logits.float().log_softmax(-1)[:, list(tokens)].tolist()
             rows += [list(zip(tokens.values(), row, strict=True)) for row in log_probabilities]
         return rows
@@ -231,8 +232,10 @@ class QwenInputs:
                     f"a question with {count} pictures has {len(pieces) - 1} places {place} for them: the text must "
                     "not contain that token, and the tokenizer's chat template must be one for pictures"
                 )
+            # The model reads a placeholder for each merged patch, of which a template writes one for each picture.
             texts[i] = "".join(p + place * next(counts) if k < count else p for k, p in enumerate(pieces))
         tokens = self.tokenizer(texts, padding=True, return_tensors="pt")
+        # Where the pictures are: rotary positions are of rows and columns there.
         kinds = (tokens["input_ids"] == self.tokenizer.convert_tokens_to_ids(place)).long()
         return {**tokens, **pixels, "mm_token_type_ids": kinds}
 

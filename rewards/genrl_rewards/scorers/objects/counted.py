@@ -29,6 +29,7 @@ def credit(found: Sequence[int], asked: Sequence[int], extra: int, position: flo
     errors = [abs(counted - expected) for counted, expected in zip(found, asked, strict=True)]
     total = sum(asked)
     soft = float(np.mean([max(0.0, 1 - e / expected) for e, expected in zip(errors, asked, strict=True)]))
+    # Or a picture full of things would have all that is asked for.
     soft *= total / (total + extra)
     exact = not any(errors) and extra == 0
     if not math.isnan(position):

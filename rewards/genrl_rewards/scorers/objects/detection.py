@@ -73,6 +73,7 @@ class Detector:
             )
         zero_shot = self.kind in (*OWL, *GROUNDING)
         processor: Any = transformers.AutoProcessor if zero_shot else transformers.AutoImageProcessor
+        # Pillow's resizing, whether or not a torchvision is installed, which would shift boxes a little.
         self.processor = processor.from_pretrained(model, backend="pil")
         self.model = pretrained(architecture, model, types=(), reward=reward).to(device)
         self.to = self.model.to
@@ -92,6 +93,7 @@ class Detector:
         return {name: sorted(rows[name], key=lambda thing: -thing.box.score)[:PER_CLASS] for name in distinct}
 
     def _owl(self, picture: Image, names: Sequence[str], threshold: float) -> dict[str, list[Thing]]:
+        # How OWL was trained to be asked.
         texts = [f"a photo of a {name}" for name in names]
         inputs = self.processor(text=[texts], images=picture, return_tensors="pt").to(self.model.device)
         (detected,) = self.processor.post_process_grounded_object_detection(
@@ -102,6 +104,7 @@ class Detector:
 
     def _grounded(self, picture: Image, name: str, threshold: float) -> list[Thing]:
         """One name at a time, so that every box is of it, and no phrase has to be matched with a name."""
+        # In lower case and with a full stop at its end: how Grounding-DINO tells phrases apart.
         inputs = self.processor(text=f"a {name.lower()}.", images=picture, return_tensors="pt").to(self.model.device)
         (detected,) = self.processor.post_process_grounded_object_detection(
             self.model(**inputs),
@@ -152,6 +155,7 @@ def merged(things: Sequence[Thing]) -> list[Thing]:
 
 def _things(detected: Any, picture: Image) -> list[Thing]:
     limits = torch.tensor([picture.width, picture.height] * 2, dtype=torch.float32)
+    # Detectors put corners outside of the picture, where sizes and offsets would count what cannot be seen.
     boxes = torch.minimum(detected["boxes"].cpu().float().clamp_min(0), limits).tolist()
     return [Thing(Box._make((*box, score))) for box, score in zip(boxes, detected["scores"].tolist(), strict=True)]
 

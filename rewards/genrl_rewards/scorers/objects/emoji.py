@@ -119,6 +119,7 @@ def glyph(name: str) -> np.ndarray:
         raise ValueError(f"no thing called {name!r}: the world has {', '.join(OBJECTS)}")
     ground = Image.new("RGBA", (SIDE, SIDE), BACKGROUND)
     ground.alpha_composite(sheet_glyphs()[NAMES.index(name)])
+    # On the background first: of transparent pixels the colour is arbitrary, and resizing would mix it in.
     return np.array(ground.convert("RGB").resize((GLYPH, GLYPH), Image.Resampling.BOX))
 
 
@@ -163,7 +164,10 @@ def match(image: np.ndarray) -> np.ndarray:
     height, width, _ = image.shape
     spectra, squares = _templates(height, width)
     ink = (image.astype(np.float32) - _GROUND).transpose(2, 0, 1)
+    # All places at once; those at which a glyph wraps around the border are cut off below.
     products = np.fft.irfft2((np.fft.rfft2(ink) * spectra).sum(1), s=(height, width))
+    # A summed-area table: the squares of every window by four look-ups. In float64, since differences of large sums
+    # follow.
     sums = np.pad(np.square(ink, dtype=np.float64).sum(0).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     norms = sums[GLYPH:, GLYPH:] - sums[:-GLYPH, GLYPH:] - sums[GLYPH:, :-GLYPH] + sums[:-GLYPH, :-GLYPH]
     fits: np.ndarray = 2 * products[:, : norms.shape[0], : norms.shape[1]] / (norms + squares[:, None, None])
@@ -212,6 +216,7 @@ def unknown(image: np.ndarray, found: list[Found]) -> int:
     ink = np.linalg.norm(image.astype(np.float32) - _GROUND, axis=-1) > INK
     for thing in found:
         top, left = (round(centre - (GLYPH - 1) / 2) for centre in (thing.y, thing.x))
+        # A pixel more on each side: decoders blur edges into it.
         ink[max(0, top - 1) : top + GLYPH + 1, max(0, left - 1) : left + GLYPH + 1] = False
     return int(ink.sum()) // BLOB
 

@@ -36,6 +36,7 @@ class ColourClassifier:
         if not things:
             return []
         crops = [crop(picture, thing) for thing in things]
+        # One by one: crops are of different sizes.
         embeds = [self.clip.embed_images(from_pil(c)) for c in crops]
         similar = torch.nn.functional.normalize(torch.cat(embeds).float(), dim=-1) @ self._classes(name).T
         return [COLOURS[i] for i in similar.argmax(1).tolist()]
@@ -44,6 +45,8 @@ class ColourClassifier:
         if name not in self._texts:
             forms = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
             texts = [form.format(colour, name) for colour in COLOURS for form in forms]
+            # Unit vectors, their mean, and that at unit length again: CLIP's own way to make one class of several
+            # phrasings.
             unit = torch.nn.functional.normalize(self.clip.embed_texts(texts), dim=-1)
             means = unit.view(len(COLOURS), len(forms), -1).mean(1)
             self._texts[name] = torch.nn.functional.normalize(means, dim=-1)

@@ -170,6 +170,7 @@ def _components(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
             a = parent[a]
         while parent[b] != b:
             b = parent[b]
+        # Towards the smaller number always, so that a parent comes before its children.
         parent[max(a, b)] = min(a, b)
     for i, p in enumerate(parent):  # parents come first, so that one pass flattens every chain
         parent[i] = parent[p]
@@ -197,6 +198,7 @@ def _normalised(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     height, width = rows.max() - top + 1, columns.max() - left + 1
     side = max(height, width)
     mask = np.zeros((side, side), dtype=bool)
+    # In a square, or a flat shape would be stretched into another one.
     mask[rows - top + (side - height) // 2, columns - left + (side - width) // 2] = True
     take = ((np.arange(MASK) + 0.5) * side / MASK).astype(np.intp)
     return mask[np.ix_(take, take)]

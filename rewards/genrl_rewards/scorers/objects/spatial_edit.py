@@ -79,6 +79,7 @@ class Finder:
     def both(self, source: Image, result: Image, name: str) -> tuple[Thing | None, Thing | None]:
         """The most confident thing of that name in each, with its position in the result in pixels of the source."""
         before = self.detector.find(source, [name], self.threshold)[name]
+        # Editing pipelines choose their own sizes, and offsets and ratios are in pixels.
         after = self.detector.find(result.resize(source.size), [name], self.threshold)[name]
         return (before[0] if before else None), (after[0] if after else None)
 

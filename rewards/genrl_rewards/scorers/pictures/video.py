@@ -130,6 +130,8 @@ def smoothness(images: torch.Tensor) -> torch.Tensor:
         errors = []
         for before, frame, after in zip(frames[:-2:2], frames[1:-1:2], frames[2::2], strict=True):
             both = [cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY) for picture in (before, after)]
+            # The middle frame, were the motion even: each neighbour is moved half of the way, and the mean of both
+            # evens out what one of them covers.
             half = flow.calc(*both, None) / 2
             frames_drawn = [
                 cv2.remap(picture, at[..., 0], at[..., 1], cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)

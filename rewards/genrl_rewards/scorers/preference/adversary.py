@@ -158,6 +158,8 @@ class DinoAdversary:
     def logits(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         with_grad = wants_gradients(images)
         with torch.set_grad_enabled(with_grad):
+            # Or the head would tell samples from references by their digits: files have 256 levels, decoded samples any
+            # number.
             features = self.dino.features(images if with_grad else eight_bit(images))
         return self.head(unit_scale(features.class_token))[..., 0], self.head(unit_scale(features.patches))[..., 0]
 

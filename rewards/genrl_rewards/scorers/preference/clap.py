@@ -25,6 +25,7 @@ def resampled(sound: Tensor, rate: int, wanted: int) -> Tensor:
     if rate == wanted:
         return sound
     number = round(len(sound) * wanted / rate)
+    # The inverse divides by the new length, the forward transform was of the old one: the factor keeps the amplitude.
     sound_out: Tensor = torch.fft.irfft(torch.fft.rfft(sound.double()), n=number) * (number / len(sound))
     return sound_out.float()
 

@@ -42,6 +42,7 @@ def merged(weights: Mapping[str, torch.Tensor], lora: Mapping[str, Any]) -> dict
             target, up = f"{name.partition('.lora_A.')[0]}.weight", plain[name.replace(".lora_A.", ".lora_B.")]
             rank = len(down)
             scale = lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank)
+            # In float32 and rounded once: a product that is rounded by itself adds an error of its own.
             state[target] = (state[target].float() + scale * up.float() @ down.float()).to(state[target].dtype)
     return state
 

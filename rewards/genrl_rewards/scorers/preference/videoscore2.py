@@ -152,4 +152,6 @@ class VideoScore2:
 
     def _step(self, written: list[int], at: int) -> int:
         """Which token of an answer ends with the character at this place."""
+        # By decoding beginnings: tokens of one character may be several, and of several characters one, so lengths do
+        # not add up.
         return bisect.bisect_right(range(len(written)), at, key=lambda k: len(self._text(written[: k + 1])))

@@ -136,6 +136,7 @@ def _apart(reward: Reward, arguments: Mapping[str, Sequence[Any]], calls: Sequen
         result = catch(partial(call, reward, arguments_of), len(rows))
         if isinstance(result, Failure):
             failures.append(result._replace(rows=tuple(rows)))
+            # Broken for all, it would be called once for each of a thousand samples, maybe a minute each.
             if result.fatal or tried == len(failures) == min(BROKEN, len(calls)):
                 return Scores.of_failure(result._replace(samples=count))
         else:

@@ -89,6 +89,7 @@ def plain(text: str) -> str:
     that nobody sees: `−２½ cm²` is `-2 1/2 cm^2`."""
     if text.isascii():
         return text
+    # Before the fold: NFKC makes 21/2 of 2½.
     spaced = re.sub(
         r"(?<=\d)(.)", lambda one: (" " if _is_fraction(one[1]) else "") + one[1], raised(text), flags=re.DOTALL
     )
@@ -152,12 +153,14 @@ def texts_of(value: Any) -> list[str]:
 def number_in(text: str) -> float | None:
     """The only number in a text: `-1,234.5`, `− 5`, `-$5`, `minus 5`, `3/4`, `2½`, `3 × 10⁸`, `1.5 million`, with words
     and units around it. None if there is not one, or its sign may be a dash between words (`result - 5`)."""
+    # Thousands: before `plain`, which makes a common space of a narrow one.
     text = re.sub(r"(?<=\d)[\u00a0\u2009\u202f'’_](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<=[A-Za-z°])\^\{?-?\d+\}?", "", plain(text))  # of a unit: cm^2
     text = re.sub(r"\b(?:minus|negative)\s+(?=[$€£¥]?[\d.])", "-", text, flags=re.IGNORECASE)
     text = re.sub(r"(?<![\d.])10\s*(?:\^|\*\*)\s*\{?([-+]?\d+)\}?", r"1e\1", _TIMES_TEN.sub(r"e\1", text))
     text = _SCALED.sub(lambda word: f"e{SCALES[word[1].lower()]}", text)
     matches = [*_NUMBER.finditer(text)]
+    # Which of several numbers is meant is a guess, and policies would learn to write all of them.
     if len(matches) != 1:
         return None
     (match,) = matches
@@ -226,6 +229,7 @@ def coordinates_in(text: str, count: int) -> list[float]:
     """The `count` numbers of the last box (4) or point (2) in a text: of a mapping by its keys, else the last bracketed
     list of so many, else all numbers if they are so many. [] if there is none."""
     text = re.sub(r"([\[(,;:=]\s*)-\s+(?=\d)", r"\1-", plain(text))
+    # The last one counts: models think in boxes before they answer with one.
     for block in reversed(re.findall(r"\{[^{}]*\}", text)):
         try:
             return box_of(json.loads(block), (count,))

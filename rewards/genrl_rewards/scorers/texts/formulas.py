@@ -80,6 +80,7 @@ def written(text: str, gap: str = r"\s+") -> Written:
         return Written("", body)
     if number := re.fullmatch(_WITH_UNIT.replace("GAP", gap), inside.strip()):
         inside = number[1]
+    # Two numbers side by side are no product that anybody writes; math-verify would read the first alone.
     if re.search(r"(?<![_^\d])\d+\s+\d", inside):
         return Written("", body)
     left = [*before, *([] if _are_units(after) and re.search(r"\d", inside) else after), *_words(inside)]

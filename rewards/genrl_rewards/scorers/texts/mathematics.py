@@ -56,6 +56,7 @@ def math(completions: list[str], answer: list[Any], tag: str = "answer", timeout
             raise ValueError(f"math: row {row}: the expected answer {answer[row]!r:.80} is not read whole as a formula")
         # beside a number a letter is a unit, in a formula a variable
         formulas = written(answer_in(completion, tag) or "", r"\s*" if truth.constant else r"(?!)")
+        # "at least 5", "5 or 7": the right number is in it, and is not what was said.
         hedged = not HEDGES.isdisjoint(formulas.left.lower().split())
         same = formulas.formula and not hedged and compare.ask(timeout_s, truth=truth.formula, written=formulas.formula)
         scores.append(float(bool(same)))

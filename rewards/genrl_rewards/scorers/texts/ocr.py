@@ -117,6 +117,7 @@ def ctc(lines: Sequence[Line], target: str, fold: Fold = "case_space") -> float:
     if not lines or not target_text:
         return 0.0
     tables = [line.probabilities for line in lines]
+    # Between lines, or the last letter of one and an equal first letter of the next would be read as one.
     blank = np.zeros((1, tables[0].shape[1]), np.float32)
     blank[0, 0] = 1
     together = np.concatenate([row for table in tables for row in (table, blank)])
@@ -129,6 +130,7 @@ def _letter_probability(table: np.ndarray, symbols: tuple[str, ...], wanted: str
     if not set(wanted) <= set(columns):
         return 0.0  # a character that the recogniser does not know
     probabilities = torch.from_numpy(table)
+    # Of what may be read at all: the masked characters have left a column's sum below 1.
     log_probs = (probabilities / probabilities.sum(1, keepdim=True)).clamp_min(1e-12).log()
     loss = torch.nn.functional.ctc_loss(
         log_probs[:, None],
@@ -137,6 +139,7 @@ def _letter_probability(table: np.ndarray, symbols: tuple[str, ...], wanted: str
         torch.tensor([len(wanted)]),
         reduction="none",
     )
+    # By letter, or long texts would have no score that a float can tell from 0.
     return math.exp(-loss.item() / len(wanted))
 
 

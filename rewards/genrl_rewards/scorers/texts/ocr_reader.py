@@ -59,6 +59,7 @@ class Reader:
             )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
+        # Waiting threads would spin on the cores that draw the next samples.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 4
         self._session = onnxruntime.InferenceSession(models[0], options, providers=["CPUExecutionProvider"])
@@ -87,6 +88,7 @@ class Reader:
 
         height, width = part.shape[:2]
         width = max(MIN_WIDTH, round(LINE_HEIGHT * width / height))
+        # PP-OCR was trained on OpenCV's order of channels.
         bgr = np.ascontiguousarray(part[..., ::-1])
         pixels = cv2.resize(bgr, (width, LINE_HEIGHT)).astype(np.float32) / 127.5 - 1
         output = self._session.run(None, {self._input: pixels.transpose(2, 0, 1)[None]})[0][0]

@@ -94,6 +94,7 @@ def numeric(
         elif relative:
             scores.append(max(0.0, 1.0 - abs(value - truth) / max(abs(truth), 1e-9)))
         else:
+            # A little more than half of the last digit, which floats do not hold exactly.
             scores.append(float(abs(value - truth) <= tolerance(truth) + min(1e-9, abs(truth) * 1e-6 or 1e-9)))
     return scores
 
