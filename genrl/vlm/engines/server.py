@@ -90,6 +90,7 @@ class Server:
         save_file(tensors, self.folder / "model.safetensors")
         where = {"weights_path": str(self.folder.resolve())}
         self._call("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+        # Keys, values and encoded pictures of the old weights would answer for the new ones.
         if not self._call("/reset_prefix_cache", {})["success"]:
             raise RuntimeError(f"{self.url} keeps keys and values of the old weights: its prefix cache was not reset")
         self._call("/reset_mm_cache", {})

@@ -80,6 +80,7 @@ class Worded:
             raise ValueError(f"{self.name} pays {paid} in {where}, after {said!r}: rewards must be numbers")
         outcomes = [bool(info[key]) for key in self.told_by if key in info]
         success = outcomes[0] if outcomes else bool(terminated) and float(paid) > 0
+        # Not both: behind a cut the return would have gone on, behind an end it would not.
         cut = bool(truncated or self.late) and not terminated
         return raw, float(paid), bool(terminated), cut, success, info
 

@@ -205,6 +205,7 @@ class CodePolicy(Adapted):
     def states(self, prompts: Sequence[Encoded], tokens: Tensor, model: Any = None) -> Tensor:
         """Hidden states [B, T, H] that predict the answers `tokens` int64 [B, T], prompts[b] being row b's."""
         ids, real = (rows.to(self.device) for rows in left_padded(prompts, self.pad_id))
+        # The last token is predicted, and predicts nothing.
         inputs = torch.cat([ids, tokens[:, :-1]], 1)
         real = torch.cat([real, torch.ones_like(tokens[:, :-1])], 1)
         hidden: Tensor = (model or self.body)(
@@ -266,6 +267,7 @@ class CodePolicy(Adapted):
         rows = [prompt for prompt in prompts for _ in range(n)]
         uniform = uniforms(keys, n, self.longest).to(self.device)
         ids, real = (part.to(self.device) for part in left_padded(rows, self.pad_id))
+        # By what is there: the first word has position 0 however much padding stands before it.
         positions = (real.cumsum(1) - 1).clamp(min=0)
         cache = transformers.DynamicCache(config=self.model.config)
         places, tokens, log_probs, masks = [Place()] * len(rows), [], [], []
@@ -284,6 +286,7 @@ class CodePolicy(Adapted):
             places = [self._after(place, own) for place, own in zip(places, token.tolist(), strict=True)]
             ids, positions = token[:, None], positions[:, -1:] + 1
             real = torch.cat([real, torch.ones_like(real[:, :1])], 1)
+        # As wide in every batch, so that those of an iteration can be put together.
         sequences = torch.nn.functional.pad(torch.stack(tokens, 1), (0, self.longest - len(tokens)), value=self.pad_id)
         short = (0, self.longest - len(tokens))
         mask = torch.nn.functional.pad(torch.stack(masks, 1), short)

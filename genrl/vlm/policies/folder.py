@@ -84,6 +84,7 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
     if is_given(source):
         source = policy.model.config.name_or_path or source
     if policy.peft is not None and not full:
+        # PEFT notes where the model came from, which of a script's is nowhere; who loads the adapter looks there.
         policy.peft.peft_config["default"].base_model_name_or_path = source
         policy.peft.save_pretrained(str(out))
         return out

@@ -120,6 +120,7 @@ class ImagePolicy(Adapted):
         if self.guidance == 1.0:
             return ids, mask
         empty = torch.where(torch.isin(ids, self._kept), ids, self._pad)
+        # The same mask, as in Janus's own sampling: the padding in place of the words is attended to.
         return torch.cat([ids, empty]), torch.cat([mask, mask])
 
     def _codes(self, tokens: Tensor) -> Tensor:

@@ -117,6 +117,7 @@ class MaskedPolicy(Adapted):
         def select(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (inputs[0].gather(1, index.expand(-1, -1, inputs[0].shape[-1])), *inputs[1:])
 
+        # In front of the output layer: logits of prompts and of all places would be the largest tensor of a pass.
         hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
             logits = self.model(input_ids=ids, attention_mask=real).logits
@@ -183,6 +184,7 @@ class MaskedPolicy(Adapted):
         for row, ids in zip(rows, tokens.tolist(), strict=True):
             source = generator(*self.round, "masks", row.where, *ids)
             number = torch.randint(1, self.length + 1, (self.samples, 1), generator=source)
+            # The ranks of random numbers: of all sets of l places each is as likely.
             rank = torch.rand(self.samples, self.length, generator=source).argsort(1).argsort(1)
             masks.append(rank < number)
         return torch.stack(masks).to(self.device)
@@ -197,12 +199,14 @@ class MaskedPolicy(Adapted):
         the most probable token each time.
         """
         rows = [prompt for prompt in prompts for _ in range(n)]
+        # Without the prompt's name: the round is that of all of an iteration's prompts.
         self.round = tuple(keys[0][:-1])
         uniform = uniforms(keys, n, self.length, self.length).to(self.device)
         scale = temperature or 1.0
         tokens = torch.full((len(rows), self.length), self.mask_id, device=self.device)
         log_prob = torch.zeros(len(rows), self.length)
         if self.samples is None:
+            # Without a cache: attention in both directions changes the keys of earlier places with each new token.
             for t in range(self.length):
                 log_p = self.log_rows(rows, tokens, scale, torch.full((len(rows), 1), t, device=self.device))[:, 0]
                 tokens[:, t] = chosen(log_p, None if temperature == 0 else uniform[:, t, t])

@@ -107,6 +107,7 @@ def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
     if shares > 1:
         updating.append(("weights gathered in updates", _gathered(config, size)))
     answering = _answers(config, size, processes) + (weights if shares > 1 else 0)
+    # Answering and updating take turns: only the larger of the two counts.
     more = max(0, answering - sum(part for _, part in updating))
     parts = [*resting, *updating, ("answering, beyond what updates need", more)]
     return sorted((part for part in parts if part[1]), key=lambda part: -part[1])

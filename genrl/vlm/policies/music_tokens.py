@@ -137,6 +137,7 @@ class MusicPolicy(Adapted):
 
     def _states(self, text: tuple[Tensor, Tensor], codes: Tensor, body: Any = None) -> Tensor:
         """Hidden states [B', steps, H], each of which predicts the codes of the next step; B' as the text has it."""
+        # The last step's codes are predicted, and predict nothing.
         grid = delayed(self.model.decoder, codes)[..., :-1]
         ids = grid.repeat(len(text[0]) // len(grid), 1, 1).flatten(0, 1)
         hidden: Tensor = (body or self.body)(

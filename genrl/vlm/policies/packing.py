@@ -72,6 +72,7 @@ def _attend(
         raise ValueError(
             f"{type(module).__name__} attends with {unknown[0]}, which shared prefixes do not: turn them off"
         )
+    # From the context: transformers hands an attention function its own arguments and no others.
     prompts = _prompts.get()
     layer = prompts.cache.layers[module.layer_idx]
     attended = prefix_attention(
@@ -107,6 +108,7 @@ def prefix_shared(
     if partial:
         raise ValueError(f"{type(model).__name__} has layers of {partial[0]}: their prefix cannot be shared")
     before, token = text._attn_implementation, _prompts.set(Prompts(cache, mask, row_of, backend))
+    # Every layer reads it at every call, so that it can be another one for these calls alone.
     text._attn_implementation = NAME
     try:
         yield _Passing(mask.shape[1])
@@ -129,6 +131,7 @@ def packed_states(policy: Policy, prompts: Sequence[Encoded], tokens: Tensor, ma
     """(states [B, T, H] that predict the answers' tokens, positions computed). Answers `tokens` int64 [B, T], row b to
     prompts[b], are read up to the last token of `mask` [B, T]; further states are 0."""
     lengths = [int(row.nonzero().max()) + 1 if row.any() else 1 for row in mask]
+    # The last token is predicted, and predicts nothing.
     answers = [row[: length - 1].cpu() for row, length in zip(tokens, lengths, strict=True)]
     pairs = list(zip(prompts, answers, strict=True))
     found = policy.body(**packed_inputs(policy, pairs), use_cache=False).last_hidden_state[0]

@@ -358,6 +358,7 @@ class Policy(Adapted):
         cache, last = self.prefix(used)
         longest = max(prompt.length for prompt in used)
         positions, first = longest * len(used), last[row_of, None]
+        # The prompt's last state predicts the only token.
         if tokens.shape[1] == 1:
             return first, positions, len(used)
         inputs = self.inputs(rows, tokens[:, :-1], pixels=False)
@@ -375,6 +376,7 @@ class Policy(Adapted):
 
 def _stop_ids(model: Any, tokenizer: Any, path: str) -> tuple[int, ...]:
     """Tokens that end an answer. Raises ValueError where there are none."""
+    # Both: chat models end a turn by another token than the tokenizer's end of a text.
     of_model = model.generation_config.eos_token_id
     stop = {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
     if not stop:

@@ -54,6 +54,7 @@ def hold(config: VLMConfig, *policies: Policy) -> None:
         policy.sharded = body = cast(Any, Body(model))
         shard(body, layers, sharding, compute=compute)
         reshard_layers(body, after_forward=True)
+        # A process whose passes have no pictures has no gradients of the vision tower, and must take part in their sum.
         body.set_reduce_scatter_unused_params(True)
         # by default the backward pass goes by the last passes, which may have been some process's own
         for layer, before in zip(layers, [body, *layers], strict=False):

@@ -106,6 +106,7 @@ def inversion(row: Mapping[str, Any]) -> Columns:
     question = row["question"] if "question" in row else row["problem"]
     answer = row["answer"] if "answer" in row else row["solution"]
     right, options = sorted(letters_in(answer_in(answer) or answer)), _unlettered(row["options"])
+    # By its text: a row is the same question in every epoch and process.
     draw, other = Random("\n".join([question, *options])), negated(question)
     if draw.random() < 0.5 and other is not None and len(right) == 1 < len(options):
         wrong = [text for letter, text in zip(ascii_uppercase, options, strict=False) if letter != right[0]]
