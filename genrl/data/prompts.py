@@ -131,6 +131,7 @@ def read(source: str, column: str = "prompt", *, pictures: bool = True, chat: bo
             rows.append(outcome)
         else:
             skipped.append(DirtyRow(f"{source}:{line}", outcome))
+    # Few dirty rows are noise of a large crawl; many mean that the column or the format is not what was meant.
     if len(skipped) > MAX_DIRTY * (len(rows) + len(skipped)):
         share = f"{len(skipped)} of {len(rows) + len(skipped)} rows are dirty (the limit is {MAX_DIRTY:.0%})"
         raise PromptError(f"{source}: {share}; correct or remove them:\n{_listed(skipped)}")
@@ -147,14 +148,14 @@ def is_data_set(source: str) -> bool:
 def open_data_set(source: str) -> Dataset:
     """The table of `id:split` or `id:config:split`; a split may be a slice, `train[:90%]`. Raises PromptError where it
     cannot be loaded."""
-    found = DATA_SET.fullmatch(source)
-    if found is None:
+    match = DATA_SET.fullmatch(source)
+    if match is None:
         text = "a data set is written id:split or id:config:split, for example org/name:train"
         raise PromptError(f"{source}: {text}")
     from datasets import load_dataset
 
     try:
-        return load_dataset(found["name"], found["config"], split=found["split"])
+        return load_dataset(match["name"], match["config"], split=match["split"])
     except (OSError, ValueError, RuntimeError) as error:  # not found, no such split, no network
         raise PromptError(f"{source}: the data set cannot be loaded: {error}") from error
 
@@ -210,6 +211,7 @@ def _of_file(path: Path, column: str, chat: bool) -> Iterator[tuple[int, Prompt 
     with path.open("rb") as stream:
         for line, raw in enumerate(lines_of(stream), start=1):
             try:
+                # Editors on Windows begin a file with a byte order mark, which would be part of the first prompt.
                 text = line_text(raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw)
                 if not text:
                     continue
@@ -248,11 +250,14 @@ def _of_data_set(table: Any, source: str, column: str, pictures: bool) -> Iterat
         raise PromptError(f"{source}: {no_column(column, table.column_names)} (prompts.column names it)")
     from datasets import Image
 
-    drawn = [name for name, kind in table.features.items() if _holds_pictures(name, kind)]
-    for name in drawn:
+    picture_columns = [name for name, kind in table.features.items() if _holds_pictures(name, kind)]
+    # Undecoded: the bytes are written as they are, and decoding every picture to read the prompts would take hours.
+    for name in picture_columns:
         table = table.cast_column(name, Image(decode=False))
-    kept = drawn if pictures else []
-    plain = [name for name in table.column_names if name == column or (name not in drawn and not is_path(name))]
+    kept = picture_columns if pictures else []
+    plain = [
+        name for name in table.column_names if name == column or (name not in picture_columns and not is_path(name))
+    ]
     for line, row in enumerate(table.select_columns([*plain, *kept]), start=1):
         try:
             text, columns = text_and_columns({name: row[name] for name in plain}, column, None)
@@ -307,6 +312,7 @@ def _kept(raw: bytes) -> str:
     file = Path(HF_DATASETS_CACHE) / "genrl-pictures" / hashlib.sha256(raw).hexdigest()
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder: only there is the rename below atomic.
         with NamedTemporaryFile(dir=file.parent, delete=False) as stream:  # several processes may write the same
             stream.write(raw)
         Path(stream.name).replace(file)

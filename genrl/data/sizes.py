@@ -35,11 +35,11 @@ def sized(rows: Sequence[Prompt], buckets: Buckets, picture: str | None, source:
         for text in unread(rows[0].columns):
             logger.warning("%s: %s", source, text)
     if buckets == "rows":
-        found = [replace(row, size=_written(row, source)) for row in rows]
-        if rows and not any(row.size for row in found):
+        sized_rows = [replace(row, size=_written(row, source)) for row in rows]
+        if rows and not any(row.size for row in sized_rows):
             text = f"no row has a column {', '.join(NAMES)}; add them, or list the sizes in sampling.buckets"
             raise PromptError(f"{source}: {text}")
-        return found
+        return sized_rows
     sizes = [dict(zip(NAMES, bucket, strict=False)) for bucket in buckets]
     if not sizes:
         return list(rows)
@@ -78,6 +78,7 @@ def _written(row: Prompt, source: str) -> Mapping[str, int]:
         value: Any = row.columns.get(name)
         if value is None:
             continue
+        # True is an int in Python.
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PromptError(f"{source}:{row.line}: {name} must be a whole number above 0, found {value!r}")
         size[name] = value
@@ -93,5 +94,6 @@ def _nearest(row: Prompt, sizes: Sequence[dict[str, int]], picture: str, source:
     except ValueError as error:
         raise PromptError(f"{source}:{row.line}: {picture}: {error}") from error
     shape = width / height
+    # The larger of both quotients, so that twice as wide is as far away as twice as high.
     ratios = [max(shape * size["height"] / size["width"], size["width"] / size["height"] / shape) for size in sizes]
     return sizes[ratios.index(min(ratios))]

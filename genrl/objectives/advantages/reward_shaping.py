@@ -23,6 +23,7 @@ def length_reward(lengths: Tensor, thresholds: tuple[float, float, float, float]
     if not minimum < low <= high < maximum:
         raise ValueError(f"length thresholds must ascend, L_min < L_low <= L_high < L_max; got {list(thresholds)}")
     length = lengths.double()
+    # Both slopes at once: each is above 1 on the other's side, and the clamp makes the plateau.
     return torch.minimum((length - minimum) / (low - minimum), (maximum - length) / (maximum - high)).clamp(0.0, 1.0)
 
 

@@ -114,6 +114,7 @@ class Dream:
             at = torch.from_numpy(np.flatnonzero(alive))
             if not len(at):
                 break
+            # Each dream by its own generator: what it dreams does not depend on how long the others last.
             noise = torch.stack([torch.randn(self.world.stochastic, generator=self._rngs[i]) for i in at.tolist()])
             after = self.world.imagine(self._latent.rows(at), chunks[at, k], noise)
             self._latent.h[at], self._latent.z[at] = after.h, after.z
@@ -133,9 +134,9 @@ class Dream:
 
     def render(self, slots: Sequence[int]) -> NDArray[np.uint8]:
         """What some dreams look like: the tables that their latents stand for, [n, 128, 128, 3]."""
-        shown = self.world.decode(self._latent.rows(torch.tensor(list(slots)))).detach().numpy()
-        shown[:, 2] -= 0.5  # a number, not a flag: held from the half on
-        return self.draw(shown, 128)
+        pictures = self.world.decode(self._latent.rows(torch.tensor(list(slots)))).detach().numpy()
+        pictures[:, 2] -= 0.5  # a number, not a flag: held from the half on
+        return self.draw(pictures, 128)
 
     def close(self) -> None:
         """Nothing was started."""

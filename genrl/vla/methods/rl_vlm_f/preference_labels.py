@@ -76,6 +76,7 @@ class LabelCache:
                 file.write(json.dumps({"key": key, "label": self._known[key]}) + "\n")
 
     def _key(self, first: bytes, second: bytes, instruction: str) -> tuple[str, bool]:
+        # In one order, so that a pair that is asked about the other way round is found again.
         swapped = second < first
         low, high = (second, first) if swapped else (first, second)
         named = json.dumps([self.judge, instruction]).encode()
@@ -95,6 +96,8 @@ def draw_pairs(instructions: Sequence[str], count: int, *, seed: int, round_numb
     """
     number = {line: place for place, line in enumerate(dict.fromkeys(instructions))}
     kind = torch.tensor([number[line] for line in instructions])
+    # Frames by their instruction; the partner of a frame is then some places further in its own stretch, around its
+    # end.
     order = kind.argsort(stable=True)
     sizes = torch.bincount(kind)
     begins = sizes.cumsum(0) - sizes
@@ -130,8 +133,8 @@ def label_pairs(
     those of a call that failed will be.
     Raises `genrl_rewards.RewardFailed` as soon as the judge has failed too often.
     """
-    asked, place = torch.cat([pairs.first, pairs.second]).unique(return_inverse=True)
-    images = look(asked)
+    numbers, place = torch.cat([pairs.first, pairs.second]).unique(return_inverse=True)
+    images = look(numbers)
     hashes = [image_hash(image) for image in images]
     first, second = place.chunk(2)
     open_pairs: dict[tuple[bytes, bytes, str], tuple[int, int]] = {}
@@ -161,8 +164,8 @@ def label_pairs(
             for (key, _), a, b in zip(part, scores.values[::2], scores.values[1::2], strict=True):
                 cache.put(*key, label_of(a, b, margin))
         advance(len(part))
-    found = [cache.get(*key) for key in keys]
-    return torch.tensor([UNUSABLE if label is None else label for label in found], dtype=torch.int64)
+    cached = [cache.get(*key) for key in keys]
+    return torch.tensor([UNUSABLE if label is None else label for label in cached], dtype=torch.int64)
 
 
 def label_of(first: float, second: float, margin: float) -> int:
@@ -207,15 +210,15 @@ def train_rewards(
 
     Those below 0 are dropped. Every member has minibatches of its own. Raises ValueError where no pair is left.
     """
-    known = (labels >= 0).nonzero()[:, 0]
-    if not len(known):
+    labelled = (labels >= 0).nonzero()[:, 0]
+    if not len(labelled):
         raise ValueError(f"none of the {len(labels)} labels prefers a frame: ask a judge that can tell them apart")
     optimiser = torch.optim.Adam(ensemble.parameters(), lr=learning_rate)
     for step in range(steps):
         losses, hits = [], []
         for member, net in enumerate(ensemble.nets):
             rng = generator(seed, "reward", step, member)
-            chosen = known[torch.randint(len(known), (batch_size,), generator=rng)]
+            chosen = labelled[torch.randint(len(labelled), (batch_size,), generator=rng)]
             both = rows(frames, torch.cat([pairs.first[chosen], pairs.second[chosen]]))
             first, second = torch.tanh(net(both)).chunk(2)
             target = labels[chosen].to(first)
@@ -242,8 +245,8 @@ def relabel(ensemble: RewardEnsemble, transitions: Transitions, *, batch_size: i
     """
     following = transitions.next_observation
     parts = torch.arange(len(transitions.reward)).split(batch_size)
-    found = torch.cat([ensemble(rows(following, part)).mean(0).cpu() for part in parts])
-    reward = torch.where(transitions.done, found, (1.0 - transitions.discount) * found)
+    rewards = torch.cat([ensemble(rows(following, part)).mean(0).cpu() for part in parts])
+    reward = torch.where(transitions.done, rewards, (1.0 - transitions.discount) * rewards)
     return transitions._replace(reward=reward, terminated=transitions.done)
 
 

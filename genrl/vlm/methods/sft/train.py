@@ -47,12 +47,12 @@ def learn(run: AnswersRun, settings: VLMSFT) -> dict[str, float]:
     loop, size, key = run.loop, settings.batch_size, f"taught/{run.stage}"
     number = len(run.questions.kept) if settings.updates is None else settings.updates * size
     first = loop.memory.get(key, 0)
-    asked = run.questions.asked(loop.iteration, first, number)
+    numbers = run.questions.asked(loop.iteration, first, number)
     loop.memory |= {key: first + number}
     loop.phase("training", number // loop.process.accelerator.num_processes)
     sums: dict[str, float] = defaultdict(float)
     with loop.timed("train"):
-        batches = [asked[start : start + size] for start in range(0, number, size)]
+        batches = [numbers[start : start + size] for start in range(0, number, size)]
         for batch in batches:
             for name, value in update(run, settings, batch).items():
                 sums[name] += value
@@ -99,9 +99,9 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
 
 def loss(settings: VLMSFT, policy: Policy, given: Recorded) -> dict[str, Tensor]:
     """This micro-batch's part of the update's loss, [], and its log-probabilities [b, T]."""
-    asked: Asked = given.batch
+    batch: Asked = given.batch
     answers, answered = given["answers"], given["answered"]
-    now = policy.log_probs(asked.prompts, answers, answered, group=asked.group, share_prefix=False)
+    now = policy.log_probs(batch.prompts, answers, answered, group=batch.group, share_prefix=False)
     measured = {"log_prob": now.log_prob, "computed": torch.tensor(now.positions)}
     if settings.preference is not None:
         return preferences.loss(settings.preference, now, given) | measured
