@@ -149,7 +149,7 @@ def read_prompts(config: Config) -> Rows:
 
 def _read(config: Config, source: str, count: int | None = None) -> list[prompt_files.Prompt]:
     """The first rows of a source, with the sizes of their samples."""
-    rows = prompt_files.load(source, config.prompts.column, pictures=not config.trainer.reads_pictures)[:count]
+    rows = prompt_files.load(source, config.prompts.column, pictures=config.trainer.trains_on != "pictures")[:count]
     return sized(rows, config.sampling.buckets, config.sampling.picture_column, source)
 
 
@@ -287,8 +287,7 @@ def sharding_of(config: Config, device: torch.device) -> Sharding | None:
     """How the denoisers are held in shards, in a run that asks for it."""
     if not config.shards:
         return None
-    processes = config.distributed.shard if config.distributed.fsdp else "one"
-    return Sharding.over(processes, device, offload=config.model.offload.denoiser == "blocks")
+    return Sharding.over(config.distributed.fsdp, device, offload=config.model.offload.denoiser == "blocks")
 
 
 def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None = None) -> Weights:

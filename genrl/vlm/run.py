@@ -159,7 +159,7 @@ class AnswersRun(VLMRun):
                         ask = partial(self._ask, iteration=loop.iteration, first=first)
                         found = augmented(config, found, gap, ask, loop.iteration)
                 if self.synthesis is not None:
-                    picked = numbers[-self.synthesis.settings.questions :]
+                    picked = numbers[-1:]
                     described = self._described(self.synthesis, picked, first)
             loop.check_stop()
             # what selection passed over counts as asked, so that a resumed run goes on at the same question

@@ -48,7 +48,7 @@ def refresh_reference(run: DiffusionRun, every: int | None) -> None:
     """Make the present policy the reference, where its turn has come since the last iteration began."""
     if every is None:
         return
-    settings, step = run.config.trainer, run.loop.optimizer_steps
+    settings, step = run.settings, run.loop.optimizer_steps
     before = step - settings.updates * settings.epochs
     if step == 0 or step // every > before // every:
         run.weights.snapshot(REFRESHED)

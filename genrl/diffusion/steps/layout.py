@@ -161,14 +161,6 @@ def most_splits(tree: Branching, window: Window | None) -> int:
     return window.size if tree.at == "window" and window is not None else 1
 
 
-def most_micro_batches(sampling: Sampling, layout: Layout) -> int:
-    """What processes and updates can share: micro-batches, or the trees that these can be cut into."""
-    if layout.tree is None:
-        return sampling.micro_batches
-    leaves = math.prod([layout.tree.ways] * most_splits(layout.tree, layout.window))
-    return sampling.images_per_iteration // leaves
-
-
 def stochastic_steps(layout: Layout, window: range | None, *, steps: int) -> tuple[int, ...]:
     """Steps whose transitions are trained: the window and the splits, or all but the last step."""
     if window is None:

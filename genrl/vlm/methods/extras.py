@@ -152,7 +152,7 @@ def computed(
         found["divergence"] = rows[answers.group]
     if "task" in reads:
         # numbers by name, which are the same in every process
-        column = str(config.trainer.task_column)
+        column = config.trainer.recipe(config).advantage.column
         names = [str(row.columns[column]) for row in answers.rows]
         found["task"] = torch.tensor([derive_seed("task", name) for name in names])[answers.group]
     if "greedy" in reads:
