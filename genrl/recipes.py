@@ -39,9 +39,11 @@ class Recipe:
     @property
     def values(self) -> Mapping[str, Any]:
         """Keys that it has, on top of those of the file that it includes."""
-        own: dict[str, Any] = plain(self.text)
-        base = plain((self.file.parent / own["include"]).read_text(encoding="utf-8")) if "include" in own else {}
-        return {**base, **own}
+        written: dict[str, Any] = plain(self.text)
+        base = (
+            plain((self.file.parent / written["include"]).read_text(encoding="utf-8")) if "include" in written else {}
+        )
+        return {**base, **written}
 
 
 def root() -> Path:
@@ -65,14 +67,14 @@ def recipes() -> list[Recipe]:
 def find(name: str) -> Recipe:
     """The recipe of this name, or of this path: `sd15_ddpo`, `diffusion/sd15_ddpo`, `configs/diffusion/sd15_ddpo.yaml`.
     Raises ValueError with the nearest ones."""
-    wanted = name.removeprefix("configs/").removesuffix(".yaml")
-    known = recipes()
-    for recipe in known:
-        if wanted in (recipe.name, recipe.file.relative_to(root() / "configs").with_suffix("").as_posix()):
+    query = name.removeprefix("configs/").removesuffix(".yaml")
+    available = recipes()
+    for recipe in available:
+        if query in (recipe.name, recipe.file.relative_to(root() / "configs").with_suffix("").as_posix()):
             return recipe
     from rapidfuzz import process
 
-    near = [match for match, _, _ in process.extract(wanted, [recipe.name for recipe in known], limit=3)]
+    near = [match for match, _, _ in process.extract(query, [recipe.name for recipe in available], limit=3)]
     raise ValueError(f"no recipe is called {name!r}; did you mean {', '.join(near)}? `genrl init` lists all")
 
 
@@ -108,9 +110,9 @@ def missing(recipe: Recipe, folder: Path) -> list[str]:
 
 def _plan(recipe: Recipe, folder: Path) -> Iterator[tuple[Path, str | Path]]:
     """(what is written, its text or what it is a copy of), the recipe itself first."""
-    known = {item.file.relative_to(root() / "configs").with_suffix("").as_posix(): item for item in recipes()}
-    files = {item.file: item for item in known.values()}
-    yield folder / recipe.written, _moved(recipe, known, files)
+    by_name = {item.file.relative_to(root() / "configs").with_suffix("").as_posix(): item for item in recipes()}
+    files = {item.file: item for item in by_name.values()}
+    yield folder / recipe.written, _moved(recipe, by_name, files)
     text = _COMMENT.sub("", recipe.text)
     if base := _INCLUDE.search(text):
         yield from _plan(files[(recipe.file.parent / base[1]).resolve()], folder)

@@ -32,14 +32,14 @@ Precision = Annotated[Dtype | None, typer.Option(help="Default: the run's, or fl
 
 def opened(file: Path, overrides: Sequence[str] | None) -> tuple[Path, list[str]]:
     """A configuration file and the changes to it; one on the hub is fetched. Raises ValueError where it cannot be."""
-    given = list(overrides or ())
+    settings = list(overrides or ())
     name = file.as_posix()
     if not name.startswith("hub:"):  # hub.PREFIX, without its imports
-        return file, given
+        return file, settings
     from genrl.runtime.folder import hub
 
     found, needed = hub.fetch(name)
-    return found, needed + given
+    return found, needed + settings
 
 
 def key_values(texts: Sequence[str] | None, example: str, param_hint: str | None = None) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def call_arguments(
     """Arguments of the pipeline call; what was not given is left to the pipeline. further: `key=value` texts."""
     from genrl.diffusion import chosen
 
-    given = chosen.call_arguments(num_inference_steps, guidance_scale, height, width)
-    return given | key_values(further, "num_frames=33")
+    arguments = chosen.call_arguments(num_inference_steps, guidance_scale, height, width)
+    return arguments | key_values(further, "num_frames=33")
 
 
 def refuse(given: Mapping[str, object], what: str) -> None:

@@ -98,8 +98,8 @@ def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool,
         console.print(part)
     if explain:
         print_keys(checked.config)
-    known = bool(cards) if checked.config.kind == "diffusion" else card is not None
-    console.print(f"not checked: {safe('; '.join(unchecked(checked.config, rows=rows, memory=known)))}")
+    has_estimate = bool(cards) if checked.config.kind == "diffusion" else card is not None
+    console.print(f"not checked: {safe('; '.join(unchecked(checked.config, rows=rows, memory=has_estimate)))}")
     return failing
 
 

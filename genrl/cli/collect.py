@@ -58,9 +58,9 @@ def collect(
     policy = policy or open_policy(config, default_device(), model)
     rule = Rule(samples, keep, threshold, choose)
     with Progress(1, unit="answers") as progress:
-        found = gather(
+        counts = gather(
             policy, config, out, rule, begin=lambda total: progress.phase("answering", total), advance=progress.advance
         )
-    console.print(f"questions: {found.answered:,} of {found.questions:,} have an answer that was kept")
-    console.print(f"answers: {found.passed:,} of {found.samples:,} reach {threshold:g}, {found.kept:,} kept")
+    console.print(f"questions: {counts.answered:,} of {counts.questions:,} have an answer that was kept")
+    console.print(f"answers: {counts.passed:,} of {counts.samples:,} reach {threshold:g}, {counts.kept:,} kept")
     console.print(f"data: {safe(str(out / FILE))} (trainer.target: response)")

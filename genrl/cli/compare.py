@@ -101,20 +101,21 @@ def compare(
     from genrl.runtime.show.compare.page import check_new
 
     check_new(out)
-    given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
-    asked = Asked(
+    arguments = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
+    comparison = Asked(
         prompts, num_prompts, per_prompt, seed, out, reward or (), no_rewards, category, question, beside, fps
     )
     steps = {name: best_of(name) for name in (a, b) if best and (Path(name) / "config.yaml").is_file()}
     if is_answering(a) or is_answering(b):
         others = {"--prompts": prompts, "--per-prompt": per_prompt > 1, "--seed": seed, "--reward": reward}
         refuse(
-            others | {"--model": model, "--dtype": dtype, "pipeline arguments": given}, "models that answer questions"
+            others | {"--model": model, "--dtype": dtype, "pipeline arguments": arguments},
+            "models that answer questions",
         )
-        return _make_of_answers(a, b, asked, steps)
+        return _make_of_answers(a, b, comparison, steps)
     from genrl.diffusion.compare import sides
 
-    _make(*sides(a, b, model, dtype, given, steps), asked)
+    _make(*sides(a, b, model, dtype, arguments, steps), comparison)
 
 
 def is_answering(name: str) -> bool:
@@ -162,7 +163,7 @@ def _make(first: Side, second: Side, asked: Asked) -> None:
         check_inputs(side.chosen.inputs, rows, source)
     page = Page(asked.out, question=asked.question, beside=asked.beside)
     with ExitStack() as stack, Progress(1, unit="samples") as progress:
-        scorers = [stack.enter_context(closing(one)) for one in _scorers(first, second, asked)]
+        scorers = [stack.enter_context(closing(scorer)) for scorer in _scorers(first, second, asked)]
         fill(
             first, second, rows, page, scorers,
             seed=asked.seed, per_prompt=asked.per_prompt, column=column, fps=asked.fps,
@@ -208,12 +209,14 @@ def _scorers(first: Side, second: Side, asked: Asked) -> Iterator[Scorers]:
     elif asked.rewards:
         yield scorers_of([{"name": name} for name in asked.rewards])
     else:
-        seen: list[object] = []
+        loaded: list[object] = []
         for run, name in ((first.run, first.name), (second.run, second.name)):
-            own = () if run is None else run.rewards
+            rewards = () if run is None else run.rewards
             # One that is trained beside the model is another one in every run.
-            new = tuple(one for one in own if run and (one not in seen or run.trainer.rewards_are == "trained"))
-            seen += own
+            new = tuple(
+                reward for reward in rewards if run and (reward not in loaded or run.trainer.rewards_are == "trained")
+            )
+            loaded += rewards
             if run is not None and new:
                 yield rewards_of_run(run.model_copy(update={"rewards": new}), Path(name))
 
@@ -235,9 +238,11 @@ def _print(reading: Reading) -> None:
     if reading.identical:
         console.print(f"{reading.identical} further prompts gave the same sample from both, and were not shown.")
     console.print(f"Left side chosen, ties aside: {_long(reading.left)}.")
-    if (found := reading.agreement) is not None:
-        alpha = "" if found.alpha is None else f", Krippendorff's alpha {found.alpha:.2f}"
-        console.print(f"Judges agree on {found.pairs} pairs that several saw: {found.same:.0%} the same answer{alpha}.")
+    if (agreement := reading.agreement) is not None:
+        alpha = "" if agreement.alpha is None else f", Krippendorff's alpha {agreement.alpha:.2f}"
+        console.print(
+            f"Judges agree on {agreement.pairs} pairs that several saw: {agreement.same:.0%} the same answer{alpha}."
+        )
     if reading.rewards:
         predictors = Table("reward", "pairs", "agrees with people", "95 % interval", "scored equally")
         ordered = sorted(reading.rewards.items(), key=lambda item: -item[1].accuracy.value if item[1].accuracy else 0)

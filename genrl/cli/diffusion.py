@@ -74,12 +74,12 @@ def cards(file: Path, overrides: Sequence[str], config: Config, card: float | No
     components = components_of(config)
     if not components:
         return []
-    found = steps(file, overrides, components, card or CARDS[0] * 10**9)
+    plan = steps(file, overrides, components, card or CARDS[0] * 10**9)
     if card is not None:
-        return _changes_table(found, fitting(found, card), size(round(card)))
+        return _changes_table(plan, fitting(plan, card), size(round(card)))
     table = Table("card", "fits", title="cards", title_justify="left")
     for gigabytes in CARDS:
-        enough = fitting(found, gigabytes * 10**9)
+        enough = fitting(plan, gigabytes * 10**9)
         changes = [step.change for step in enough or () if step.change]
         answer = "no" if enough is None else f"with {', '.join(changes)}" if changes else "yes"
         table.add_row(f"{gigabytes} GB", answer)
@@ -96,9 +96,9 @@ def card_bytes(text: str) -> float:
 
 def _changes_table(found: Sequence[Step], enough: Sequence[Step] | None, card: str) -> list[RenderableType]:
     """The changes in their order, with the estimate after each, and whether that is enough."""
-    shown = found if enough is None else enough
+    listed = found if enough is None else enough
     table = Table("change", "estimate", title=f"on {card}", title_justify="left")
-    for step in shown:
+    for step in listed:
         table.add_row(safe(step.change) or "as it is", size(step.num_bytes))
     if enough is None:
         return [table, "it does not fit with all of these; sample smaller pictures, or lower model.lora.rank"]

@@ -86,8 +86,8 @@ def _look(file: Path, overrides: list[str] | None, out: Path) -> None:
     seen = look(config)
     sheet.save(seen, out)
     table = Table("sample", "", "")
-    for number, one in enumerate(seen.looks, start=1):
-        for name, value in {"asked": one.text, **one.facts}.items():
+    for number, sample in enumerate(seen.looks, start=1):
+        for name, value in {"asked": sample.text, **sample.facts}.items():
             table.add_row(str(number) if name == "asked" else "", safe(name), safe(value[:200]))
         table.add_section()
     head, *rows = seen.numbers or [[]]
@@ -108,8 +108,8 @@ def _print(report: Report, advice: Sequence[str]) -> None:
         table = Table(title=section, title_justify="left", show_header=False)
         for name, value in findings.items():
             purpose = f" ({OPTIONAL[name]})" if section == "optional" and name in OPTIONAL else ""
-            shown = "-" if value is None else ("yes" if value else "no") if isinstance(value, bool) else str(value)
-            table.add_row(safe(name + purpose), safe(shown))
+            text = "-" if value is None else ("yes" if value else "no") if isinstance(value, bool) else str(value)
+            table.add_row(safe(name + purpose), safe(text))
         console.print(table)
     for line in advice:
         console.print(f"[yellow]{safe(line)}[/yellow]")
@@ -230,8 +230,8 @@ def _collectives() -> list[str]:
 
     if not distributed.is_available():
         return []
-    known = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
-    return [name for name, available in known.items() if available]
+    backends = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
+    return [name for name, available in backends.items() if available]
 
 
 def _threads() -> Finding:

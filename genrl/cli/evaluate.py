@@ -143,7 +143,7 @@ def _evaluate_pipeline(name: str, options: Options) -> None:
     from genrl.diffusion.chosen import adapter_of
     from genrl.interface.using import judge_pipeline
 
-    found = judge_pipeline(
+    metrics = judge_pipeline(
         name, options.prompts, [{"name": reward} for reward in options.reward], options.call_arguments(),
         lora=adapter_of(Path(name), best_of(name)) if options.best else options.lora, dtype=options.dtype,
         num_prompts=options.num_prompts, batch_size=options.batch_size, seed=options.seed,
@@ -151,15 +151,19 @@ def _evaluate_pipeline(name: str, options: Options) -> None:
 
     from genrl.cli.tables import console, safe, scores_table, write_scores
 
-    table = scores_table(f"{name}, {found.prompts} prompts of {found.source}", "metric", "value")
-    for metric, value in sorted(found.metrics.items()):
+    table = scores_table(f"{name}, {metrics.prompts} prompts of {metrics.source}", "metric", "value")
+    for metric, value in sorted(metrics.metrics.items()):
         table.add_row(safe(metric), f"{value:.4f}")
     console.print(table)
-    record: dict[str, Any] = {"model": found.chosen.model.path, "lora": found.chosen.adapter, "prompts": found.source}
-    record |= {"num_prompts": found.prompts, "seed": found.seed, "arguments": found.chosen.arguments}
-    write_scores(options.out, record, found.metrics)
-    if found.fault:
-        raise RuntimeError(found.fault)
+    record: dict[str, Any] = {
+        "model": metrics.chosen.model.path,
+        "lora": metrics.chosen.adapter,
+        "prompts": metrics.source,
+    }
+    record |= {"num_prompts": metrics.prompts, "seed": metrics.seed, "arguments": metrics.chosen.arguments}
+    write_scores(options.out, record, metrics.metrics)
+    if metrics.fault:
+        raise RuntimeError(metrics.fault)
 
 
 def _evaluate_policy(model: Path, settings: VLAConfig | VLMConfig, options: Options) -> None:

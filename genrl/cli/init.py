@@ -88,15 +88,15 @@ def _list() -> None:
     from genrl.cli.tables import console, safe
     from genrl.recipes import recipes
 
-    known = [(recipe, recipe.values) for recipe in recipes()]
+    listed = [(recipe, recipe.values) for recipe in recipes()]
     for task in TASKS:
         table = Table("recipe", "model", "card", title=task, title_justify="left", box=None, pad_edge=False)
-        for recipe, values in known:
+        for recipe, values in listed:
             if _task(values) == task and (model := _model(values)) and not model.startswith(LOCAL):
                 table.add_row(*map(safe, (recipe.name, model.rpartition("/")[2], _card(recipe))))
         if table.row_count:
             console.print(table, "")
-    small = [recipe.name for recipe, values in known if not _model(values) or _model(values).startswith(LOCAL)]
+    small = [recipe.name for recipe, values in listed if not _model(values) or _model(values).startswith(LOCAL)]
     console.print(f"small ones, on embedded models or new ones: {', '.join(small)}", "")
     console.print("card: on which it fits by the estimate of genrl check; +: and the activations of a UNet besides")
     console.print("genrl init NAME writes one of them into this folder")

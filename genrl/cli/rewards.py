@@ -71,9 +71,9 @@ def _search(words: Sequence[str], kinds: Mapping[str, Sequence[Listed]]) -> None
     from genrl_rewards.contract import nearest
 
     rows = [(kind, row) for kind, listed in kinds.items() for row in listed]
-    wanted = [word.lower() for word in words]
+    terms = [word.lower() for word in words]
     named = [(kind, row) for kind, row in rows if [row.name] == list(words)]
-    matching = named or [(kind, row) for kind, row in rows if all(word in " ".join(row).lower() for word in wanted)]
+    matching = named or [(kind, row) for kind, row in rows if all(word in " ".join(row).lower() for word in terms)]
     if not matching:
         hint = nearest(words[0], [row.name for _, row in rows])
         raise typer.BadParameter(f"no reward speaks of {' '.join(words)!r}.{hint}", param_hint="WORD")
@@ -189,6 +189,6 @@ def serve(
 
     limits = Limits(max_bytes, max_images, max_pixels)
     bound.listen()
-    shown = f"[{host}]" if ":" in host else host
-    typer.echo(f"{reward} is served at http://{shown}:{bound.getsockname()[1]}", err=True)
+    address = f"[{host}]" if ":" in host else host
+    typer.echo(f"{reward} is served at http://{address}:{bound.getsockname()[1]}", err=True)
     server.run(app(loaded, reward, token=token, limits=limits), bound)

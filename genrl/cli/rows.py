@@ -44,14 +44,14 @@ def _prompts(config: Config) -> Iterator[Finding]:
     from genrl.data.prompts import read
     from genrl.data.rows import PREFERENCE_COLUMNS
 
-    known = {*config.sampling.inputs.values(), *PREFERENCE_COLUMNS}
+    image_columns = {*config.sampling.inputs.values(), *PREFERENCE_COLUMNS}
     for source in (config.prompts.train, config.prompts.eval):
         if source is None:
             continue
-        found = read(source, config.prompts.column)
-        yield from ((row.where, row.problem) for row in found.skipped)
-        for row in found.rows:
-            yield f"{source}:{row.line}", _pictures(row, known, [*config.sampling.inputs.values()])
+        parsed = read(source, config.prompts.column)
+        yield from ((row.where, row.problem) for row in parsed.skipped)
+        for row in parsed.rows:
+            yield f"{source}:{row.line}", _pictures(row, image_columns, [*config.sampling.inputs.values()])
 
 
 def _pictures(row: Prompt, known: set[str], needed: list[str]) -> str | None:

@@ -160,9 +160,9 @@ def replay_verdict(replayed: Replay) -> Iterator[str]:
     """Say where the numbers stop being finite."""
     from genrl.runtime.loop.guards import non_finite
 
-    given = non_finite({k: v for k, v in replayed.dump.batch.items() if not k.startswith("weights/")})
-    if given:
-        yield f"not finite before training began: {', '.join(given)}. Look at the weights that sampled, and the dtype"
+    inputs = non_finite({k: v for k, v in replayed.dump.batch.items() if not k.startswith("weights/")})
+    if inputs:
+        yield f"not finite before training began: {', '.join(inputs)}. Look at the weights that sampled, and the dtype"
     if replayed.module:
         yield f"first module whose output is not finite: {replayed.module}"
     elif bad := non_finite({k: v for k, v in replayed.tensors.items() if k != "gradient"}):
@@ -172,5 +172,5 @@ def replay_verdict(replayed: Replay) -> Iterator[str]:
             f"the forward pass is finite; {len(replayed.gradients)} parameters have a gradient that is not. The one "
             f"nearest the output: {replayed.gradients[-1]}"
         )
-    elif not given:
+    elif not inputs:
         yield "everything is finite this time: other weights (see above), another device or other software"

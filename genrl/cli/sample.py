@@ -58,9 +58,9 @@ def sample(
     from genrl.diffusion.chosen import adapter_of
     from genrl.interface.using import sample as generate
 
-    given = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
+    arguments = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
     lora = adapter_of(Path(model), best_of(model)) if best else lora
     pictures = generate(
-        model, prompts or prompt, lora=lora, out=out, seed=seed, arguments=given, dtype=dtype, rewriter=rewriter
+        model, prompts or prompt, lora=lora, out=out, seed=seed, arguments=arguments, dtype=dtype, rewriter=rewriter
     )
     typer.echo(f"{len(pictures)} pictures and grid.png in {out}")

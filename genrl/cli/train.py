@@ -173,10 +173,10 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], *
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), LAUNCHER: str(os.getpid())}
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     processes: list[subprocess.Popen[bytes]] = []
-    asked: list[int] = []
+    signals: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        signals.append(number)
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -188,8 +188,8 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], *
         for rank in range(count):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(subprocess.Popen(command, env={**environment, **shared, **own}))
-            if asked:  # it came before this one was there
-                processes[-1].send_signal(asked[0])
+            if signals:  # it came before this one was there
+                processes[-1].send_signal(signals[0])
         return _wait(processes, grace_s)
     finally:
         for process in processes:

@@ -33,17 +33,17 @@ def summary(config: VLMConfig) -> list[RenderableType]:
         from genrl.vlm.environments.opening import open_environment
 
         open_environment(config.environment).close()
-    found: list[RenderableType] = []
+    renderables: list[RenderableType] = []
     for number, part in enumerate(config.parts, 1):
         named = f" of stage {number}, {part.trainer.name}" if config.stages else ""
         table = Table(title=safe(f"one iteration{named}"), show_header=False)
         for row in part.trainer.iteration(part):
             table.add_row(*map(safe, row))
         if number == len(config.parts):
-            asked = "episodes" if part.trainer.learns_from == "episodes" else "questions"
-            add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.questions:,} {asked}")
-        found += [table, *_functions(part)]
-    return found
+            unit = "episodes" if part.trainer.learns_from == "episodes" else "questions"
+            add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.questions:,} {unit}")
+        renderables += [table, *_functions(part)]
+    return renderables
 
 
 def _functions(config: VLMConfig) -> list[RenderableType]:
@@ -78,15 +78,15 @@ def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
         raise typer.BadParameter(text, param_hint="--memory")
     from genrl.vlm.policies.memory import QUESTION, memory, sizes, ways
 
-    found = sizes(str(path) if path.is_dir() else config.vlm.path, config)
+    model_sizes = sizes(str(path) if path.is_dir() else config.vlm.path, config)
     count = 8 if config.distributed.fsdp else 1
     table = Table("in bfloat16", "one process", "fits", title="ways of training it", title_justify="left")
     for name, changed, processes in ways(config):
-        total = sum(part for _, part in memory(changed, found, processes))
+        total = sum(part for _, part in memory(changed, model_sizes, processes))
         enough = next((f"{size} GB" for size in CARDS if total <= SHARE * size * 10**9), f"not on {CARDS[-1]} GB")
         table.add_row(name, size(total), "yes" if total <= SHARE * card else f"no ({enough})")
-    asked = f"{found.numbers:,} weights; of one of {count} processes; questions of {QUESTION:,} tokens"
-    return [memory_table(memory(config, found, count)), asked, table]
+    details = f"{model_sizes.numbers:,} weights; of one of {count} processes; questions of {QUESTION:,} tokens"
+    return [memory_table(memory(config, model_sizes, count)), details, table]
 
 
 def _choice(value: Any) -> str:
@@ -143,9 +143,9 @@ def evaluate_agent(model: Path, config: VLMConfig, options: Options) -> None:
     policy = load_trained(config, model, options.step(model), device) if is_run else Policy(str(model), device=device)
     with closing(open_host(settings)) as host, Progress(1, unit="episodes") as progress:
         progress.phase("acting", number)
-        shown = FILMED if films else 0
+        num_films = FILMED if films else 0
         slots = Slots(settings, host)
-        judged = judge(policy, config, slots, range(number), films=shown, advance=progress.advance)
+        judged = judge(policy, config, slots, range(number), films=num_films, advance=progress.advance)
     scores = figures_of(judged)
     table = _table_of("success", "eval/success", scores, f"{model}, {number} episodes")
     for name, value in scores.items():

@@ -23,13 +23,13 @@ Schema = Mapping[str, Any]
 def definitions(methods: tuple[type[Method], ...] = ()) -> dict[str, Any]:
     """Schemas of all kinds of runs and of their sections, by name, with `methods` from outside beside the built-in."""
     refs, schema = models_json_schema([(model, "validation") for model in (*map(schema_class, KINDS), *methods)])
-    found: dict[str, Any] = schema["$defs"]
+    defs: dict[str, Any] = schema["$defs"]
     for method in methods:
         ref = refs[method, "validation"]
-        for union in _unions(found, set(built_in_names(method.kind))):
+        for union in _unions(defs, set(built_in_names(method.kind))):
             union["oneOf" if "oneOf" in union else "anyOf"].append(ref)
             union["discriminator"]["mapping"][method.model_fields["algorithm"].default] = ref["$ref"]
-    return found
+    return defs
 
 
 def with_installed(*others: type[Method]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _unions(node: Any, names: set[str]) -> Iterator[dict[str, Any]]:
 
 @cache
 def _resolved(kind: Kind, methods: tuple[type[Method], ...] = ()) -> Schema:
-    known = definitions(methods)
+    defs = definitions(methods)
 
     def resolve(node: Any) -> Any:
         if isinstance(node, list):
@@ -82,10 +82,10 @@ def _resolved(kind: Kind, methods: tuple[type[Method], ...] = ()) -> Schema:
         if not isinstance(node, dict):
             return node
         if "$ref" in node:  # with the description of the place that refers to it
-            node = {**known[node["$ref"].rpartition("/")[2]], **{k: v for k, v in node.items() if k != "$ref"}}
+            node = {**defs[node["$ref"].rpartition("/")[2]], **{k: v for k, v in node.items() if k != "$ref"}}
         return {key: resolve(value) for key, value in node.items()}
 
-    schema: Schema = resolve(known[schema_class(kind).__name__])
+    schema: Schema = resolve(defs[schema_class(kind).__name__])
     return schema
 
 
@@ -121,8 +121,8 @@ def _union(section: Schema) -> Schema:
 
 
 def _tags(section: Schema) -> Mapping[str, str]:
-    found = _union(section).get("discriminator")
-    tags: Mapping[str, str] = found.get("mapping", {}) if isinstance(found, Mapping) else {}
+    discriminator = _union(section).get("discriminator")
+    tags: Mapping[str, str] = discriminator.get("mapping", {}) if isinstance(discriminator, Mapping) else {}
     return tags
 
 
@@ -133,22 +133,24 @@ def tag_values(section: Schema) -> list[str]:
 
 def branches(node: Schema, value: Any = None) -> list[Schema]:
     """What a key may be, by kinds; of the kinds of a section the one that `value` names, where it names one."""
-    found: list[Schema] = node.get("anyOf", node.get("oneOf", []))
-    if not found:
+    alternatives: list[Schema] = node.get("anyOf", node.get("oneOf", []))
+    if not alternatives:
         return [node]
     tag = tag_of(node)
     named = value.get(tag) if isinstance(value, Mapping) else None
     if tag is not None:
-        kinds = [(branch, branch.get("properties", {}).get(tag, {})) for branch in found]
-        found = [branch for branch, kind in kinds if named is not None and kind.get("const") == named] or found
-    return [inner for branch in found for inner in branches(branch, value)]
+        kinds = [(branch, branch.get("properties", {}).get(tag, {})) for branch in alternatives]
+        alternatives = [
+            branch for branch, kind in kinds if named is not None and kind.get("const") == named
+        ] or alternatives
+    return [inner for branch in alternatives for inner in branches(branch, value)]
 
 
 def keys_of(path: KeyPath, data: Any) -> list[str]:
     """Names of the keys that may stand in the section at `path`, of the kind that `data` names."""
     section = node_at(path, data)
-    found = branches(section, value_at(path, data)) if section else []
-    return sorted({name for branch in found for name in branch.get("properties", {})})
+    sections = branches(section, value_at(path, data)) if section else []
+    return sorted({name for branch in sections for name in branch.get("properties", {})})
 
 
 def node_at(path: KeyPath, data: Any) -> Schema | None:

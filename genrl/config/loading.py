@@ -126,8 +126,8 @@ def _read(path: Path) -> _Tree:
     except SourceError as error:
         raise ConfigError([Problem(Origin(str(path), line), "", text) for line, text in error.problems]) from None
     if not isinstance(source.value, dict):
-        found = "the file is empty" if source.value is None else "found no `key: value` at the top level"
-        raise ConfigError([Problem(Origin(str(path), 1), "", f"{found}; `genrl init quickstart` writes one")])
+        problem = "the file is empty" if source.value is None else "found no `key: value` at the top level"
+        raise ConfigError([Problem(Origin(str(path), 1), "", f"{problem}; `genrl init quickstart` writes one")])
     return _Tree(source.value, {key: Origin(str(path), line) for key, line in source.lines.items()})
 
 

@@ -129,8 +129,8 @@ def is_built_in(method: type[Method]) -> bool:
 def _settings_of(name: str, kind: Kind) -> type[Method]:
     """The settings class of a method of this package: the one in its folder that has the folder's name."""
     settings = import_module(f"genrl.{kind}.methods.{name}.settings")
-    own = (value for value in vars(settings).values() if isinstance(value, type) and issubclass(value, Method))
-    return next(value for value in own if value.model_fields["algorithm"].default == name)
+    classes = (value for value in vars(settings).values() if isinstance(value, type) and issubclass(value, Method))
+    return next(value for value in classes if value.model_fields["algorithm"].default == name)
 
 
 def headings(method: type[Method]) -> dict[str, Mapping[str, MetricDoc]]:
@@ -185,33 +185,33 @@ def outside(name: str, kind: Kind) -> type[Method]:
 
 @cache
 def _named(name: str, method: type[Method]) -> type[Method]:
-    own: Any = (Literal[name], name)
+    literal: Any = (Literal[name], name)
     return create_model(
-        method.__name__, __base__=method, __module__=method.__module__, __doc__=method.__doc__, algorithm=own
+        method.__name__, __base__=method, __module__=method.__module__, __doc__=method.__doc__, algorithm=literal
     )
 
 
 def installed(kind: Kind) -> list[type[Method]]:
     """The methods for a kind of run that other packages bring, those that can be used."""
-    found = []
+    methods = []
     for name in names(Group("method", {}, ENTRY_POINTS)):
         with suppress(ValueError):  # told where it is used
-            found.append(outside(name, kind))
-    return found
+            methods.append(outside(name, kind))
+    return methods
 
 
 def find_method(name: str, kind: Kind) -> type[Method]:
     """The settings class from outside that `name` stands for. Raises ValueError for an unknown name, a file without the
     interface, a method of another kind of run, and keys that hide what shared code asks or are named like a section."""
-    found = find(name, Group("method", dict.fromkeys(built_in_names(kind), ""), ENTRY_POINTS))
-    if not (isinstance(found, type) and issubclass(found, Method) and hasattr(found, "kind")):
+    method = find(name, Group("method", dict.fromkeys(built_in_names(kind), ""), ENTRY_POINTS))
+    if not (isinstance(method, type) and issubclass(method, Method) and hasattr(method, "kind")):
         base = method_base(kind)
         raise ValueError(f"{name} is no settings class of a method: derive it from {base}, see docs/extending.md")
-    if found.kind != kind:
-        raise ValueError(f"{name} is a method for {found.kind} runs, and this is a {kind} run")
-    _refuse_incomplete(name, found)
-    _refuse_collisions(name, found, kind)
-    return found
+    if method.kind != kind:
+        raise ValueError(f"{name} is a method for {method.kind} runs, and this is a {kind} run")
+    _refuse_incomplete(name, method)
+    _refuse_collisions(name, method, kind)
+    return method
 
 
 def _refuse_incomplete(name: str, method: type[Method]) -> None:
@@ -227,10 +227,10 @@ def _refuse_incomplete(name: str, method: type[Method]) -> None:
         raise ValueError(f"{name}: {file} is not Python: {error}") from None
     for node in body:
         if isinstance(node, ast.FunctionDef):
-            takes = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
-            wanted = FUNCTIONS.get(node.name, "").count(",") + 1
+            takes = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
+            num_arguments = FUNCTIONS.get(node.name, "").count(",") + 1
             least = len(takes) - len(node.args.defaults)
-            fits = least <= wanted and (wanted <= len(takes) or node.args.vararg)
+            fits = least <= num_arguments and (num_arguments <= len(takes) or node.args.vararg)
             if node.name in FUNCTIONS and not node.decorator_list and not fits:
                 raise ValueError(
                     f"{name}: {file} defines {node.name}({', '.join(takes)}); {FUNCTIONS[node.name]} is called"
@@ -243,7 +243,7 @@ def _refuse_incomplete(name: str, method: type[Method]) -> None:
 def _bound(node: ast.stmt) -> set[str]:
     """Names that a statement assigns or imports."""
     imported = getattr(node, "names", []) if isinstance(node, ast.Import | ast.ImportFrom) else []
-    stored = (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    stored = (name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
     return {alias.asname or alias.name for alias in imported} | set(stored)
 
 

@@ -72,16 +72,16 @@ class Optimizer(Section):
     def problems(self, sharded_by: str | None) -> Iterator[Finding]:
         """What can be told without importing the optimiser, which `check_optimizer` does. sharded_by: the key that
         shards what is trained, if any."""
-        name, known = self.name, OPTIMIZERS.get(self.name)
-        if known is None and ":" not in name:
+        name, entry = self.name, OPTIMIZERS.get(self.name)
+        if entry is None and ":" not in name:
             near = get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}? " if near else ""
             text = f"unknown optimiser {name!r}; {hint}they are: {', '.join(OPTIMIZERS)}; or name a class"
             yield ("optimizer.name",), f"{text}: package.module:Class"
-        if sharded_by is not None and (known is None or not known.shards):
+        if sharded_by is not None and (entry is None or not entry.shards):
             can = " or ".join(other for other, row in OPTIMIZERS.items() if row.shards)
             yield ("optimizer.name", sharded_by), f"the state of {name} cannot be sharded; write {can}"
-        if self.betas is not None and known is not None and not known.betas:
+        if self.betas is not None and entry is not None and not entry.betas:
             yield ("optimizer.betas", "optimizer.name"), f"{name} has no betas; leave them out"
         if self.schedule == "constant" and self.schedule_iterations is not None:
             text = "a constant rate does not fall; write schedule: linear or cosine, or leave it out"
@@ -93,14 +93,14 @@ class Optimizer(Section):
 
     def missing_package(self) -> str | None:
         """Why it cannot be imported here, and what to install; None where its package is there."""
-        known = OPTIMIZERS.get(self.name)
-        source = known.source if known is not None else self.name
+        entry = OPTIMIZERS.get(self.name)
+        source = entry.source if entry is not None else self.name
         package = source.partition(":")[0].partition(".")[0]
         if source.rpartition(":")[0].endswith(".py"):
             file = Path(source.rpartition(":")[0])
             return None if file.is_file() else f"the file {file} does not exist (looked from {Path.cwd()})"
         if find_spec(package) is not None:
             return None
-        if known is None:
+        if entry is None:
             return f"the package {package} is not installed: install it, or write one of {', '.join(OPTIMIZERS)}"
-        return f"{self.name} needs the package {known.install}: pip install {known.install}, or write adamw"
+        return f"{self.name} needs the package {entry.install}: pip install {entry.install}, or write adamw"

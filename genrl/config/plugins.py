@@ -50,11 +50,11 @@ def find(name: str, group: Group) -> Any:
             except Exception as error:  # another package's code
                 text = f"{group.what} {name!r} ({point.value}) cannot be imported: {type(error).__name__}: {error}"
                 raise ValueError(text) from error
-    known = names(group)
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    available = names(group)
+    close = get_close_matches(name, available, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}? " if close else ""
     raise ValueError(
-        f"unknown {group.what} {name!r}; {hint}they are: {', '.join(known)}; or name a file: path/file.py:Name"
+        f"unknown {group.what} {name!r}; {hint}they are: {', '.join(available)}; or name a file: path/file.py:Name"
     )
 
 
@@ -78,13 +78,13 @@ def _from_file(name: str, group: Group) -> Any:
         hint = f"; did you mean {file.parent / close[0]}?" if close else ""
         raise ValueError(f"{group.what} file {path!r} does not exist (looked from {Path.cwd()}){hint}")
     module = import_file(file)
-    own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     if not attribute:
-        raise ValueError(f"say which {group.what} of {path!r} is meant: {path}:Name; it defines: {', '.join(own)}")
+        raise ValueError(f"say which {group.what} of {path!r} is meant: {path}:Name; it defines: {', '.join(defined)}")
     if attribute not in vars(module):
-        close = get_close_matches(attribute, own, n=1, cutoff=0.5)
+        close = get_close_matches(attribute, defined, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"{path} has no {attribute!r}; {hint}it defines: {', '.join(own) or 'nothing'}")
+        raise ValueError(f"{path} has no {attribute!r}; {hint}it defines: {', '.join(defined) or 'nothing'}")
     return vars(module)[attribute]
 
 

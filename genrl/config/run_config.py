@@ -133,8 +133,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if found := list(self.problems()):
-            raise ImpossibleConfig(found)
+        if problems := list(self.problems()):
+            raise ImpossibleConfig(problems)
         return self
 
 

@@ -103,7 +103,7 @@ def weights_problem(folder: Path, variant: str | None = None, *, pickled: bool =
     variant: of the file names, as `fp16`. pickled: whether .bin files are taken. key: of the configuration that sets
     the variant, "" where there is none.
     """
-    whole = [file for file in weight_files(folder, variant) if "-of-" not in file.name]
+    unsharded = [file for file in weight_files(folder, variant) if "-of-" not in file.name]
     indices = [
         file
         for stem in STEMS
@@ -117,7 +117,7 @@ def weights_problem(folder: Path, variant: str | None = None, *, pickled: bool =
     for file in files:
         if problem := file_problem(file):
             return f"{file.name} {problem}"
-    if whole or indices:
+    if unsharded or indices:
         return None
     if files:
         return f"has shards ({files[0].name}) but no .safetensors.index.json, which lists them"

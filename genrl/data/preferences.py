@@ -64,9 +64,9 @@ def check_set(
 def _check_alike(shapes: Mapping[str, tuple[int, int]], where: str, beside: str) -> None:
     ratios = [width / height for width, height in shapes.values()]
     if max(ratios) > UNLIKE * min(ratios):
-        told = ", ".join(f"{name} {width} x {height}" for name, (width, height) in shapes.items())
+        sizes = ", ".join(f"{name} {width} x {height}" for name, (width, height) in shapes.items())
         why = f"images are cut to the size that is sampled, {beside} is not, so they would not fit"
-        raise PromptError(f"{where}: unlike shapes ({told}): {why}; cut them to one shape first")
+        raise PromptError(f"{where}: unlike shapes ({sizes}): {why}; cut them to one shape first")
 
 
 def missing_images(source: str, rows: Sequence[Prompt], columns: Sequence[str] = PREFERENCE_COLUMNS) -> str | None:
@@ -74,8 +74,8 @@ def missing_images(source: str, rows: Sequence[Prompt], columns: Sequence[str] =
     for row in rows:
         for column in columns:
             if row.columns.get(column) is None:
-                wanted = f"(needed: {' and '.join(columns)})"
-                return f"{source}:{row.line}: {no_column(column, row.columns)} {wanted}"
+                needed = f"(needed: {' and '.join(columns)})"
+                return f"{source}:{row.line}: {no_column(column, row.columns)} {needed}"
     return None
 
 
@@ -111,10 +111,10 @@ def _of_each(
     use: Callable[[Any], T], row: Prompt, source: str, cells: Mapping[str, Any], columns: Sequence[str]
 ) -> list[T]:
     """What `use` makes of each image of a row."""
-    made = []
+    datasets = []
     for column in columns:
         try:
-            made.append(use(cells[column]))
+            datasets.append(use(cells[column]))
         except ValueError as error:
             raise PromptError(f"{source}:{row.line}: {column} cannot be read as an image: {error}") from error
-    return made
+    return datasets

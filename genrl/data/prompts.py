@@ -147,14 +147,14 @@ def is_data_set(source: str) -> bool:
 def open_data_set(source: str) -> Dataset:
     """The table of `id:split` or `id:config:split`; a split may be a slice, `train[:90%]`. Raises PromptError where it
     cannot be loaded."""
-    found = DATA_SET.fullmatch(source)
-    if found is None:
+    match = DATA_SET.fullmatch(source)
+    if match is None:
         text = "a data set is written id:split or id:config:split, for example org/name:train"
         raise PromptError(f"{source}: {text}")
     from datasets import load_dataset
 
     try:
-        return load_dataset(found["name"], found["config"], split=found["split"])
+        return load_dataset(match["name"], match["config"], split=match["split"])
     except (OSError, ValueError, RuntimeError) as error:  # not found, no such split, no network
         raise PromptError(f"{source}: the data set cannot be loaded: {error}") from error
 
@@ -248,11 +248,13 @@ def _of_data_set(table: Any, source: str, column: str, pictures: bool) -> Iterat
         raise PromptError(f"{source}: {no_column(column, table.column_names)} (prompts.column names it)")
     from datasets import Image
 
-    drawn = [name for name, kind in table.features.items() if _holds_pictures(name, kind)]
-    for name in drawn:
+    picture_columns = [name for name, kind in table.features.items() if _holds_pictures(name, kind)]
+    for name in picture_columns:
         table = table.cast_column(name, Image(decode=False))
-    kept = drawn if pictures else []
-    plain = [name for name in table.column_names if name == column or (name not in drawn and not is_path(name))]
+    kept = picture_columns if pictures else []
+    plain = [
+        name for name in table.column_names if name == column or (name not in picture_columns and not is_path(name))
+    ]
     for line, row in enumerate(table.select_columns([*plain, *kept]), start=1):
         try:
             text, columns = text_and_columns({name: row[name] for name in plain}, column, None)

@@ -33,8 +33,8 @@ def lines_of(stream: IO[bytes]) -> Iterator[bytes]:
     while block := stream.read(MAX_LINE_BYTES):
         left += block
         half = b"\r" if left.endswith(b"\r") else b""  # of an end that the next block may complete
-        *whole, last = LINE_END.split(left.removesuffix(half))
-        yield from whole
+        *complete, last = LINE_END.split(left.removesuffix(half))
+        yield from complete
         left = last[: MAX_LINE_BYTES + 1] + half  # a hostile file may be one endless line
     if left:
         yield left.removesuffix(b"\r")
@@ -105,7 +105,7 @@ def _paths(name: str, value: Any, folder: Path | None, several: bool) -> Any:
     if folder is None or not is_path(name):
         return value
     if several and isinstance(value, list):
-        return [_inside(name, one, folder) for one in value]
+        return [_inside(name, path, folder) for path in value]
     return _inside(name, value, folder)
 
 

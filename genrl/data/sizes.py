@@ -35,11 +35,11 @@ def sized(rows: Sequence[Prompt], buckets: Buckets, picture: str | None, source:
         for text in unread(rows[0].columns):
             logger.warning("%s: %s", source, text)
     if buckets == "rows":
-        found = [replace(row, size=_written(row, source)) for row in rows]
-        if rows and not any(row.size for row in found):
+        sized_rows = [replace(row, size=_written(row, source)) for row in rows]
+        if rows and not any(row.size for row in sized_rows):
             text = f"no row has a column {', '.join(NAMES)}; add them, or list the sizes in sampling.buckets"
             raise PromptError(f"{source}: {text}")
-        return found
+        return sized_rows
     sizes = [dict(zip(NAMES, bucket, strict=False)) for bucket in buckets]
     if not sizes:
         return list(rows)

@@ -49,10 +49,10 @@ def choose(name: str, lora: str | None, dtype: str | None, given: Mapping[str, A
     config = config_of(name)
     if config is None:
         return Chosen(Model.model_validate({"path": name, "dtype": dtype or "float32"}), lora, dict(given))
-    settings, own = config.sampling, config.evaluation
-    scale = settings.guidance_scale if own.guidance_scale is None else own.guidance_scale
-    steps = own.num_inference_steps or settings.num_inference_steps
-    height, width = own.height or settings.height, own.width or settings.width
+    settings, evaluation = config.sampling, config.evaluation
+    scale = settings.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
+    steps = evaluation.num_inference_steps or settings.num_inference_steps
+    height, width = evaluation.height or settings.height, evaluation.width or settings.width
     arguments = call_arguments(settings.scheduled(steps), scale, height, width)
     if settings.num_frames is not None:
         arguments["num_frames"] = settings.num_frames

@@ -164,24 +164,26 @@ def compare(
     prompt. begin: told the number of samples; advance: how many more there are. Raises ValueError where the page would
     be too large, which is known after the first sample.
     """
-    shown = [row for row in rows for _ in range(per_prompt)]
+    repeated = [row for row in rows for _ in range(per_prompt)]
     for labelled in scorers:
         check_rows(labelled.rewards, rows, "prompts")
-    seeds = range(seed, seed + len(shown))
-    begin(2 * len(shown))
+    seeds = range(seed, seed + len(repeated))
+    begin(2 * len(repeated))
     with TemporaryDirectory(prefix="genrl-compare-") as folder:
-        for k, (sample, rate) in enumerate(_made(first, shown, seeds)):
+        for k, (sample, rate) in enumerate(_made(first, repeated, seeds)):
             if k == 0:
-                check_size(encode(sample, fps=fps, rate=rate), len(shown), beside=page.beside)
+                check_size(encode(sample, fps=fps, rate=rate), len(repeated), beside=page.beside)
             save_file({"sample": _whole(sample)}, Path(folder) / f"{k}.safetensors")
             advance(1)
         waiting: list[tuple[str, Prompt, Tensor]] = []
-        for k, (sample, rate) in enumerate(_made(second, shown, seeds)):
+        for k, (sample, rate) in enumerate(_made(second, repeated, seeds)):
             pair = [_shown(load_file(Path(folder) / f"{k}.safetensors")["sample"]), _shown(_whole(sample))]
-            a, b = (encode(one, fps=fps, rate=rate) for one in pair)
-            token = page.add(Pair(shown[k].text, a, b, category_of(shown[k], column), _source(first, shown[k])))
+            a, b = (encode(picture, fps=fps, rate=rate) for picture in pair)
+            token = page.add(
+                Pair(repeated[k].text, a, b, category_of(repeated[k], column), _source(first, repeated[k]))
+            )
             if token is not None and scorers:
-                waiting.append((token, shown[k], torch.stack(pair)))
+                waiting.append((token, repeated[k], torch.stack(pair)))
             if len(waiting) == TOGETHER:
                 _score(scorers, waiting, page)
                 waiting = []
@@ -227,12 +229,12 @@ def _score(scorers: Sequence[Scorers], pairs: Sequence[tuple[str, Prompt, Tensor
     """Put the scores of pairs (token, prompt, both samples [2, ...]) into the key of the page."""
     rows = [row for _, row, _ in pairs for _ in range(2)]
     pieces = [([2 * k, 2 * k + 1], both) for k, (_, _, both) in enumerate(pairs)]
-    seen: set[str] = set()
+    labels: set[str] = set()
     for number, labelled in enumerate(scorers if pairs else ()):
         values = score(labelled, pieces, rows, [slot // 2 for slot in range(len(rows))]).values
         for label, scores in values.items():
-            name = f"{label} ({'AB'[number]})" if label in seen else label
+            name = f"{label} ({'AB'[number]})" if label in labels else label
             numbers = [None if math.isnan(value) else value for value in scores.tolist()]
             for k, (token, _, _) in enumerate(pairs):
                 page.add_scores(token, name, numbers[2 * k], numbers[2 * k + 1])
-        seen |= values.keys()
+        labels |= values.keys()

@@ -27,17 +27,17 @@ def serve(pipe: Any, arguments: dict[str, Any], requests: TextIO, answers: TextI
     """Answer every line of `requests`. What one picture makes fail is its own answer, and the next one is drawn."""
     pipe.set_progress_bar_config(disable=True)
     for line in requests:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            generator = torch.Generator().manual_seed(asked["seed"])
+            generator = torch.Generator().manual_seed(request["seed"])
             with torch.no_grad():
-                picture = pipe(prompt=asked["description"], generator=generator, **arguments).images[0]
+                picture = pipe(prompt=request["description"], generator=generator, **arguments).images[0]
             stream = io.BytesIO()
             picture.convert("RGB").save(stream, "PNG")
             answer = {"png": base64.b64encode(stream.getvalue()).decode()}
         except (RuntimeError, ValueError, TypeError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps({"id": asked["id"], **answer}) + "\n")
+        answers.write(json.dumps({"id": request["id"], **answer}) + "\n")
         answers.flush()
 
 

@@ -51,14 +51,14 @@ class Evaluated:
     @property
     def metrics(self) -> dict[str, float]:
         scored = self.total[~self.total.isnan()]
-        found: dict[str, float] = {"eval/total_mean": float(scored.mean())}
-        found["eval/total_se"] = float(scored.std(correction=0)) / max(1, len(scored)) ** 0.5
+        row: dict[str, float] = {"eval/total_mean": float(scored.mean())}
+        row["eval/total_se"] = float(scored.std(correction=0)) / max(1, len(scored)) ** 0.5
         for label, values in self.scored.values.items():
-            kept = values[~values.isnan()]
-            found[f"eval/{label}_mean"] = float(kept.mean())
-            found[f"eval/{label}_std"] = float(kept.std(correction=0))
-            found[f"eval/{label}_failed"] = float(len(values) - len(kept))
-        return found | self.looks | {f"eval/{name}_mean": float(v.nanmean()) for name, v in self.scored.parts.items()}
+            scores = values[~values.isnan()]
+            row[f"eval/{label}_mean"] = float(scores.mean())
+            row[f"eval/{label}_std"] = float(scores.std(correction=0))
+            row[f"eval/{label}_failed"] = float(len(values) - len(scores))
+        return row | self.looks | {f"eval/{name}_mean": float(v.nanmean()) for name, v in self.scored.parts.items()}
 
 
 @torch.no_grad()
@@ -82,31 +82,42 @@ def evaluate(
     The pictures of `num_pictures` prompts are kept (see `spread`). All processes return the same scores.
     """
     pieces: list[tuple[list[int], Tensor]] = []
-    seen: list[tuple[int, Tensor, float]] = []
+    statistics: list[tuple[int, Tensor, float]] = []
     batches = turns(_batches(prompts, batch_size), worker.process, worker.num_processes)
     for number, (rows, counts) in enumerate(batches):
         batch = Batch(
             [prompts[r].text if texts is None else texts[r] for r in rows],
             [("evaluation", seed, r) for r in rows],
+            # One size for all: `_batches` puts pictures of different sizes into different calls.
             {**sampling, **prompts[rows[0]].size},
             inputs=batch_inputs(inputs, [prompts[r] for r in rows]),
         )
         images = policy.decode(batch, policy.generate(batch)).cpu()
+        # Processes with fewer batches repeat one, so that collective calls of a sharded model match; it is not counted.
         if counts and worker.scores(number):
             pieces.append((rows, images))
-            seen += zip(rows, looks.thumbnails(images), looks.high_frequencies(images).tolist(), strict=True)
+            statistics += zip(rows, looks.thumbnails(images), looks.high_frequencies(images).tolist(), strict=True)
         worker.advance(len(rows) * worker.num_processes)
     groups = same_prompt(prompts)
     scored = score(scorers, pieces, prompts, groups, worker.beat)
     total = compose.evaluate(scored.values, scorers.components)
-    shown = spread(num_pictures, len(prompts))
-    drawn = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in shown]
-    gathered = dict(gather_object([(r, to_bytes(image)) for r, image in drawn]))
+    numbers = spread(num_pictures, len(prompts))
+    pictures = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in numbers]
+    gathered = dict(gather_object([(r, to_bytes(image)) for r, image in pictures]))
     drawn_texts = [p.text for p in prompts] if texts is None else list(texts)
-    _, small, frequencies = zip(*sorted(gather_object(seen), key=itemgetter(0)), strict=True)
+    _, small, frequencies = zip(*sorted(gather_object(statistics), key=itemgetter(0)), strict=True)
     thumbnails = torch.stack(small)
     figures = looks.figures(thumbnails, torch.tensor(frequencies), groups)
-    return Evaluated(scored, total, drawn_texts, shown, [gathered[r].float() / 255 for r in shown], thumbnails, figures)
+    return Evaluated(
+        # Bytes in between: a quarter of the traffic, and what a PNG holds.
+        scored,
+        total,
+        drawn_texts,
+        numbers,
+        [gathered[r].float() / 255 for r in numbers],
+        thumbnails,
+        figures,
+    )
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.runtime.loop.frame import halvings, too_large
-from genrl.runtime.loop.running import Run
+from genrl.runtime.loop.running import TrainingRun
 from genrl.runtime.weights.devices import empty_cache, peak_bytes, reset_peak, total_bytes
 
 MEMORY_HINT = (
@@ -29,7 +29,7 @@ MARGIN = 0.92
 """Share of the memory that may be in use: the rest is the allocator's, for pieces of other sizes."""
 
 
-def settle(run: Run[Config], prompts: Sequence[Prompt]) -> None:
+def settle(run: TrainingRun[Config], prompts: Sequence[Prompt]) -> None:
     """Make `sampling.batch_size` what fits, with `sampling.fit_batch`; a resumed run has it from its checkpoint.
 
     Raises RuntimeError where not even the smallest fits.
@@ -39,6 +39,8 @@ def settle(run: Run[Config], prompts: Sequence[Prompt]) -> None:
         return
     if "batch_size" not in run.loop.memory:
         run.loop.phase("finding the batch size", 0)
+        # Kept with the checkpoint: on another card a resumed run would cut its micro-batches otherwise and give other
+        # numbers.
         found = largest(sizes(run.config), lambda size: fits(run, prompts, size), lambda ok: all(gather_object([ok])))
         run.loop.memory["batch_size"] = found
         run.process.progress.say(f"{found} samples fit in a micro-batch (sampling.batch_size is {sampling.batch_size})")
@@ -60,19 +62,20 @@ def largest(sizes: list[int], fits: Callable[[int], bool], agreed: Callable[[boo
     raise too_large(sizes[-1], MEMORY_HINT)
 
 
-def fits(run: Run[Config], prompts: Sequence[Prompt], size: int) -> bool:
+def fits(run: TrainingRun[Config], prompts: Sequence[Prompt], size: int) -> bool:
     """Whether this process has room for a micro-batch of this size. Weights and gradients are as before afterwards."""
     device = run.policy.device
     total = total_bytes(device)
+    # Trials of 1 and 2 are what the others are reckoned from.
     if total is not None and size > 2:
         empty_cache(device)
-        one, two = (peak(run, prompts, n) for n in (1, 2))
-        if one is None or two is None or one + (size - 1) * (two - one) > MARGIN * total:
+        single, two = (peak(run, prompts, n) for n in (1, 2))
+        if single is None or two is None or single + (size - 1) * (two - single) > MARGIN * total:
             return False
     return peak(run, prompts, size) is not None
 
 
-def peak(run: Run[Config], prompts: Sequence[Prompt], size: int) -> int | None:
+def peak(run: TrainingRun[Config], prompts: Sequence[Prompt], size: int) -> int | None:
     """Most bytes in use during a trial of this size (0 on a CPU); None where they did not suffice."""
     device = run.policy.device
     reset_peak(device)
@@ -86,7 +89,7 @@ def peak(run: Run[Config], prompts: Sequence[Prompt], size: int) -> int | None:
     return peak_bytes(device)
 
 
-def attempt(run: Run[Config], prompts: Sequence[Prompt], size: int) -> None:
+def attempt(run: TrainingRun[Config], prompts: Sequence[Prompt], size: int) -> None:
     """What a micro-batch asks for at most: its decoded pictures, and a model call with its backward pass beside the
     gradients of the one before it and room for the copies of every trained number still to come (`copies_to_come`)."""
     config, policy = run.config, run.policy
@@ -101,14 +104,15 @@ def attempt(run: Run[Config], prompts: Sequence[Prompt], size: int) -> None:
         for parameter in run.weights.parameters:
             parameter.grad = torch.zeros_like(parameter)
         room = [torch.empty_like(p) for p in run.weights.parameters for _ in range(copies_to_come(run))]
+        # Any level: memory does not depend on it.
         sigma = torch.tensor(0.5 if policy.head.parametrisation == "flow" else 500)
         policy.velocity(batch, state, sigma).square().sum().backward()
     del room
 
 
-def copies_to_come(run: Run[Config]) -> int:
+def copies_to_come(run: TrainingRun[Config]) -> int:
     """The optimiser's two moments, the snapshots that the trainer takes after the trials (an old policy, ...), and the
     copies of all that an iteration changes (`runtime.undo`)."""
-    kept = len(snapshots(run.config))
-    undo = 3 + kept if run.weights.can_be_copied else 0
-    return 2 + kept - len(run.weights.snapshots) + undo
+    num_snapshots = len(snapshots(run.config))
+    undo = 3 + num_snapshots if run.weights.can_be_copied else 0
+    return 2 + num_snapshots - len(run.weights.snapshots) + undo

@@ -42,13 +42,13 @@ def high_frequencies(images: Tensor) -> Tensor:
 
 def figures(seen: Tensor, frequencies: Tensor, groups: Sequence[int]) -> dict[str, float]:
     """Metrics of thumbnails [N, D] and high frequencies [N]; diversity where prompts have several pictures."""
-    found, whose = {"eval/high_frequencies": float(frequencies.mean())}, torch.tensor(groups)
+    row, whose = {"eval/high_frequencies": float(frequencies.mean())}, torch.tensor(groups)
     spreads = [
         (seen[whose == group].float() / 255).var(0).mean().sqrt()
         for group, count in zip(*whose.unique(return_counts=True), strict=True)
         if count > 1
     ]
-    return found | ({"eval/diversity": float(torch.stack(spreads).mean())} if spreads else {})
+    return row | ({"eval/diversity": float(torch.stack(spreads).mean())} if spreads else {})
 
 
 def moved(seen: Tensor, before: Tensor) -> float:

@@ -53,14 +53,14 @@ from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import economy
 from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.running import Run
+from genrl.runtime.loop.running import TrainingRun
 from genrl.runtime.show.pictures import before_after, save_png
 from genrl.runtime.show.sheet import ContactSheet
 from genrl.runtime.weights.weights import Weights
 from genrl_rewards.compose import Running
 
 
-class DiffusionRun(Run[Config]):
+class DiffusionRun(TrainingRun[Config]):
     """One process of one training run.
 
     far: where samples are drawn, if not in this process. ahead: the iterations that are drawn while another is trained.
@@ -148,16 +148,20 @@ class DiffusionRun(Run[Config]):
         roots_together: of trees (`Sheet`)."""
         self.loop.phase("sampling", self.config.sampling.images_per_iteration)
         config, worker = self.config, self.worker
-        known = self.known
+        prompt_values = self.known
 
         def sheet_of(iteration: int) -> Sheet:
-            return Sheet.of(config, self.prompts, iteration, known, leaves=leaves, roots_together=roots_together)
+            return Sheet.of(
+                config, self.prompts, iteration, prompt_values, leaves=leaves, roots_together=roots_together
+            )
 
-        running = {label: Running(**found) for label, found in self.loop.memory.get("scores", {}).items()}
+        running = {label: Running(**statistics) for label, statistics in self.loop.memory.get("scores", {}).items()}
         drawing: Callable[[], AbstractContextManager[None]] = nullcontext
         if under is not None:
             drawing = partial(self.weights.use, under)
         if self.versions is not None:
+            # What draws is noted, which is not what is trained where a method samples by a snapshot (DiffusionNFT's old
+            # policy).
             with drawing():
                 self.note_weights()
             drawing = self.drawing if self.age else drawing
@@ -244,9 +248,11 @@ class DiffusionRun(Run[Config]):
         loop, config = self.loop, self.config
         loop.timings["train"] = time.perf_counter() - self._train_started
         if self.rollouts.running:
-            loop.memory["scores"] = {label: asdict(found) for label, found in self.rollouts.running.items()}
+            # In memory, which checkpoints keep and an undone iteration takes back.
+            loop.memory["scores"] = {label: asdict(statistics) for label, statistics in self.rollouts.running.items()}
         elapsed = time.perf_counter() - loop.started
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
+        # Processes that compute one sample together have each counted it: a call of theirs is one.
         calls = gather_object([(self._sample_calls, train_calls)])
         row = dict(metrics) | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
         if self.scorers.pool is not None:
@@ -273,8 +279,8 @@ class DiffusionRun(Run[Config]):
         numbers = self.iteration_rows
         first = rollouts.scored.values[self.config.reward_labels[0]]
         values = economy.values_of(selection, first, rollouts.total).view(len(numbers), -1)
-        found, row = economy.noted(selection, self.known, numbers, values, iteration=self.iteration)
-        self.loop.memory[economy.MEMORY] = found
+        values_now, row = economy.noted(selection, self.known, numbers, values, iteration=self.iteration)
+        self.loop.memory[economy.MEMORY] = values_now
         return row
 
     def evaluate(self, iteration: int) -> dict[str, float]:
@@ -282,27 +288,33 @@ class DiffusionRun(Run[Config]):
         if not self.eval_prompts:
             return {}
         self.loop.phase("evaluating", len(self.eval_prompts) * (1 if self.rewrite is None else 2))
+        # Evaluations are due at other times after a resume with another `every`; the counts of training are not to
+        # depend on it.
         with self.policy.uncounted():
             held_out = partial(
                 evaluate_held_out, self.config, self.policy, self.eval_prompts, self.scorers, self.worker
             )
-            found = held_out()
-            again = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
-        metrics = found.metrics
+            judged = held_out()
+            rewritten = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
+        metrics = judged.metrics
         inputs = self.config.sampling.inputs
-        self.note_sheet(lambda: of_evaluated(self.scorers, found, self.eval_prompts, inputs))
+        self.note_sheet(lambda: of_evaluated(self.scorers, judged, self.eval_prompts, inputs))
         if iteration == 0:
-            self.before.thumbnails = found.thumbnails
+            self.before.thumbnails = judged.thumbnails
         if len(self.before.thumbnails):  # a run that was begun without has none to compare with
-            metrics["eval/moved"] = looks.moved(found.thumbnails, self.before.thumbnails)
-        if again is not None:
-            figures = {key.removeprefix("eval/"): one for key, one in again.metrics.items() if key not in again.looks}
+            metrics["eval/moved"] = looks.moved(judged.thumbnails, self.before.thumbnails)
+        if rewritten is not None:
+            figures = {
+                key.removeprefix("eval/"): figure
+                for key, figure in rewritten.metrics.items()
+                if key not in rewritten.looks
+            }
             metrics |= {f"eval_rewritten/{key}": value for key, value in figures.items()}
         if self.is_main:
             samples, log = self.process.run.samples, self.process.log
-            show(found, samples, log, iteration)
-            if again is not None:
-                show(again, samples / "rewritten", log, iteration, name="samples/rewritten")
+            show(judged, samples, log, iteration)
+            if rewritten is not None:
+                show(rewritten, samples / "rewritten", log, iteration, name="samples/rewritten")
         return metrics
 
     def look(self) -> ContactSheet:
@@ -311,6 +323,7 @@ class DiffusionRun(Run[Config]):
 
     def export(self, folder: Path | None) -> None:
         """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""
+        # Full weights are in the checkpoint already; only adapters have a format of their own that users load.
         if not self.weights.is_lora:
             return
         with self.loop.averaged():
@@ -348,6 +361,7 @@ class DiffusionRun(Run[Config]):
     def conclude(self) -> None:
         """The end of a run, complete or not: LoRA, before/after picture, report, and where they are."""
         run, config, loop = self.process.run, self.config, self.loop
+        # Read back from the file: a resumed process has not seen the evaluations before it.
         rows = [row for row in read_metrics(run.metrics) if row.get("eval/total_mean") is not None]
         saved = checkpoint.latest(run.checkpoints)
         if self.weights.is_lora and loop.is_complete and saved is not None:
@@ -379,4 +393,5 @@ def loss_scale(config: Config, rollouts: Rollouts) -> float:
     terms = rollouts.num_samples / config.trainer.updates * config.sampling.num_inference_steps
     if config.trainer.reduction == "mean":
         terms *= rollouts.sample_elements
+    # A power of two changes the exponent alone: scaling and its undoing round nothing.
     return 2.0 ** round(math.log2(terms))

@@ -67,8 +67,8 @@ def sample(
     texts = list(prompts)
     if rewriter is not None:
         fits = TextRoom(pipe, arguments or {})
-        seen = [[values[k] for values in inputs.values()] for k in range(len(prompts))]
-        texts = [rewriter.rewrite(prompt, (seed + k,), fits, seen[k]) for k, prompt in enumerate(prompts)]
+        inputs_of = [[values[k] for values in inputs.values()] for k in range(len(prompts))]
+        texts = [rewriter.rewrite(prompt, (seed + k,), fits, inputs_of[k]) for k, prompt in enumerate(prompts)]
     out.mkdir(parents=True, exist_ok=True)
     for old in sampled_pictures(out):
         old.unlink(missing_ok=True)
@@ -98,9 +98,9 @@ def drawn(
     """One picture per text, each alone, text k from the noise of seed + k; of a video its frames side by side. Raises
     RuntimeError after the last where one was not finite: it is black."""
     broken = 0
-    for one in samples(pipe, texts, range(seed, seed + len(texts)), arguments, inputs):
-        broken += not bool(one.isfinite().all())
-        yield to_pil(one)
+    for sample in samples(pipe, texts, range(seed, seed + len(texts)), arguments, inputs):
+        broken += not bool(sample.isfinite().all())
+        yield to_pil(sample)
     if broken:
         raise RuntimeError(not_finite(broken, len(texts), pipe))
 
@@ -114,14 +114,14 @@ def samples(
 ) -> Iterator[Tensor]:
     """What the pipeline makes of each text, alone, from the noise of its seed, on the CPU: a picture [3, H, W] or video
     [F, 3, H, W] in [0, 1], or a sound [channels, S] in [-1, 1]."""
-    shown = dict(getattr(pipe, "_progress_bar_config", {}))
+    settings = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(disable=True)  # one for each picture tells nothing
     for k, (text, seed) in enumerate(zip(texts, seeds, strict=True)):
         generator = torch.Generator().manual_seed(seed)
         call = {**arguments, **{name: values[k] for name, values in inputs.items()}}
-        made = pipe(prompt=text, generator=generator, output_type="pt", return_dict=False, **call)[0][0]
-        yield made.cpu()
-    pipe.set_progress_bar_config(**shown)
+        pictures = pipe(prompt=text, generator=generator, output_type="pt", return_dict=False, **call)[0][0]
+        yield pictures.cpu()
+    pipe.set_progress_bar_config(**settings)
 
 
 def evaluate_pipeline(

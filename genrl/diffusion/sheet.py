@@ -31,29 +31,31 @@ def look(
     if text != row.text:
         facts["drawn from"] = text
     facts |= {f"column {name}": f"{value!r:.200}" for name, value in row.columns.items()}
-    given = [(f"given as {name}", picture) for name, picture in inputs.items()]
-    return Look(row.text, facts, [*given, ("drawn, as rewards see it", image)])
+    inputs_shown = [(f"given as {name}", picture) for name, picture in inputs.items()]
+    return Look(row.text, facts, [*inputs_shown, ("drawn, as rewards see it", image)])
 
 
 def of_rollouts(scorers: Scorers, rollouts: Rollouts, rows: Sequence[Prompt]) -> ContactSheet:
     """The sheet of this process's first sample of each of the first prompts. rows: a prompt each group."""
-    slots = {slot: (one, k) for one in rollouts.mine.values() for k, slot in enumerate(one.slots)}
+    slots = {
+        slot: (micro_batch, k) for micro_batch in rollouts.mine.values() for k, slot in enumerate(micro_batch.slots)
+    }
     first = {int(rollouts.group[slot]): slot for slot in sorted(slots, reverse=True)}
     looks = []
     for group, slot in sorted(first.items())[:SHOWN]:
-        one, k = slots[slot]
-        inputs = {name: each[k] for name, each in one.batch.inputs.items()}
-        image = one.images[k].float() / 255
-        looks.append(look(scorers, rollouts.scored, slot, rows[group], one.batch.prompts[k], image, inputs))
+        micro_batch, k = slots[slot]
+        inputs = {name: each[k] for name, each in micro_batch.batch.inputs.items()}
+        image = micro_batch.images[k].float() / 255
+        looks.append(look(scorers, rollouts.scored, slot, rows[group], micro_batch.batch.prompts[k], image, inputs))
     return ContactSheet(looks)
 
 
 def of_evaluated(scorers: Scorers, found: Evaluated, rows: Sequence[Prompt], inputs: Mapping[str, str]) -> ContactSheet:
     """The sheet of the first shown samples of an evaluation of these rows. inputs: as of `batch_inputs`."""
-    shown = found.shown[:SHOWN]
-    given = batch_inputs(inputs, [rows[k] for k in shown])
+    numbers = found.shown[:SHOWN]
+    given = batch_inputs(inputs, [rows[k] for k in numbers])
     looks = []
-    for place, (k, image) in enumerate(zip(shown, found.images, strict=False)):
+    for place, (k, image) in enumerate(zip(numbers, found.images, strict=False)):
         pictures = {name: each[place] for name, each in given.items()}
         looks.append(look(scorers, found.scored, k, rows[k], found.prompts[k], image, pictures))
     return ContactSheet(looks)
@@ -64,5 +66,5 @@ def drawn_now(run: DiffusionRun) -> ContactSheet:
     config, rows = run.config, [run.prompts[number] for number in spread(SHOWN, len(run.prompts))]
     size, inputs = min(SHOWN, config.sampling.batch_size), config.sampling.inputs
     sampling = call_arguments(config.sampling)
-    found = evaluate(run.policy, rows, run.scorers, sampling, batch_size=size, seed=config.seed, inputs=inputs)
-    return of_evaluated(run.scorers, found, rows, inputs)
+    judged = evaluate(run.policy, rows, run.scorers, sampling, batch_size=size, seed=config.seed, inputs=inputs)
+    return of_evaluated(run.scorers, judged, rows, inputs)

@@ -81,18 +81,21 @@ def open_run(config: Config, process: Process, prepared: None, stack: ExitStack)
     if places is not None and places.rewards:
         pool = RewardPool(config, places.rewards, places.options, stopped)
         stack.callback(pool.close)
+    # Rewards come before the pipeline: what is wrong with them is told before the part that takes minutes.
     scorers = open_scorers(config, str(device), stopped, pool)
     stack.callback(scorers.close)
     check_rewards(config, scorers, prompts, eval_prompts)
     process.progress.phase("loading")
+    # The actors load their pipelines while this process loads its own: they are waited for at the end.
     far = RayRollouts(config, places.rollouts, places.options) if places is not None else None
     if far is not None:
         stack.callback(far.close)
     policy = open_policy(config, device, (prompts, eval_prompts), tell=partial(_tell, process))
     check_call_arguments(policy.pipe, {name for row in (*prompts, *eval_prompts) for name in row.size})
-    said = use_kernels(policy, config.kernels)
-    if said:
-        process.progress.say(said)
+    summary = use_kernels(policy, config.kernels)
+    if summary:
+        process.progress.say(summary)
+    # How many denoisers a pipeline has is known once it is loaded; all else was refused by `check`.
     if problem := experts_problem(config, len(policy.denoisers)):
         raise ValueError(f"{config.sharded_by}: {problem}")
     weights = trainable_weights(config, policy, sharding_of(config, device))
@@ -137,8 +140,8 @@ def read_prompts(config: Config) -> Rows:
     """Prompts to train on and held-out ones, checked for the pictures that the pipeline is given with them."""
     sampling = config.sampling
     prompts = _read(config, config.prompts.train)
-    given = sampling.prompts_together, sampling.buckets, sampling.picture_column
-    if sampling.buckets and (problem := short_bucket(prompts, *given)):
+    arguments = sampling.prompts_together, sampling.buckets, sampling.picture_column
+    if sampling.buckets and (problem := short_bucket(prompts, *arguments)):
         raise ValueError(f"sampling.buckets: {problem}")
     held_out = []
     if config.prompts.eval:
@@ -159,6 +162,7 @@ def check_rewards(
     """ValueError for rewards that the method cannot use, or that need columns which the prompts lack or cannot read."""
     config.trainer.check_data(config, scorers, prompts)
     for label, scorer in scorers.rewards.items():
+        # Under another method it stays as it was loaded, its head perhaps at random, and no figure would say so.
         if config.trainer.rewards_are != "trained" and genrl_rewards.is_trainable(scorer):
             raise ValueError(
                 f"reward {label!r} is trained beside the model, which this algorithm does not do (adv_grpo does)"
@@ -189,6 +193,7 @@ def open_policy(
         encode_ahead(policy, config.model, batches(config, policy, *(rows or read_prompts(config))), tell)
     if not _all_placed(config):  # nothing is placed that is to leave again
         idle = text_encoders(pipe) if offload.text_encoders else []
+        # A denoiser that is sharded may not fit on one device whole: each process moves its own share.
         idle += policy.denoisers if config.shards else ()
         place(pipe, home, stay=idle)
     return policy
@@ -230,10 +235,10 @@ def encode(config: Config, device: torch.device | str, tell: Tell) -> tuple[int,
         raise ValueError("model.encodings: no folder is named; write for example model.encodings=encodings")
     ahead = config.model.model_copy(update={"offload": Offload(text_encoders="encode_then_free")})
     policy = _unplaced(config.model_copy(update={"model": ahead}), torch.device(device))
-    wanted = batches(config, policy, *read_prompts(config))
-    missing = encode_ahead(policy, config.model, wanted, tell)
+    pending = batches(config, policy, *read_prompts(config))
+    missing = encode_ahead(policy, config.model, pending, tell)
     assert policy.memo.store is not None
-    return len(wanted), missing, policy.memo.store.written
+    return len(pending), missing, policy.memo.store.written
 
 
 def _tell(process: Process, done: int, count: int) -> None:
@@ -267,14 +272,14 @@ def _keep_apart(config: Config, policy: Policy, prompts: Sequence[prompt_files.P
     if not sampling.inputs or sampling.batch_size == 1:
         return
     column = next(iter(sampling.inputs.values()))
-    one = prompts[0]
-    two = next((p for p in prompts if p.columns[column] != one.columns[column] and p.size == one.size), None)
+    first = prompts[0]
+    two = next((p for p in prompts if p.columns[column] != first.columns[column] and p.size == first.size), None)
     if two is not None:
         keys = [("apart", config.seed, k) for k in range(2)]
-        inputs = batch_inputs(sampling.inputs, [one, two])
+        inputs = batch_inputs(sampling.inputs, [first, two])
         with torch.compiler.set_stance("force_eager"):  # not for two calls
             require_apart(
-                policy, Batch([one.text, two.text], list(keys), batch_arguments(sampling, [one]), inputs=inputs)
+                policy, Batch([first.text, two.text], list(keys), batch_arguments(sampling, [first]), inputs=inputs)
             )
 
 
@@ -301,6 +306,7 @@ def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None 
         refers_to_base=config.trainer.reference == "base",
     )
     policy.singly = weights.in_step
+    # Full fine-tuning has no adapter to switch off: the starting weights are copied while they are still those.
     if weights.refers_to_snapshot and config.trainer.reference is not None:
         weights.snapshot(REFERENCE)
     if config.model.gradient_checkpointing:
@@ -319,6 +325,7 @@ def use_kernels(policy: Policy, kernels: Kernels) -> str:
     """
     if not (kernels.fused or kernels.attention):
         return ""
+    # Kernels are judged by an empty tensor of the device and precision that the model computes in.
     computes_in: Any = policy.denoiser.dtype  # not that of the first parameter, which may stay in float32 (Wan)
     like = torch.empty(0, dtype=policy.autocast or computes_in, device=policy.device)
     running = ["fused by torch.compile"] if kernels.fused else []

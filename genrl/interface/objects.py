@@ -59,7 +59,7 @@ class Lent:
     def name(self, thing: Any, label: str) -> str:
         """`python:label`, with a number behind where another object is called so."""
         base = PREFIX + label
-        same = [name for name, known in self.objects.items() if known is thing and name.startswith(base)]
+        same = [name for name, held in self.objects.items() if held is thing and name.startswith(base)]
         if same:
             return same[0]
         taken = sum(name == base or name.startswith(f"{base}-") for name in self.objects)
@@ -71,8 +71,8 @@ class Lent:
 def source_name(thing: Any) -> str:
     """What a loaded model calls itself: where it was loaded from, or its class."""
     config = getattr(thing, "config", None)
-    found = getattr(thing, "name_or_path", "") or getattr(config, "_name_or_path", "")
-    return str(found or type(thing).__name__)
+    name = getattr(thing, "name_or_path", "") or getattr(config, "_name_or_path", "")
+    return str(name or type(thing).__name__)
 
 
 def pipeline_section(model: Any, lent: Lent) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def reward_sections(rewards: Rewards, lent: Lent) -> list[dict[str, Any]]:
         rewards = [rewards]
     if isinstance(rewards, Mapping):
         rewards = [{"name": reward, "weight": weight} for reward, weight in rewards.items()]
-    found = []
+    sections = []
     for number, reward in enumerate(rewards):
         keys = dict(reward) if isinstance(reward, Mapping) else {"name": reward}
         thing = keys.get("name")
@@ -121,8 +121,8 @@ def reward_sections(rewards: Rewards, lent: Lent) -> list[dict[str, Any]]:
             kind = type(thing).__name__
             text = f"found an object of type {kind}; give a name, a function or an object to call"
             raise ValueError(f"rewards[{number}]: {text}")
-        found.append(keys)
-    return found
+        sections.append(keys)
+    return sections
 
 
 def rows_name(rows: Any, label: str, lent: Lent) -> str:
@@ -152,8 +152,8 @@ def as_jsonl(rows: Any, column: str) -> str | None:
 def task_section(tasks: Any, eval_tasks: Any, lent: Lent) -> dict[str, Any]:
     """The section `task`: of a task by name or function, or of rows, a file or a hub id to train on and to judge by."""
     section: dict[str, Any] = {}
-    made = callable(tasks) or (isinstance(tasks, str) and (tasks in TASKS.built_in or ".py:" in tasks))
-    if made:
+    built = callable(tasks) or (isinstance(tasks, str) and (tasks in TASKS.built_in or ".py:" in tasks))
+    if built:
         section["name"] = lent.name(tasks, name_of(tasks)) if callable(tasks) else tasks
     elif tasks is not None:
         section["train"] = rows_name(tasks, "tasks", lent)
@@ -188,8 +188,8 @@ def lora_section(lora: Any) -> dict[str, Any] | None:
         raise ValueError(
             f"lora: a {type(lora).__name__} is neither peft's LoraConfig nor genrl.LoRA; see docs/adapters.md"
         )
-    plain, given = type(lora)(), vars(lora)
-    other = [key for key, value in given.items() if key not in PLAIN_LORA and value != getattr(plain, key, value)]
+    plain, written = type(lora)(), vars(lora)
+    other = [key for key, value in written.items() if key not in PLAIN_LORA and value != getattr(plain, key, value)]
     if other:
         why = "dropout would make the ratio differ from 1" if other[0] == "lora_dropout" else "leave it out"
         raise ValueError(f"lora: {other[0]} of peft's LoraConfig has no part in training here: {why}")

@@ -155,10 +155,10 @@ def train(
         sections.setdefault(trained, {})["lora"] = lora_section(lora)
     if environment is not None:
         sections["environment"] = _environment(environment, lent)
-    found = {"train": prompts, "eval": eval_prompts}
-    given = {name: rows_name(rows, f"prompts-{name}", lent) for name, rows in found.items() if rows is not None}
-    if given:
-        sections["prompts"] = given
+    sources = {"train": prompts, "eval": eval_prompts}
+    names = {name: rows_name(rows, f"prompts-{name}", lent) for name, rows in sources.items() if rows is not None}
+    if names:
+        sections["prompts"] = names
     if tasks is not None or eval_tasks is not None:
         sections["task"] = task_section(tasks, eval_tasks, lent)
     if rewards is not None:
@@ -268,13 +268,13 @@ def _run(config: RunConfig, folder: Path | None, script: Script) -> Result:
 def _kind(config: Any, **given: Any) -> Kind:
     """Kind of the run. Raises ValueError where it is none or several."""
     kinds: dict[str, Kind] = {"model": "diffusion", "vlm": "vlm", "policy": "vla", "environment": "vla"}
-    found = {kinds[name] for name, thing in given.items() if thing is not None}
-    if "vlm" in found:
-        found -= {"vla"}  # an agent acts in an environment, too
-    if len(found) > 1:
+    candidates = {kinds[name] for name, thing in given.items() if thing is not None}
+    if "vlm" in candidates:
+        candidates -= {"vla"}  # an agent acts in an environment, too
+    if len(candidates) > 1:
         raise ValueError("genrl.train: give one of model, vlm and policy, found several")
-    if found:
-        return found.pop()
+    if candidates:
+        return candidates.pop()
     if isinstance(config, (str, Path)):
         return kind_of(config)
     if config is not None:

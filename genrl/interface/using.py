@@ -119,9 +119,9 @@ def evaluate(
     lent = Lent()
     name, sections = _name(model, lent), None if rewards is None else reward_sections(rewards, lent)
     source = None if prompts is None else rows_name(prompts, "prompts", lent)
-    given = _call(num_inference_steps, guidance_scale, height, width, arguments)
+    call = _call(num_inference_steps, guidance_scale, height, width, arguments)
     with lending(lent.objects):
-        return judge_pipeline(name, source, sections, given, lora=lora, batch_size=batch_size, seed=seed).metrics
+        return judge_pipeline(name, source, sections, call, lora=lora, batch_size=batch_size, seed=seed).metrics
 
 
 def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAConfig | VLMConfig | None:
@@ -133,10 +133,10 @@ def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAC
     file = Path(model) / "config.yaml" if isinstance(model, (str, Path)) else None
     if config is None and (file is None or not file.is_file()):
         return None
-    found = load_given(file if config is None else config, {}, "genrl.evaluate")[0]
-    if config is not None and (isinstance(found, Config) or file is None):
+    config_settings = load_given(file if config is None else config, {}, "genrl.evaluate")[0]
+    if config is not None and (isinstance(config_settings, Config) or file is None):
         raise ValueError("config: says what a folder's vision-language model or policy is evaluated by; leave it out")
-    return found if isinstance(found, VLAConfig | VLMConfig) else None
+    return config_settings if isinstance(config_settings, VLAConfig | VLMConfig) else None
 
 
 def _of_policy(model: Path, config: VLAConfig | VLMConfig) -> dict[str, float]:
@@ -211,10 +211,10 @@ def judge_pipeline(
     from genrl.diffusion.sample import evaluate_pipeline, load
 
     check_inputs(chosen.inputs, rows, source)
-    own = Evaluation() if config is None else config.evaluation
-    seed = own.seed if seed is None else seed
+    settings = Evaluation() if config is None else config.evaluation
+    seed = settings.seed if seed is None else seed
     scorers = scorers_of(rewards) if rewards or config is None else rewards_of_run(config, Path(name))
-    pipe, every = load(chosen.model, chosen.adapter), [row for row in rows for _ in range(own.group_size)]
+    pipe, every = load(chosen.model, chosen.adapter), [row for row in rows for _ in range(settings.group_size)]
     with closing(scorers):
         evaluated = evaluate_pipeline(
             pipe,
@@ -305,14 +305,14 @@ def score(
     texts = [prompts] * len(images) if isinstance(prompts, str) else list(prompts)
     if len(texts) != len(images):
         raise ValueError(f"prompts: {len(texts)} of them for {len(images)} images; give one per image, or one for all")
-    lent, found = Lent(), {}
+    lent, results = Lent(), {}
     sections = reward_sections(rewards, lent)
     with lending(lent.objects):
         for name, keys in zip(labels_of([str(keys["name"]) for keys in sections]), sections, strict=True):
             reward, label = load_reward(keys["name"], keys.get("args", {}), device=default_device()), str(keys["name"])
             values = ask(reward, images=images, prompts=texts, columns=columns, name=label).values
-            found[name] = [None if math.isnan(value) else value for value in values]
-    return found
+            results[name] = [None if math.isnan(value) else value for value in values]
+    return results
 
 
 def export(

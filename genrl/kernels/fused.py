@@ -79,8 +79,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         tensors = iter(ctx.saved_tensors)
         inputs = [next(tensors).detach() if other is None else other[0] for other in ctx.others]
-        found = iter(_call(_compiled(_pulled_back), ctx.function, inputs, grads))
-        return None, *(next(found) if other is None else None for other in ctx.others)
+        pulled = iter(_call(_compiled(_pulled_back), ctx.function, inputs, grads))
+        return None, *(next(pulled) if other is None else None for other in ctx.others)
 
 
 def _pulled_back(function: Callable[..., Any], inputs: Sequence[Any], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -88,20 +88,20 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Any], grads: tup
     places = [k for k, value in enumerate(inputs) if isinstance(value, Tensor)]
 
     def of_tensors(*tensors: Tensor) -> Any:
-        given = list(inputs)
+        arguments = list(inputs)
         for k, tensor in zip(places, tensors, strict=True):
-            given[k] = tensor
-        return function(*given)
+            arguments[k] = tensor
+        return function(*arguments)
 
-    found, pull, *_ = torch.func.vjp(of_tensors, *(inputs[k] for k in places))
-    back: tuple[Tensor, ...] = pull(grads if isinstance(found, tuple) else grads[0])
+    outputs, pull, *_ = torch.func.vjp(of_tensors, *(inputs[k] for k in places))
+    back: tuple[Tensor, ...] = pull(grads if isinstance(outputs, tuple) else grads[0])
     return back
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = torch.compile(function, dynamic=False)
-    return made
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled
 
 
 def _call(compiled: Callable[..., Any], *inputs: Any) -> Any:

@@ -48,8 +48,8 @@ def joint_attention(
             "(kernels.attention)"
         )
     if backend in PACKAGES:
-        found: Tensor = _library(backend)(query, key, value, mask)
-        return found
+        output: Tensor = _library(backend)(query, key, value, mask)
+        return output
     with nullcontext() if backend == "auto" else sdpa_kernel(OF_TORCH[backend]):
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
@@ -82,8 +82,8 @@ def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], 
         from flash_attn_interface import flash_attn_func as flash3
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-            found = flash3(q, k, v)
-            return found[0] if isinstance(found, tuple) else found  # with the log-sum-exp, in its first releases
+            output = flash3(q, k, v)
+            return output[0] if isinstance(output, tuple) else output  # with the log-sum-exp, in its first releases
 
         return attend
     if backend == "xformers":

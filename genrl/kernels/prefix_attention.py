@@ -48,16 +48,18 @@ def prefix_attention_torch(
     wide = torch.promote_types(query.dtype, torch.float32)
     keys, values = prefix_key[row_of], prefix_value[row_of]
     rows, length = query.shape[0], query.shape[2]
-    seen = query.new_ones(rows, 1, length, keys.shape[2], dtype=torch.bool)
+    prefix_seen = query.new_ones(rows, 1, length, keys.shape[2], dtype=torch.bool)
     if prefix_mask is not None:
-        seen = seen & prefix_mask[row_of][:, None, None]
+        prefix_seen = prefix_seen & prefix_mask[row_of][:, None, None]
     if key is not None and value is not None:
-        own = query.new_ones(length, key.shape[2], dtype=torch.bool)
-        seen = torch.cat([seen, (own.tril() if causal else own).expand(rows, 1, -1, -1)], 3)
+        causal_seen = query.new_ones(length, key.shape[2], dtype=torch.bool)
+        prefix_seen = torch.cat(
+            [prefix_seen, (causal_seen.tril() if causal else causal_seen).expand(rows, 1, -1, -1)], 3
+        )
         keys, values = torch.cat([keys, key], 2), torch.cat([values, value], 2)
     groups = query.shape[1] // keys.shape[1]
     keys, values = (t.to(wide).repeat_interleave(groups, 1) for t in (keys, values))
-    scores = (query.to(wide) @ keys.transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))
+    scores = (query.to(wide) @ keys.transpose(2, 3) * scale).masked_fill(~prefix_seen, float("-inf"))
     return (scores.softmax(-1) @ values).to(query.dtype)
 
 
@@ -85,17 +87,19 @@ def prefix_attention(
     Raises ValueError for shapes that do not fit, and for a back-end that is named and cannot run.
     """
     rows, heads, length, size = query.shape
-    kept, inner = prefix_key.shape[0], prefix_key.shape[1]
+    num_prefixes, inner = prefix_key.shape[0], prefix_key.shape[1]
     if prefix_value.shape != prefix_key.shape or prefix_key.shape[3] != size or heads % inner:
         raise ValueError(
             f"query {list(query.shape)} does not fit prefix_key {list(prefix_key.shape)} and prefix_value "
             f"{list(prefix_value.shape)}: equal last dimensions, and heads a multiple of theirs"
         )
-    for name, own in (("key", key), ("value", value)):
-        if (key is None) != (value is None) or (own is not None and own.shape != (rows, inner, length, size)):
+    for name, tensor in (("key", key), ("value", value)):
+        if (key is None) != (value is None) or (tensor is not None and tensor.shape != (rows, inner, length, size)):
             raise ValueError(f"{name} must be {[rows, inner, length, size]}, or key and value both None")
-    if row_of.shape != (rows,) or (prefix_mask is not None and prefix_mask.shape != (kept, prefix_key.shape[2])):
-        raise ValueError(f"row_of must be [{rows}], prefix_mask None or {[kept, prefix_key.shape[2]]}")
+    if row_of.shape != (rows,) or (
+        prefix_mask is not None and prefix_mask.shape != (num_prefixes, prefix_key.shape[2])
+    ):
+        raise ValueError(f"row_of must be [{rows}], prefix_mask None or {[num_prefixes, prefix_key.shape[2]]}")
     if backend not in ("auto", "torch", "sdpa", "flex", "triton"):
         raise ValueError(
             f"kernel prefix_attention: back-end must be auto, torch, sdpa, flex or triton, not {backend!r}"
@@ -103,19 +107,19 @@ def prefix_attention(
     if backend == "flex" and query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
         raise ValueError("kernel prefix_attention: FlexAttention has no backward on the CPU; use sdpa, auto or torch")
     scale = size**-0.5 if scale is None else scale
-    given = (query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal, scale)
+    arguments = (query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal, scale)
     if backend == "sdpa" or backend == "flex":
-        return _packed(*given, flex=backend == "flex")
+        return _packed(*arguments, flex=backend == "flex")
     if backend == "torch":
-        return prefix_attention_torch(*given)
+        return prefix_attention_torch(*arguments)
     problem = _triton_problem(query.device, query.dtype, backend)
     if problem is not None and backend == "triton":
         raise ValueError(f"kernel prefix_attention: the back-end triton was asked for, but {problem}; use auto or sdpa")
     if problem is not None:
-        return _packed(*given, flex=False)
+        return _packed(*arguments, flex=False)
     from genrl.kernels.prefix_attention_triton import attend
 
-    return attend(*given)
+    return attend(*arguments)
 
 
 @functools.cache
@@ -135,8 +139,8 @@ def _triton_problem(device: torch.device, dtype: torch.dtype, backend: PrefixBac
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = torch.compile(function, dynamic=False)
-    return made
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
+    return compiled
 
 
 class Slots(NamedTuple):
@@ -165,8 +169,8 @@ def _packed(
     prefix_mask: Tensor | None, causal: bool, scale: float, *, flex: bool,
 ) -> Tensor:  # fmt: skip
     """The rows of a prefix side by side in one sequence of G T queries, over keys [prefix, row 1, ..., row G]."""
-    kept, prefix_length, length = prefix_key.shape[0], prefix_key.shape[2], query.shape[2]
-    where = slots(row_of, kept)
+    num_prefixes, prefix_length, length = prefix_key.shape[0], prefix_key.shape[2], query.shape[2]
+    where = slots(row_of, num_prefixes)
 
     def pack(own: Tensor) -> Tensor:
         """[R, h, T, D] -> [N, h, G T, D]"""
@@ -187,7 +191,7 @@ def _packed(
         return before | same
 
     grouped = query.shape[1] != prefix_key.shape[1]
-    shape = (kept, None, q.shape[2], keys.shape[2])
+    shape = (num_prefixes, None, q.shape[2], keys.shape[2])
     if flex:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -198,8 +202,10 @@ def _packed(
         n, at, to = (torch.arange(m, device=query.device) for m in (shape[0], shape[2], shape[3]))
         allowed = seen(n[:, None, None], 0, at[None, :, None], to[None, None, :])
         packed = functional.scaled_dot_product_attention(
-            q, keys, values, attn_mask=allowed.expand(kept, -1, -1)[:, None], scale=scale, enable_gqa=grouped
+            q, keys, values, attn_mask=allowed.expand(num_prefixes, -1, -1)[:, None], scale=scale, enable_gqa=grouped
         )
     most = where.row.shape[1]
-    found: Tensor = packed.view(kept, -1, most, length, packed.shape[-1]).transpose(1, 2).flatten(0, 1)[where.place]
-    return found
+    output: Tensor = (
+        packed.view(num_prefixes, -1, most, length, packed.shape[-1]).transpose(1, 2).flatten(0, 1)[where.place]
+    )
+    return output

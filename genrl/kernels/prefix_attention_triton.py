@@ -37,10 +37,10 @@ def _tile(base, at, size, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _seen(at, to, size, mask, MASK: tl.constexpr, CAUSAL: tl.constexpr):
-    there = to < size
+    visible = to < size
     if MASK:
-        there = there & (tl.load(mask + to, there, 0) != 0)
-    both = there[None, :] & (at[:, None] >= 0)
+        visible = visible & (tl.load(mask + to, visible, 0) != 0)
+    both = visible[None, :] & (at[:, None] >= 0)
     if CAUSAL:
         both = both & (to[None, :] <= at[:, None])
     return both
@@ -211,10 +211,10 @@ def attend(
     prefix_mask: Tensor | None, causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
     """Outputs [R, H, T, D]; arguments as `prefix_attention`."""
-    found: Tensor = PrefixAttention.apply(
+    output: Tensor = PrefixAttention.apply(
         query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal and key is not None, scale
     )
-    return found
+    return output
 
 
 class PrefixAttention(torch.autograd.Function):
@@ -228,7 +228,7 @@ class PrefixAttention(torch.autograd.Function):
         """Arguments as `prefix_attention`: query [R, H, T, D], prefixes [N, H', P, D]."""
         query, prefix_key, prefix_value = query.contiguous(), prefix_key.contiguous(), prefix_value.contiguous()
         # what is absent is never read: any tensor stands in for it
-        own = (query, query) if key is None else (key.contiguous(), value.contiguous())
+        keyed = (query, query) if key is None else (key.contiguous(), value.contiguous())
         mask = row_of if prefix_mask is None else prefix_mask.contiguous().to(torch.int8)
         rows, heads, length, size = query.shape
         row = size * query.element_size()
@@ -242,10 +242,10 @@ class PrefixAttention(torch.autograd.Function):
         ctx.settings = sizes | tiles(row, backward=True)._asdict()
         ctx.masked, ctx.own, ctx.causal, ctx.scale = prefix_mask is not None, key is not None, causal, scale
         forward_kernel[(triton.cdiv(length, shape.M), rows * heads)](
-            query, *own, prefix_key, prefix_value, mask, row_of, output, lse, length, prefix_key.shape[2], scale,
+            query, *keyed, prefix_key, prefix_value, mask, row_of, output, lse, length, prefix_key.shape[2], scale,
             MASK=ctx.masked, OWN=ctx.own, CAUSAL=causal, **sizes, **shape._asdict(),
         )  # fmt: skip
-        ctx.save_for_backward(query, *own, prefix_key, prefix_value, row_of, mask, output, lse)
+        ctx.save_for_backward(query, *keyed, prefix_key, prefix_value, row_of, mask, output, lse)
         return output
 
     @staticmethod

@@ -24,6 +24,7 @@ def prompt_indices(num_prompts: int, prompts_per_iteration: int, *, seed: int, i
         )
     first = iteration * prompts_per_iteration
     epochs = range(first // num_prompts, (first + prompts_per_iteration - 1) // num_prompts + 1)
+    # An iteration may lie across two epochs, or hold several where there are few prompts.
     rows = {epoch: _permutation(num_prompts, generator(seed, "prompts", epoch)) for epoch in epochs}
     return [rows[p // num_prompts][p % num_prompts] for p in range(first, first + prompts_per_iteration)]
 
@@ -41,18 +42,21 @@ def bucketed_indices(
     members: dict[Hashable, list[int]] = {}
     for row, bucket in enumerate(buckets):
         members.setdefault(bucket, []).append(row)
-    pieces, wanted = sum(len(rows) // together for rows in members.values()), prompts_per_iteration // together
+    pieces, pieces_per_iteration = (
+        sum(len(rows) // together for rows in members.values()),
+        prompts_per_iteration // together,
+    )
     if prompts_per_iteration % together or not pieces:
         raise ValueError(f"{prompts_per_iteration} prompts by {together} of one bucket, of {len(buckets)} rows")
-    first = iteration * wanted
+    first = iteration * pieces_per_iteration
     epochs: dict[int, list[list[int]]] = {}
-    for epoch in range(first // pieces, (first + wanted - 1) // pieces + 1):
+    for epoch in range(first // pieces, (first + pieces_per_iteration - 1) // pieces + 1):
         cut = []
         for number, rows in enumerate(members.values()):
             order = [rows[k] for k in _permutation(len(rows), generator(seed, "prompts", epoch, number))]
             cut += [order[s : s + together] for s in range(0, len(rows) - together + 1, together)]
         epochs[epoch] = [cut[k] for k in _permutation(pieces, generator(seed, "buckets", epoch))]
-    return [row for p in range(first, first + wanted) for row in epochs[p // pieces][p % pieces]]
+    return [row for p in range(first, first + pieces_per_iteration) for row in epochs[p // pieces][p % pieces]]
 
 
 def shares(count: int, size: int, process: int, num_processes: int) -> Iterator[tuple[list[int], bool]]:

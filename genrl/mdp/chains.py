@@ -62,6 +62,7 @@ def bounded_std(raw: Tensor, low: float, high: float) -> Tensor:
     """
     if not 0 < low <= high:
         raise ValueError(f"the bounds of a std must satisfy 0 < low <= high, got {low} and {high}")
+    # Between the bounds of the log-variance: an output of 0 is their geometric mean, and no output leaves them.
     lowest, highest = 2.0 * math.log(low), 2.0 * math.log(high)
     return torch.exp(0.5 * (lowest + (highest - lowest) * (torch.tanh(raw) + 1.0) / 2.0))
 
@@ -133,6 +134,7 @@ def element_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
     Raises ValueError where a std is not positive.
     """
+    # One row for each element: `log_prob` reduces every dimension but the first.
     scale = std.expand(mean.shape).reshape(-1, 1)
     return gaussian.log_prob(x.reshape(-1, 1), mean.reshape(-1, 1), scale).view(mean.shape)
 

@@ -32,6 +32,7 @@ def cosine_alpha_bars(steps: int, *, offset: float = 0.008, largest_beta: float 
     """
     place = torch.linspace(0.0, steps + 1.0, steps + 1, dtype=torch.float64) / (steps + 1.0)
     curve = torch.cos((place + offset) / (1.0 + offset) * (math.pi / 2.0)) ** 2
+    # The cosine ends at 0: a beta of 1 would leave no signal, by whose square root a step divides.
     betas = (1.0 - curve[1:] / curve[:-1]).clamp(0.0, largest_beta)
     return torch.cumprod(1.0 - betas, 0)
 
@@ -86,6 +87,7 @@ def denoise(
         eta=eta,
         prediction_type="epsilon",
         clip_range=clip,
+        # So that the clamped action and the noise still add up to x; DDPM's own formula has it so.
         recompute_noise=True,
     )
 
@@ -122,5 +124,6 @@ def fine_tuned(index: Tensor, steps: int, ft_denoising_steps: int) -> Tensor:
 
 def _grid(alpha_bars: Tensor, ascending: Tensor) -> DenoisingGrid:
     alpha = alpha_bars.double()[ascending]
+    # After the step from timestep 0 there is no noise: alpha-bar 1.
     following = torch.cat([alpha.new_ones(1), alpha[:-1]])
     return DenoisingGrid(ascending.flip(0), alpha.flip(0), following.flip(0))

@@ -62,10 +62,10 @@ def dpm_solver(
     if len(history) > (1 if stochastic else 2):
         raise ValueError(f"orders up to 3 exist (2 with noise), got a history of {len(history)} predictions")
     clean = predict(x, velocity, now).clean
-    kept = then * (1.0 - now) / (now * (1.0 - then)) if then < 1 else 1.0  # e^-h
-    decay = kept**2 if stochastic else kept
+    decay_h = then * (1.0 - now) / (now * (1.0 - then)) if then < 1 else 1.0  # e^-h
+    decay = decay_h**2 if stochastic else decay_h
     gain = (1.0 - then) * (1.0 - decay)
-    mean = then / now * (kept if stochastic else 1.0) * x.to(clean) + gain * clean
+    mean = then / now * (decay_h if stochastic else 1.0) * x.to(clean) + gain * clean
     if history and then > 0:
         h = _log_snr(then) - _log_snr(now)
         first = _slope(clean, now, history[-1], h)
@@ -76,6 +76,7 @@ def dpm_solver(
         else:
             second = _slope(history[-1].clean, history[-1].sigma, history[-2], h)
             near, far = _step(now, history[-1].sigma) / h, _step(history[-1].sigma, history[-2].sigma) / h
+            # A prediction at sigma = 1 is infinitely far in lambda, and so has no say.
             share = near / (near + far) if math.isfinite(far) else 0.0
             curve = (first - second) / (near + far)
             quadratic = (1.0 - then) * ((decay - 1.0 + h) / h**2 - 0.5)
@@ -100,6 +101,7 @@ def solve(
         predicted = velocity(x, sigma)
         now = predict(x, predicted, sigma)
         x = dpm_solver(x, predicted, sigma, sigma_next, history).mean
+        # Second order reads one prediction: older ones would make it a third-order step.
         history = [now]
     return x
 

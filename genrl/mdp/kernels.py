@@ -109,8 +109,10 @@ def flow_ddim(x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar, *,
     first-order SDE-DPM-Solver++; eta = 0 the ODE. The last step (sigma' = 0) is deterministic.
     """
     t, t_next = _times(sigma, sigma_next)
-    kept = torch.where(t_next < 1, t_next * (1.0 - t) / (t * (1.0 - t_next).clamp(min=1e-12)), 1.0)
-    std = _host(noise_level) * t_next * (1.0 - kept**2).clamp(min=0.0).sqrt()
+    # At sigma = sigma' = 1 the share is 0 / 0: `where` computes both sides, and the clamp keeps NaN out of the unused
+    # one.
+    noise_kept = torch.where(t_next < 1, t_next * (1.0 - t) / (t * (1.0 - t_next).clamp(min=1e-12)), 1.0)
+    std = _host(noise_level) * t_next * (1.0 - noise_kept**2).clamp(min=0.0).sqrt()
     return _transition(x, velocity, t, t_next, c1=(t_next**2 - std**2).clamp(min=0.0).sqrt(), std=std)
 
 
@@ -150,8 +152,10 @@ def ddim(
         clean = _dynamic_threshold(clean, *threshold)
     elif clip_range is not None:
         clean = clean.clamp(-clip_range, clip_range)
+    # The clamped data and the old noise no longer add up to x.
     if recompute_noise:
         noise_hat = (x - signal * clean) / noise
+    # Rounding may leave a step between two equal levels below 0, and its root NaN.
     variance = ((1.0 - ab_next) / (1.0 - ab) * (1.0 - ab / ab_next)).clamp(min=0.0)
     std = _host(eta) * variance.sqrt()
     direction = (1.0 - ab_next - std**2).clamp(min=0.0).sqrt()
@@ -208,6 +212,7 @@ def _times(sigma: Scalar, sigma_next: Scalar) -> tuple[Tensor, Tensor]:
             "a denoising step must go from sigma to a smaller sigma_next with 1 >= sigma > 0 and sigma_next >= 0; got "
             f"sigma {t.tolist()}, sigma_next {t_next.tolist()} (is the grid a flow-matching one?)"
         )
+    # A level of 1 + 1e-7 would put the root of a negative number into flow_sde.
     return t.clamp(max=1.0), t_next.clamp(max=1.0)
 
 

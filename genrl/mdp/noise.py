@@ -20,10 +20,12 @@ def derive_seed(*keys: int | str) -> int:
     """
     digest = hashlib.blake2b(digest_size=8)
     for key in keys:
+        # True is an int, and would silently share the seed of 1.
         if isinstance(key, bool) or not isinstance(key, (int, str)):
             raise TypeError(f"a seed key must be an int or a str, got {type(key).__name__}: {key!r}")
         text = key.encode() if isinstance(key, str) else str(key).encode()
         digest.update(f"{'s' if isinstance(key, str) else 'i'}{len(text)}:".encode() + text)
+    # 63 bits: what a signed integer of 64 holds, as numpy, JSON readers and tensors keep it.
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
@@ -39,6 +41,7 @@ def generator(*keys: int | str) -> torch.Generator:
 @contextmanager
 def seeded(*keys: int | str) -> Iterator[None]:
     """Within the block torch's global CPU generator begins from the keys; afterwards it is as it was."""
+    # Without devices: forking their generators would start CUDA in processes that never use it.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(*keys))
         yield

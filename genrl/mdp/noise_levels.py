@@ -22,7 +22,9 @@ def logit_normal_draws(
     come in random order. Source of the floor of .01: Flow-Factory.
     """
     if stratified:
+        # At 0 and 1 the quantile function is infinite.
         even = _stratified(count, generator).clamp(1e-7, 1.0 - 1e-7)
+        # In random order: strata come ascending, and the k-th draw would always be the k-th level.
         normal = torch.special.ndtri(even)[torch.randperm(count, generator=generator)]
     else:
         normal = torch.randn(count, generator=generator)

@@ -99,10 +99,10 @@ class SamplingPlan:
     @property
     def nodes(self) -> tuple[int, ...]:
         """Nodes at each depth, steps + 1 numbers: n_0 = roots, n_{i+1} = n_i b_i (roots b_i with continue_one)."""
-        found = [self.roots]
+        counts = [self.roots]
         for ways in self.branching:
-            found.append(self._parents(found[-1]) * ways)
-        return tuple(found)
+            counts.append(self._parents(counts[-1]) * ways)
+        return tuple(counts)
 
     def _parents(self, nodes: int) -> int:
         return self.roots if self.continue_one else nodes
@@ -157,8 +157,8 @@ def make_plan(
     Raises ValueError for a step outside 0 .. steps - 1, naming `noise` or `splits`.
     """
     ways = splits or {}
-    for name, given in (("noise", noise), ("splits", ways)):
-        outside = sorted(step for step in given if not 0 <= step < steps)
+    for name, by_step in (("noise", noise), ("splits", ways)):
+        outside = sorted(step for step in by_step if not 0 <= step < steps)
         if outside:
             raise ValueError(f"{name}: steps {outside} are outside the schedule's 0 .. {steps - 1}")
     return SamplingPlan(
@@ -189,15 +189,15 @@ def compress_tail(plan: SamplingPlan, ratio: float) -> SamplingPlan:
     """
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio: the tail's ratio must be above 0 and at most 1, got {ratio}")
-    kept = max(plan.stochastic, default=-1) + 1
-    replaces = plan.full_steps - kept
+    head = max(plan.stochastic, default=-1) + 1
+    replaces = plan.full_steps - head
     if replaces < 1:
         raise ValueError("ratio: the last step is stochastic, so there is no tail to compress")
     steps = math.ceil(round(replaces * ratio, 9))  # 10 x 0.7 is 7.000000000000001 in floating point
     return replace(
         plan,
-        branching=plan.branching[:kept] + (1,) * steps,
-        noise_levels=plan.noise_levels[:kept] + (None,) * steps,
+        branching=plan.branching[:head] + (1,) * steps,
+        noise_levels=plan.noise_levels[:head] + (None,) * steps,
         tail=Tail(steps, replaces),
     )
 
@@ -207,13 +207,13 @@ def unpruned_steps(trained: Collection[int], depths: Collection[int]) -> tuple[i
 
     Raises ValueError where it leaves none.
     """
-    kept = tuple(sorted(step for step in set(trained) if step + 1 not in depths))
-    if not kept:
+    remaining = tuple(sorted(step for step in set(trained) if step + 1 not in depths))
+    if not remaining:
         raise ValueError(
             f"depths: pruning the edges into depths {sorted(depths)} leaves none of the trained steps "
             f"{sorted(trained)}; leave at least one out"
         )
-    return kept
+    return remaining
 
 
 def sliding_depths(base: Sequence[int], *, iteration: int, interval: int, stop: int) -> range:
@@ -253,10 +253,10 @@ def describe(
         if plan.tail is not None and first >= plan.steps - plan.tail.steps:
             noise = "solver"
         edges = sum(nodes[first + 1 : last + 2])
-        kept = edges if first in trained else 0
+        num_trained = edges if first in trained else 0
         name = str(first) if first == last else f"{first}-{last}"
         keeps = " (one goes on)" if plan.continue_one and ways > 1 else ""
-        lines.append(f"{name:>7}  {nodes[first]:>6}  {ways:>4}  {noise:>9}  {edges:>6}  {kept:>7}{keeps}")
+        lines.append(f"{name:>7}  {nodes[first]:>6}  {ways:>4}  {noise:>9}  {edges:>6}  {num_trained:>7}{keeps}")
     if plan.spread is not None:
         lines.append(f"siblings' noises have correlation {1 / (1 + plan.spread**2):.3g}")
     if plan.tail is not None:

@@ -77,10 +77,12 @@ def compressed_tail(sigmas: Tensor, start: int, steps: int, *, factor: float | N
     grid = sigmas.double()
     if factor is None:
         place = torch.linspace(start, len(grid) - 1, steps + 1, dtype=torch.float64)
+        # The last place has no value of the grid to its right.
         left = place.floor().long().clamp(max=len(grid) - 2)
         tail = grid[left] + (place - left) * (grid[left + 1] - grid[left])
     else:
         even = torch.linspace(float(shift(grid[start], 1.0 / factor)), 0.0, steps + 1, dtype=torch.float64)
         tail = shift(even, factor)
+    # The ends to the bit: the states are at the first level, and a last one of 1e-17 would divide by it.
     tail[0], tail[-1] = grid[start], 0.0
     return tail.float()

@@ -1,4 +1,4 @@
-"""The rollout tree of one prompt as flat arrays in level order (DESIGN 1.2).
+"""The rollout tree of one prompt as flat arrays in level order.
 
 A node is a state x_i at depth i; the edge into it is the transition of step i - 1 that sampled it; a leaf is a node
 without children. Roots come first, the nodes of one depth are contiguous, and so are the children of one node.
@@ -88,10 +88,10 @@ class Tree:
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""
-        found = [node]
-        while int(self.parent[found[-1]]) >= 0:
-            found.append(int(self.parent[found[-1]]))
-        return found[::-1]
+        nodes = [node]
+        while int(self.parent[nodes[-1]]) >= 0:
+            nodes.append(int(self.parent[nodes[-1]]))
+        return nodes[::-1]
 
     def keys(self, nodes: Iterable[int], *, seed: int, iteration: int, prompt_slot: int = 0) -> list[NoiseKey]:
         """Key of the edge into each node (of the initial noise, for a root): (seed, iteration, slot).
@@ -103,16 +103,16 @@ class Tree:
 
     def segments(self) -> list[Segment]:
         """The steps of the tree, cut after every step at which some node has more or fewer than one child."""
-        found, start = [], 0
+        pieces, start = [], 0
         for step in range(self.steps):
             level, below = self.level(step), self.level(step + 1)
             if step + 1 < self.steps and bool((self.num_children[level.start : level.stop] == 1).all()):
                 continue
             rows, children = self.level(start), torch.arange(below.start, below.stop)
             parent_row = self.parent[children] - level.start
-            found.append(Segment(start, step + 1, torch.arange(rows.start, rows.stop), children, parent_row))
+            pieces.append(Segment(start, step + 1, torch.arange(rows.start, rows.stop), children, parent_row))
             start = step + 1
-        return found
+        return pieces
 
 
 def from_parents(parent: Sequence[int] | Tensor) -> Tree:
@@ -163,6 +163,7 @@ def grow(plan: SamplingPlan, *key: int | str) -> Tree:
         total += len(alive)
         if plan.continue_one and ways > 1:
             chosen = torch.randint(ways, (plan.roots,), generator=generator(*key, "continue", step))
+            # The others stay in the tree, without children: SPO compares all candidates, and one goes on.
             alive = alive.view(plan.roots, ways)[torch.arange(plan.roots), chosen]
     return from_parents(torch.cat(parents))
 
@@ -180,12 +181,12 @@ def edge_noise(
     With `spread` (a split with correlated siblings), `correlated_noise` of it and of a part that all children of the
     parent share, keyed by `parent_key`.
     """
-    own = keyed_noise(shape, *key, "step", step)
+    independent = keyed_noise(shape, *key, "step", step)
     if spread is None:
-        return own
+        return independent
     if parent_key is None:
         raise ValueError("correlated siblings need parent_key, the key of the node they share")
-    return correlated_noise(keyed_noise(shape, *parent_key, "step", step, "base"), own, spread)
+    return correlated_noise(keyed_noise(shape, *parent_key, "step", step, "base"), independent, spread)
 
 
 def correlated_noise(base: Tensor, own: Tensor, spread: float) -> Tensor:

@@ -95,8 +95,8 @@ class Cards:
 
     def render(self) -> NDArray[np.uint8]:
         """The table, [96, 240, 3]."""
-        drawn = Image.new("RGB", (WIDTH, HEIGHT), TABLE)
-        pen = ImageDraw.Draw(drawn)
+        canvas = Image.new("RGB", (WIDTH, HEIGHT), TABLE)
+        pen = ImageDraw.Draw(canvas)
         if self.game == "numberline":
             _label(pen, (10, 18), f"target {self.target}")
             _label(pen, (10, 54), f"current {self.current}")
@@ -107,7 +107,7 @@ class Cards:
             if self.game == "blackjack":
                 _picture(pen, WIDTH - CARD[0] - 6, self.dealer[0], self.suits[-1])
             _label(pen, (6, 68), "".join(self.formula))
-        return np.asarray(drawn)
+        return np.asarray(canvas)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -119,10 +119,10 @@ class Cards:
         return RANKS[self.rng.integers(len(RANKS))]
 
     def _move(self, word: str) -> tuple[float, bool, bool]:
-        there = self.current + (1 if word == "+" else -1)
-        if inside := 0 <= there <= LAST:
-            self.current = there
-        return (float(there == self.target) if inside else -1.0), there == self.target, inside
+        target = self.current + (1 if word == "+" else -1)
+        if inside := 0 <= target <= LAST:
+            self.current = target
+        return (float(target == self.target) if inside else -1.0), target == self.target, inside
 
     def _draw(self, word: str) -> tuple[float, bool, bool]:
         if word == "hit":
@@ -131,8 +131,8 @@ class Cards:
             return -float(bust), bust, True
         while points(self.dealer) < 17:
             self.dealer.append(self._card())
-        own, other = points(self.hand), points(self.dealer)
-        return float(other > 21 or own > other) or -float(own < other), True, True
+        hand_points, other = points(self.hand), points(self.dealer)
+        return float(other > 21 or hand_points > other) or -float(hand_points < other), True, True
 
     def _write(self, word: str) -> tuple[float, bool, bool]:
         number, target, _ = TARGETS[self.game]
@@ -183,17 +183,17 @@ def solution(numbers: Sequence[int], target: int, operators: str) -> str | None:
         if len(parts) == 1:
             return parts[0][1] if parts[0][0] == target else None
         for i, k in permutations(range(len(parts)), 2):
-            (one, left), (other, right) = parts[i], parts[k]
-            rest = [part for place, part in enumerate(parts) if place not in (i, k)]
+            (left_value, left), (other, right) = parts[i], parts[k]
+            remaining = [part for place, part in enumerate(parts) if place not in (i, k)]
             for sign in operators:
                 if sign != "/" or other:
-                    found = solve([*rest, (OPERATORS[sign](one, other), f"({left}{sign}{right})")])
-                    if found is not None:
-                        return found
+                    solved = solve([*remaining, (OPERATORS[sign](left_value, other), f"({left}{sign}{right})")])
+                    if solved is not None:
+                        return solved
         return None
 
-    found = solve([(Fraction(number), str(number)) for number in numbers])
-    return None if found is None else found[1:-1]
+    solved = solve([(Fraction(number), str(number)) for number in numbers])
+    return None if solved is None else solved[1:-1]
 
 
 def _picture(pen: ImageDraw.ImageDraw, left: int, rank: str, ink: tuple[int, int, int]) -> None:

@@ -92,22 +92,22 @@ class Crop:
     def step(self, text: str) -> tuple[Told, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. The reward comes with the end."""
         self.turn, self.said = self.turn + 1, self.said + text + "\n"
-        given, asked = answer_in(text), boxes_in(text)
-        seen: Told = (MISSED + HELP,)
-        if given is not None:
-            seen = ("the end",)
+        answer, asked = answer_in(text), boxes_in(text)
+        observation: Told = (MISSED + HELP,)
+        if answer is not None:
+            observation = ("the end",)
         elif boxes := [box for box in asked if box is not None][:TOGETHER]:
             self.crops += boxes
-            seen = tuple(part for box in boxes for part in self._shown(box))
-        valid = given is not None or not isinstance(seen[0], str) or len(seen) > 1
+            observation = tuple(part for box in boxes for part in self._shown(box))
+        valid = answer is not None or not isinstance(observation[0], str) or len(observation) > 1
         self.read += len(asked)
-        ended, cut = given is not None, given is None and self.turn >= self.turns
-        right = given is not None and exact([given], [self.answer], tag="")[0] == 1.0
+        ended, cut = answer is not None, answer is None and self.turn >= self.turns
+        right = answer is not None and exact([answer], [self.answer], tag="")[0] == 1.0
         info: dict[str, Any] = {"valid": valid, "success": right}
         if not (ended or cut):
-            return seen, 0.0, False, False, info
+            return observation, 0.0, False, False, info
         reward, info["parts"] = self._worth(right, answered=ended)
-        return seen, reward, ended, cut, info
+        return observation, reward, ended, cut, info
 
     def render(self) -> NDArray[np.uint8]:
         """The picture, and what was last looked at in a frame."""
@@ -148,14 +148,14 @@ def question(thing: Thing) -> str:
 
 def draw(thing: Thing, *, marked: bool = True) -> Image.Image:
     """The large picture."""
-    drawn = Image.new("RGB", (RAW, RAW), BACKGROUND)
-    pen, side, (x, y) = ImageDraw.Draw(drawn), RAW / CELLS, thing.middle
+    canvas = Image.new("RGB", (RAW, RAW), BACKGROUND)
+    pen, side, (x, y) = ImageDraw.Draw(canvas), RAW / CELLS, thing.middle
     corners = 0.46 * side * outline(thing.shape) + (x, y)
     pen.polygon([(float(a), float(b)) for a, b in corners], fill=PALETTE[thing.colour])
     if marked:
         half = MARK * side / 2
         pen.rectangle((x - half, y - half, x + half - 1, y + half - 1), fill=PALETTE[thing.inside])
-    return drawn
+    return canvas
 
 
 def shown(thing: Thing) -> Image.Image:
@@ -243,28 +243,28 @@ class Search:
     def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. The reward comes with the end."""
         self.turn += 1
-        found = ACTION.search(text)
-        action, written = (found[1], found[2]) if found else ("", "")
+        match = ACTION.search(text)
+        action, written = (match[1], match[2]) if match else ("", "")
         ended = action == "answer"
-        seen: Observation = ("the end",)
+        observation: Observation = ("the end",)
         if action == "search":
-            seen = self._page(written)
+            observation = self._page(written)
         elif action == "bbox":
-            seen = self._part(f"<bbox>{written}</bbox>")
+            observation = self._part(f"<bbox>{written}</bbox>")
         elif not ended:
-            seen = (f"there is no action. {SEARCH_HELP}",)
-        valid = ended or isinstance(seen[0], Image.Image)
+            observation = (f"there is no action. {SEARCH_HELP}",)
+        valid = ended or isinstance(observation[0], Image.Image)
         self.failed = self.failed or not valid
         cut = self.turn >= self.turns and not ended
         right = ended and exact([written], [self.answer], tag="")[0] == 1.0
         info: dict[str, Any] = {"valid": valid, "success": right}
         if not (ended or cut):
-            return seen, 0.0, False, False, info
+            return observation, 0.0, False, False, info
         rule = float(ended and not self.failed)
         gain = ndcg_of([str(page) for page in self.fetched], [str(self.gold)])
         looked = float(self.looked)
         info["parts"] = {"accuracy": float(right), "format": rule, "ndcg": gain, "looked": looked}
-        return seen, tool_use.vrag_rl(float(right), rule, gain), ended, cut, info
+        return observation, tool_use.vrag_rl(float(right), rule, gain), ended, cut, info
 
     def render(self) -> NDArray[np.uint8]:
         """The last page that was fetched, white before."""

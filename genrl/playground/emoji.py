@@ -136,12 +136,12 @@ def _phrase(group: Group) -> str:
 
 def kind_of(text: str) -> Kind | None:
     """The kind of scene that a caption of the world's grammar asks for; None for any other text."""
-    asked = parse(text)
-    if asked is None:
+    request = parse(text)
+    if request is None:
         return None
-    if len(asked.groups) == 1:
-        return "single" if asked.groups[0].count == 1 else "count"
-    return "position" if asked.relation else "two" if len(asked.groups) == 2 else "three"
+    if len(request.groups) == 1:
+        return "single" if request.groups[0].count == 1 else "count"
+    return "position" if request.relation else "two" if len(request.groups) == 2 else "three"
 
 
 def draw(scene: Scene) -> np.ndarray:
@@ -157,9 +157,9 @@ def prompts(split: Split, number: int) -> list[str]:
     rng = np.random.default_rng([2026, split == "eval"])
     columns = []
     for kind, weight in KINDS.items():
-        wanted = round(number * weight / sum(KINDS.values()))
-        seen: dict[str, None] = {}
-        while len(seen) < min(wanted, 10 if kind == "single" else wanted):
-            seen[caption_of(*sample_groups(rng, kind, split))] = None
-        columns += [((i + 0.5) / len(seen), text) for i, text in enumerate(seen)]
+        quota = round(number * weight / sum(KINDS.values()))
+        unique: dict[str, None] = {}
+        while len(unique) < min(quota, 10 if kind == "single" else quota):
+            unique[caption_of(*sample_groups(rng, kind, split))] = None
+        columns += [((i + 0.5) / len(unique), text) for i, text in enumerate(unique)]
     return [text for _, text in sorted(columns)]

@@ -84,22 +84,22 @@ class Grid(gymnasium.Env[NDArray[np.uint8], Any]):
         (row, column), facing = pose
         if action < 2:
             return (row, column), (facing + (-1, 1)[action]) % 4
-        there = (row + AHEAD[facing][0], column + AHEAD[facing][1])
-        return (there if self._free(there) else (row, column)), facing
+        target = (row + AHEAD[facing][0], column + AHEAD[facing][1])
+        return (target if self._free(target) else (row, column)), facing
 
     def ways(self) -> dict[Pose, int]:
         """Steps to the goal from every pose that has a way."""
-        found: dict[Pose, int] = {(self.goal, facing): 0 for facing in range(4)}
-        queue = deque(found)
+        distances: dict[Pose, int] = {(self.goal, facing): 0 for facing in range(4)}
+        queue = deque(distances)
         while queue:
             (row, column), facing = pose = queue.popleft()
             back = (row - AHEAD[facing][0], column - AHEAD[facing][1])
             turned = [((row, column), (facing + turn) % 4) for turn in (1, 3)]
             for before in [*turned, (back, facing)]:
-                if before not in found and self._free(before[0]):
-                    found[before] = found[pose] + 1
+                if before not in distances and self._free(before[0]):
+                    distances[before] = distances[pose] + 1
                     queue.append(before)
-        return found
+        return distances
 
     def shortest(self) -> list[int]:
         """The actions that lead nearer to the goal: what a planner would do."""
@@ -116,16 +116,16 @@ class Grid(gymnasium.Env[NDArray[np.uint8], Any]):
 
     def seen(self) -> NDArray[np.uint8]:
         """Picture of it as pixels."""
-        shown, left = _painted(self.view()), VIEW // 2 * CELL
-        shown[-CELL:, left : left + CELL] = _agent(0)
-        return shown
+        pixels, left = _painted(self.view()), VIEW // 2 * CELL
+        pixels[-CELL:, left : left + CELL] = _agent(0)
+        return pixels
 
     def render(self) -> NDArray[np.uint8]:
         """The room from above."""
         (row, column), facing = self.pose
-        shown = _painted(self._cells())
-        shown[(row + 1) * CELL : (row + 2) * CELL, (column + 1) * CELL : (column + 2) * CELL] = _agent(facing)
-        return shown
+        pixels = _painted(self._cells())
+        pixels[(row + 1) * CELL : (row + 2) * CELL, (column + 1) * CELL : (column + 2) * CELL] = _agent(facing)
+        return pixels
 
     def _cells(self) -> NDArray[np.int64]:
         """Kinds of the cells of the room and of the walls around it, by rows."""
@@ -142,11 +142,11 @@ class Grid(gymnasium.Env[NDArray[np.uint8], Any]):
 
 def _painted(cells: NDArray[np.int64]) -> NDArray[np.uint8]:
     """Cells [H, W] as pixels, with a thin line between floors."""
-    shown = COLOURS[cells].repeat(CELL, 0).repeat(CELL, 1)
+    pixels = COLOURS[cells].repeat(CELL, 0).repeat(CELL, 1)
     lines = (cells == FLOOR).repeat(CELL, 0).repeat(CELL, 1)
-    lines &= (np.arange(len(shown))[:, None] % CELL == 0) | (np.arange(shown.shape[1]) % CELL == 0)
-    shown[lines] = LINE
-    return shown
+    lines &= (np.arange(len(pixels))[:, None] % CELL == 0) | (np.arange(pixels.shape[1]) % CELL == 0)
+    pixels[lines] = LINE
+    return pixels
 
 
 @cache

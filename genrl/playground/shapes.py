@@ -188,13 +188,13 @@ def kind_of(text: str) -> Kind | None:
     """The kind of scene that a caption of the world's grammar asks for; None for any other text."""
     if re.fullmatch(r'an? \w+ sign that says "\w+"', text):
         return "word"
-    asked = parse(text)
-    if asked is None:
+    request = parse(text)
+    if request is None:
         return None
-    several = any(group.count > 1 for group in asked.groups)
-    if len(asked.groups) == 1:
+    several = any(group.count > 1 for group in request.groups)
+    if len(request.groups) == 1:
         return "count" if several else "single"
-    return "position" if asked.relation else "mixed" if several else "two"
+    return "position" if request.relation else "mixed" if several else "two"
 
 
 def _phrase(group: Group) -> str:
@@ -244,11 +244,11 @@ def shapes_prompts(split: Literal["train", "eval"]) -> list[str]:
     rng = np.random.default_rng([2024, split == "eval"])
     columns = []
     for kind, number in numbers.items():
-        seen: dict[str, None] = {}
-        while len(seen) < number:
+        unique: dict[str, None] = {}
+        while len(unique) < number:
             groups, relation = _sample_groups(rng, kind, split)
-            seen[caption(Scene(kind, groups=groups, relation=relation))] = None
-        columns += [((i + 0.5) / number, text) for i, text in enumerate(seen)]
+            unique[caption(Scene(kind, groups=groups, relation=relation))] = None
+        columns += [((i + 0.5) / number, text) for i, text in enumerate(unique)]
     return [text for _, text in sorted(columns)]
 
 

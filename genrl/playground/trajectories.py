@@ -88,21 +88,21 @@ class Trajectories:
 
     def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. info has `matched`: the action was the expert's."""
-        one = self.steps[self.done]
-        valid, kind, right = judged(text, one.action, self.words)
+        expected = self.steps[self.done]
+        valid, kind, right = judged(text, expected.action, self.words)
         reward = FORMAT * valid + TYPE * kind + RIGHT * right
         self.done += 1
         if right and not self.expert:
             self.said.append(text)
         else:
-            action = one.action if isinstance(one.action, str) else json.dumps(written(one.action))
-            self.said.append(f"{one.thought} {action}".strip() if self.patch == "thought" else action)
+            action = expected.action if isinstance(expected.action, str) else json.dumps(written(expected.action))
+            self.said.append(f"{expected.thought} {action}".strip() if self.patch == "thought" else action)
         self.right, self.patched = self.right + right, self.patched + (not right)
         most = 0 if self.split == "eval" else self.patches
         over = most is not None and self.patched > most and not (self.expert and self.split == "train")
         ended = over or self.done == len(self.steps)
-        whole = self.right == len(self.steps)
-        info: dict[str, Any] = {"valid": bool(valid), "matched": right, "success": whole}
+        all_right = self.right == len(self.steps)
+        info: dict[str, Any] = {"valid": bool(valid), "matched": right, "success": all_right}
         if ended:
             info["parts"] = {"progress": self.right / len(self.steps)}
         return ((f"{self.done} done",) if ended else self._shown()), reward, ended, False, info
@@ -115,8 +115,8 @@ class Trajectories:
         """Nothing to close."""
 
     def _shown(self) -> Observation:
-        said = self.said if self.history is None else self.said[len(self.said) - self.history :]
-        past = ["done. " + " ".join(said)] if said else []
+        history = self.said if self.history is None else self.said[len(self.said) - self.history :]
+        past = ["done. " + " ".join(history)] if history else []
         return (opened(self.steps[self.done].picture), "\n".join([*past, self.instruction]))
 
 
@@ -133,31 +133,33 @@ def judged(text: str, wanted: Any, words: tuple[str, ...]) -> tuple[bool, bool, 
         return place is not None, right, right
     begin = text.find("{")
     try:
-        found, _ = json.JSONDecoder().raw_decode(text[begin:]) if begin >= 0 else (None, 0)
+        parsed, _ = json.JSONDecoder().raw_decode(text[begin:]) if begin >= 0 else (None, 0)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("action"), str):
+        parsed = None
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("action"), str):
         return False, False, False
     wanted = {"action": wanted} if isinstance(wanted, str) else wanted
-    kind = found["action"].strip().casefold() == str(wanted["action"]).casefold()
+    kind = parsed["action"].strip().casefold() == str(wanted["action"]).casefold()
     inside = True
     if "box" in wanted:
-        at, (left, top, right, bottom) = found.get("coordinate"), wanted["box"]
-        if not (isinstance(at, list) and len(at) == 2 and all(isinstance(one, int | float) for one in at)):
+        at, (left, top, right, bottom) = parsed.get("coordinate"), wanted["box"]
+        if not (
+            isinstance(at, list) and len(at) == 2 and all(isinstance(coordinate, int | float) for coordinate in at)
+        ):
             at = [left - 1, top - 1]  # none
         inside = left <= at[0] <= right and top <= at[1] <= bottom
-    rest = [key for key in wanted if key not in ("action", "box")]
-    same = all(str(found.get(key)).strip().casefold() == str(wanted[key]).strip().casefold() for key in rest)
+    extra_keys = [key for key in wanted if key not in ("action", "box")]
+    same = all(str(parsed.get(key)).strip().casefold() == str(wanted[key]).strip().casefold() for key in extra_keys)
     return True, kind, bool(kind and inside and same)
 
 
 def written(action: dict[str, Any]) -> dict[str, Any]:
     """An expert's action as a model writes it: the middle of its box as the coordinate."""
-    found = {key: value for key, value in action.items() if key != "box"}
+    shown_action = {key: value for key, value in action.items() if key != "box"}
     if "box" in action:
         left, top, right, bottom = action["box"]
-        found["coordinate"] = [round((left + right) / 2), round((top + bottom) / 2)]
-    return found
+        shown_action["coordinate"] = [round((left + right) / 2), round((top + bottom) / 2)]
+    return shown_action
 
 
 def planned(seed: int, split: Split) -> list[Step]:
@@ -179,7 +181,7 @@ def read(file: Path) -> list[tuple[str, list[Step]]]:
     """The walks of a .jsonl file. Raises Misuse, naming the row, for what is none."""
     if not file.is_file():
         raise Misuse(f"trajectories: there is no file {file}")
-    found = []
+    actions = []
     for number, line in enumerate(filter(str.strip, file.read_text(encoding="utf-8").splitlines()), 1):
         try:
             row = json.loads(line)
@@ -187,14 +189,16 @@ def read(file: Path) -> list[tuple[str, list[Step]]]:
             instruction = str(row["instruction"])
         except (ValueError, KeyError, TypeError) as error:
             raise Misuse(f"{file}, row {number}: no walk with instruction and steps: {error!r}") from error
-        for k, one in enumerate(steps, 1):
-            if not isinstance(one.action, str) and not (isinstance(one.action, dict) and "action" in one.action):
-                raise Misuse(f"{file}, row {number}, step {k}: {one.action!r} is no action: a word, or an object")
-            if isinstance(one.picture, Path) and not one.picture.is_file():
-                raise Misuse(f"{file}, row {number}, step {k}: there is no picture {one.picture}")
+        for k, step_data in enumerate(steps, 1):
+            if not isinstance(step_data.action, str) and not (
+                isinstance(step_data.action, dict) and "action" in step_data.action
+            ):
+                raise Misuse(f"{file}, row {number}, step {k}: {step_data.action!r} is no action: a word, or an object")
+            if isinstance(step_data.picture, Path) and not step_data.picture.is_file():
+                raise Misuse(f"{file}, row {number}, step {k}: there is no picture {step_data.picture}")
         if not steps:
             raise Misuse(f"{file}, row {number}: a walk needs a step")
-        found.append((instruction, steps))
-    if not found:
+        actions.append((instruction, steps))
+    if not actions:
         raise Misuse(f"{file} has no walks")
-    return found
+    return actions

@@ -105,34 +105,40 @@ class Watch:
         """See `contract.Environment`. The reward comes with the end."""
         self.turn, self.said = self.turn + 1, self.said + text + "\n"
         if self.shown:
-            told = numbers_in(answer_in(text, "score") or "")
-            self.scored.append(dict(zip(self.shown, told, strict=False)) | {k: 0.0 for k in self.shown[len(told) :]})
-        given = answer_in(text)
+            scores = numbers_in(answer_in(text, "score") or "")
+            self.scored.append(
+                dict(zip(self.shown, scores, strict=False)) | {k: 0.0 for k in self.shown[len(scores) :]}
+            )
+        answer = answer_in(text)
         calls = [call for call in map(numbers_in, re.findall(r"<clip>(.*?)</clip>", text, re.DOTALL)) if len(call) == 2]
-        self.formed = self.formed and bool(given) != bool(calls)
+        self.formed = self.formed and bool(answer) != bool(calls)
         clips = [list(range(max(0, round(a) - 1), min(FRAMES, round(b)))) for a, b in calls]
         if self.agents:
             clips = [clip[:TOGETHER] for clip in clips if clip][:TOGETHER]
-        wanted = list(dict.fromkeys(k for clip in clips for k in clip))
+        frames = list(dict.fromkeys(k for clip in clips for k in clip))
         self.read += len(calls)
-        self.shown = [] if given is not None else sorted(wanted if self.agents else wanted[:TOGETHER])
-        seen: Told = ("the end",) if given is not None else (f"there is no clip and no answer. {self.help}",)
+        self.shown = [] if answer is not None else sorted(frames if self.agents else frames[:TOGETHER])
+        observation: Told = ("the end",) if answer is not None else (f"there is no clip and no answer. {self.help}",)
         if self.shown:
             self.asked.append((frozenset(self.shown), self.relevant - self.seen))
             self.seen |= set(self.shown)
-            seen = tuple(part for clip in clips for part in self._asked(clip)) if self.agents else self._pictures()
-        ended, valid = given is not None, given is not None or bool(self.shown)
+            observation = (
+                tuple(part for clip in clips for part in self._asked(clip)) if self.agents else self._pictures()
+            )
+        ended, valid = answer is not None, answer is not None or bool(self.shown)
         cut = self.turn >= self.turns and not ended
-        right = ended and exact([given or ""], [self.answer], tag="")[0] == 1.0
+        right = ended and exact([answer or ""], [self.answer], tag="")[0] == 1.0
         info: dict[str, Any] = {"valid": valid, "success": right}
         if not (ended or cut):
-            return seen, 0.0, False, False, info
+            return observation, 0.0, False, False, info
         reward, info["parts"] = self._worth(right)
-        return seen, reward, ended, cut, info
+        return observation, reward, ended, cut, info
 
     def render(self) -> NDArray[np.uint8]:
         """The frames side by side, those never shown pale."""
-        pale = [np.asarray(one) if k in self.seen else np.asarray(one) // 4 + 190 for k, one in enumerate(self.frames)]
+        pale = [
+            np.asarray(frame) if k in self.seen else np.asarray(frame) // 4 + 190 for k, frame in enumerate(self.frames)
+        ]
         return np.concatenate(pale, axis=1).astype(np.uint8)
 
     def close(self) -> None:

@@ -76,16 +76,18 @@ def evaluate(
     the episodes of a round; watch: with what the policy reads of the running slots, and the robot's actions.
     """
     numbers = evaluation_episodes(seed, first + episodes, in_order=env.in_order)
-    found = Judged([], [], [], [], [])
+    judged = Judged([], [], [], [], [])
     for begin in range(first, first + episodes, env.num_envs):
-        wanted = min(env.num_envs, first + episodes - begin)
+        num_counted = min(env.num_envs, first + episodes - begin)
         # slots beyond the last number repeat it and are not counted
         place = np.minimum(begin + np.arange(env.num_envs), first + episodes - 1)
         raw, _ = env.reset(seed=seed, options={"episodes": numbers[place], "once": True})
         rngs = [generator(seed, "evaluation", int(number)) for number in place]
-        found = found.joined(_round(who, env, raw, rngs, wanted, max(clips - len(found.clips), 0), advance, watch))
-        advance(wanted)
-    return found
+        judged = judged.joined(
+            _round(who, env, raw, rngs, num_counted, max(clips - len(judged.clips), 0), advance, watch)
+        )
+        advance(num_counted)
+    return judged
 
 
 def _round(
@@ -109,12 +111,13 @@ def _round(
     decision = 0
     while running.any():
         film(env, filmed, running, pictures)
-        seen, here = observe(raw, env, policy, decision), np.flatnonzero(running)
+        observation, here = observe(raw, env, policy, decision), np.flatnonzero(running)
         shape = policy.horizon, policy.action_dim
+        # By each slot's own generator: an episode's noise does not depend on which others still run.
         noise = torch.stack([torch.randn(shape, generator=rngs[slot]) for slot in here])
-        seen = rows(seen, torch.from_numpy(here))
-        chunk = _chunk(who, seen, noise)[:, : env.chunk]
-        watch(seen, chunk)
+        observation = rows(observation, torch.from_numpy(here))
+        chunk = _chunk(who, observation, noise)[:, : env.chunk]
+        watch(observation, chunk)
         actions[here] = chunk.cpu().numpy()
         raw, _, terminated, truncated, info = env.step(actions)
         success |= running & info["is_success"]
@@ -122,6 +125,7 @@ def _round(
         steps += np.where(running, info["n_executed"], 0)
         returns += np.where(running, info["rewards"].sum(1), 0.0)
         ended = terminated | truncated
+        # The last picture too, which shows whether it succeeded: the next step would show another episode.
         film(env, [slot for slot in filmed if ended[slot]], running, pictures)
         running &= ~ended
         decision += 1
@@ -131,9 +135,14 @@ def _round(
         for slot, frames in zip(filmed, pictures, strict=True)
         if not lost[slot]
     ]
-    whole = [slot for slot in range(wanted) if not lost[slot]]
-    told = [instruction[k] for k in whole], success[whole].tolist(), steps[whole].tolist(), returns[whole].tolist()
-    return Judged(*told, balanced(clips, films), wanted - len(whole))
+    finished = [slot for slot in range(wanted) if not lost[slot]]
+    columns = (
+        [instruction[k] for k in finished],
+        success[finished].tolist(),
+        steps[finished].tolist(),
+        returns[finished].tolist(),
+    )
+    return Judged(*columns, balanced(clips, films), wanted - len(finished))
 
 
 def _chunk(who: Acting, seen: Batch, noise: Tensor) -> Tensor:
@@ -149,9 +158,10 @@ def balanced(clips: list[Clip], most: int) -> list[Clip]:
     """`most` of them, half successes and half failures as far as there are, in their order."""
     sides = [[clip for clip in clips if clip.success == flag] for flag in (True, False)]
     fewer = min(len(side) for side in sides)
+    # The larger side fills up what the smaller one lacks.
     each = [max(most - fewer, most // 2) if len(side) > fewer else most - most // 2 for side in sides]
-    kept = {id(clip) for side, count in zip(sides, each, strict=True) for clip in side[:count]}
-    return [clip for clip in clips if id(clip) in kept][:most]
+    chosen = {id(clip) for side, count in zip(sides, each, strict=True) for clip in side[:count]}
+    return [clip for clip in clips if id(clip) in chosen][:most]
 
 
 def film(env: Environment, slots: list[int], running: NDArray[np.bool_], pictures: list[list[Any]]) -> None:
@@ -189,8 +199,8 @@ def by_task(found: Judged) -> dict[str, tuple[float, int]]:
     """Instruction -> (success rate, episodes), in alphabetical order."""
     rates = {}
     for text in sorted(set(found.instruction)):
-        own = [flag for name, flag in zip(found.instruction, found.success, strict=True) if name == text]
-        rates[text] = (sum(own) / len(own), len(own))
+        outcomes = [flag for name, flag in zip(found.instruction, found.success, strict=True) if name == text]
+        rates[text] = (sum(outcomes) / len(outcomes), len(outcomes))
     return rates
 
 

@@ -22,7 +22,7 @@ from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.ahead import Advance, Ahead
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.running import Groups, Run, of_all
+from genrl.runtime.loop.running import Groups, TrainingRun, of_all
 from genrl.runtime.loop.updating import CAUSES, require_on_policy
 from genrl.runtime.show.pictures import save_png
 from genrl.runtime.show.sheet import SHOWN, ContactSheet
@@ -50,7 +50,7 @@ ON_POLICY = 1e-6
 more than rounding, as the same batch is computed again."""
 
 
-class VLARun(Run[VLAConfig]):
+class VLARun(TrainingRun[VLAConfig]):
     """One process of one run.
 
     frozen: DPPO's policy before fine-tuning, which does the first denoising steps; None for other samplers. env: this
@@ -115,28 +115,31 @@ class VLARun(Run[VLAConfig]):
 
     def _collect(self, settings: Update) -> ChunkRollout:
         config, loop = self.config, self.loop
-        whole = settings.first_episodes
+        one_episode = settings.first_episodes
         decisions = settings.rollout_decisions or longest_episode(self.env)
-        if decisions is None and not whole:
+        if decisions is None and not one_episode:
             raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
         loop.phase("acting", decisions or 0)
         plan = RolloutPlan(
+            # With one episode per slot the rollout ends by itself; the number is never reached.
             decisions=decisions or 1_000_000,
             seed=config.seed,
             iteration=loop.iteration,
-            one_episode=whole,
+            one_episode=one_episode,
             first_slot=self.first_slot,
             keep_contexts=self.keeps_features,
         )
         self.note_weights()
         with loop.timed("rollout"):
-            found = self._here(plan) if self.ahead is None else self._ahead(self.ahead, plan)
-        loop.timings["simulator"] = found.waited_s
-        self._dropped, self._seconds = found.dropped, found.seconds
+            acted = self._here(plan) if self.ahead is None else self._ahead(self.ahead, plan)
+        loop.timings["simulator"] = acted.waited_s
+        self._dropped, self._seconds = acted.dropped, acted.seconds
         loop.check_stop()
-        rollout = found.rollout
+        rollout = acted.rollout
         with self.drawing():
-            self._off = max(check_on_policy(self.policy, rollout, slots) for slots in found.parts)
+            # By parts: a matrix product of other rows may round differently, so only the batch that was sampled is
+            # computed again.
+            self._off = max(check_on_policy(self.policy, rollout, slots) for slots in acted.parts)
         if self.age:
             rollout = weighed(self.policy, rollout, settings, loop.fitting)
             loop.check_stop()
@@ -175,44 +178,46 @@ class VLARun(Run[VLAConfig]):
         every = torch.cat(gather_object([advantages[kept].double()]))
         if len(every) == 0:
             return torch.zeros_like(advantages)
-        own = torch.cat([every, advantages.double().flatten()])
-        valid = torch.arange(len(own)) < len(every)
-        return normalise_advantages(own, valid, eps=1e-5)[len(every) :].view(advantages.shape)
+        # The kept ones of all processes give mean and spread; this process's own, appended, are scaled by them.
+        pooled = torch.cat([every, advantages.double().flatten()])
+        valid = torch.arange(len(pooled)) < len(every)
+        return normalise_advantages(pooled, valid, eps=1e-5)[len(every) :].view(advantages.shape)
 
     def finish(self, rollout: ChunkRollout, figures: Mapping[str, float]) -> None:
         """End of an iteration: what the episodes were like, the figures of its updates, evaluation, checkpoint."""
         loop = self.loop
+        # First episodes alone: of later ones a rollout of fixed length would hold more short ones than long ones.
         first = rollout.valid & (rollout.episode == 0)
-        whole = first.any(0)  # of the others the first episode was lost with its simulator
-        mine = {
-            "returns": episode_returns(rollout)[whole].tolist(),
-            "success": (rollout.success & first).any(0)[whole].tolist(),
-            "instruction": [rollout.instruction[slot] for slot in whole.nonzero()[:, 0].tolist()],
-            "group": rollout.group[whole].tolist(),
-            "length": (rollout.n_executed * first).sum(0)[whole].tolist(),
-            "ended": (rollout.done & first).any(0)[whole].tolist(),
+        complete = first.any(0)  # of the others the first episode was lost with its simulator
+        local = {
+            "returns": episode_returns(rollout)[complete].tolist(),
+            "success": (rollout.success & first).any(0)[complete].tolist(),
+            "instruction": [rollout.instruction[slot] for slot in complete.nonzero()[:, 0].tolist()],
+            "group": rollout.group[complete].tolist(),
+            "length": (rollout.n_executed * first).sum(0)[complete].tolist(),
+            "ended": (rollout.done & first).any(0)[complete].tolist(),
             "steps": int(rollout.n_executed.sum()),
             "dropped": self._dropped,
             "seconds": self._seconds,
         }
-        every = gather_object([mine])
-        steps = sum(one["steps"] for one in every)
+        every = gather_object([local])
+        steps = sum(part["steps"] for part in every)
         loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + steps
-        success = [flag for one in every for flag in one["success"]]
-        lengths = [n for one in every for n, ended in zip(one["length"], one["ended"], strict=True) if ended]
+        success = [flag for part in every for flag in part["success"]]
+        lengths = [n for part in every for n, ended in zip(part["length"], part["ended"], strict=True) if ended]
         with unsharded(self.policy):
             spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
         row = dict(figures) | self.told
         row |= {
             "rollout/success": sum(success) / max(1, len(success)),
-            "rollout/return_mean": sum(sum(one["returns"]) for one in every) / max(1, len(success)),
+            "rollout/return_mean": sum(sum(part["returns"]) for part in every) / max(1, len(success)),
             "rollout/length_mean": sum(lengths) / max(1, len(lengths)),
             "rollout/mixed": _mixed(every, by_group=self.config.environment.group_size > 1),
-            "rollout/dropped": float(sum(one["dropped"] for one in every)),
+            "rollout/dropped": float(sum(part["dropped"] for part in every)),
             "rollout/env_steps": float(loop.memory["env_steps"]),
             "rollout/action_std": spread,
             "rollout/log_prob_off": max(gather_object([self._off])),
-            "env_steps_per_s": steps / max(one["seconds"] for one in every),
+            "env_steps_per_s": steps / max(part["seconds"] for part in every),
             "lr": loop.lr,
         }
         if self.versions is not None:
@@ -225,10 +230,10 @@ class VLARun(Run[VLAConfig]):
         """Success and films of the policy as it is."""
         if self.judge is not None:
             return self.judge(iteration)
-        found = self.judged(iteration)
+        judged = self.judged(iteration)
         if self.process.is_main:
-            show(found, self.process, iteration)
-        return success_rates(found)
+            show(judged, self.process, iteration)
+        return success_rates(judged)
 
     def look(self) -> ContactSheet:
         """Episodes without exploration. Raises ValueError for a policy that does not act by itself."""
@@ -244,33 +249,34 @@ class VLARun(Run[VLAConfig]):
 
     def judged(self, iteration: int) -> Judged:
         """All episodes of the evaluation, in their order, shared out to the processes; the same in all of them."""
-        found, watched = self._judged()
-        self.note_sheet(lambda: self._sheet(found, watched))
-        return found
+        judged, watched = self._judged()
+        self.note_sheet(lambda: self._sheet(judged, watched))
+        return judged
 
     def _sheet(self, found: Judged, watched: Watched) -> ContactSheet:
         return of_episodes(self.policy, found, watched, self.frames)
 
     def _judged(self) -> tuple[Judged, Watched]:
         config, settings = self.config, self.config.evaluation
-        mine = self.process.share(settings.episodes)
+        share = self.process.share(settings.episodes)
         if self.table is None:
-            self.table = open_tables(config, self.policy, num_envs=side_by_side(config, len(mine)))
+            # Apart from the training's: an evaluation would leave those in the middle of its own episodes.
+            self.table = open_tables(config, self.policy, num_envs=side_by_side(config, len(share)))
             self.stack.callback(self.table.close)
         self.loop.phase("evaluating", settings.episodes)
         watched = Watched()
         with unsharded(self.policy):
-            own = evaluate(
+            local = evaluate(
                 Acting(self.policy, sampler_of(config, self.policy), self.frozen),
                 self.table,
-                episodes=len(mine),
+                episodes=len(share),
                 seed=settings.seed,
-                first=mine.start,
+                first=share.start,
                 clips=settings.videos if self.process.rank == 0 else 0,
                 advance=self.loop.advance_or_leave,
                 watch=watched,
             )
-        return of_all(own).of(config.environment.success_key), watched
+        return of_all(local).of(config.environment.success_key), watched
 
     def micro_batch_sizes(self) -> list[int]:
         """Decisions per pass of the policy, and the smaller numbers that can be taken: from those of a whole minibatch,
@@ -313,6 +319,7 @@ class VLARun(Run[VLAConfig]):
 def remove_policy_of_failed_start(process: Process, kind: type[BaseException] | None, *_: object) -> None:
     """Remove the policy: else the command, put right, would be refused because of the folder."""
     run = process.run
+    # After the first row the folder holds a run, whatever ends it.
     if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
         shutil.rmtree(run.folder / "policy")
 
@@ -358,11 +365,11 @@ def show(found: Judged, process: Process, iteration: int) -> None:
 
 def _mixed(every: list[dict[str, Any]], *, by_group: bool) -> float:
     """Share of groups (of instructions, where there are none) that neither always nor never succeed."""
-    found: dict[Any, set[bool]] = defaultdict(set)
-    for one in every:
-        for key, flag in zip(one["group" if by_group else "instruction"], one["success"], strict=True):
-            found[key].add(flag)
-    return sum(len(flags) == 2 for flags in found.values()) / max(1, len(found))
+    outcomes: dict[Any, set[bool]] = defaultdict(set)
+    for process_row in every:
+        for key, flag in zip(process_row["group" if by_group else "instruction"], process_row["success"], strict=True):
+            outcomes[key].add(flag)
+    return sum(len(flags) == 2 for flags in outcomes.values()) / max(1, len(outcomes))
 
 
 @torch.no_grad()
@@ -375,8 +382,8 @@ def check_on_policy(policy: Any, rollout: ChunkRollout, slots: Tensor) -> float:
     """
     rows = training_rows(rollout, slots)
     context = context_of(policy, rows.observation, rows.context)
-    again = rollout.sampler.replay(policy, context, rows.states, rows.next_states, rows.step_index)
-    off = float((again.log_prob.cpu() - rows.log_prob).abs().max())
+    replay = rollout.sampler.replay(policy, context, rows.states, rows.next_states, rows.step_index)
+    off = float((replay.log_prob.cpu() - rows.log_prob).abs().max())
     allowed = ON_POLICY * max(1.0, float(rows.log_prob.abs().max()))
     require_on_policy(off, allowed, "the log-probability of a sampled chunk", causes=CAUSES)
     return off
@@ -394,6 +401,8 @@ def exploration(policy: Policy, rollout: ChunkRollout, frozen: Any, *, seed: int
         rngs = [generator(seed, "exploration", k, row) for row in range(len(rows.states))]
         random = rollout.sampler.noise(policy, rngs, generator(seed, "exploration", k))
         first = random.noise[:, :1] if first is None else first
+        # The initial noise is the same in all eight: what differs is what the sampled steps add, which is what is
+        # explored.
         noise = torch.cat([first, random.noise[:, 1:]], 1)
         chunks.append(rollout.sampler.sample(policy, context, random._replace(noise=noise), frozen=before).chunk)
     size = rollout.rewards.shape[-1]

@@ -60,10 +60,10 @@ PREDICTIONS: dict[str, type[Any]] = {
 
 def sampler_of(config: VLAConfig, policy: Policy) -> Sampler:
     """The transition rule of a run. Raises ValueError where the policy cannot do it."""
-    fitting, wanted = [what for what, kind in PREDICTIONS.items() if isinstance(policy, kind)], config.sampler.predicts
-    if wanted not in fitting:
+    fitting, needed = [what for what, kind in PREDICTIONS.items() if isinstance(policy, kind)], config.sampler.predicts
+    if needed not in fitting:
         kind, near = config.sampler.kind, " or ".join(SAMPLERS[what] for what in fitting)
-        raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {wanted}; for this one write {near}")
+        raise ValueError(f"sampler.kind: {kind} needs a policy that predicts {needed}; for this one write {near}")
     sampler: Sampler = config.sampler.made(policy, whole_chain=config.trainer.imitates == "always")
     return sampler
 
@@ -95,20 +95,23 @@ def load_trained(
         return take(str(path))
     if plain:
         return load_policy(folder, device=device, adapt=adapt)
-    found = checkpoint.latest(folder / "checkpoints")
-    if not (folder / "policy").is_dir() or found is None:
+    path_found = checkpoint.latest(folder / "checkpoints")
+    if not (folder / "policy").is_dir() or path_found is None:
         raise ValueError(f"{folder}: the run holds no policy yet; it is there after the first checkpoint")
     if step is not None:
-        found = folder / "checkpoints" / f"step-{step:06d}"
-        if reason := checkpoint.problem(found):
-            there = ", ".join(str(int(one.name.removeprefix("step-"))) for one in checkpoint.steps(found.parent))
-            raise ValueError(f"{found}: {reason}; checkpoints of {folder}: {there}")
-    saved = checkpoint.load(found)
+        path_found = folder / "checkpoints" / f"step-{step:06d}"
+        if reason := checkpoint.problem(path_found):
+            steps = ", ".join(
+                str(int(folder_of_step.name.removeprefix("step-")))
+                for folder_of_step in checkpoint.steps(path_found.parent)
+            )
+            raise ValueError(f"{path_found}: {reason}; checkpoints of {folder}: {steps}")
+    saved = checkpoint.load(path_found)
     weights = result(saved.tensors)
     if any(map(is_adapter, weights)):
         return _merged(folder, saved, weights).to(device)
     policy = load_policy(folder / "policy", device=device)
-    put_back({name: p for name, p in policy.named_parameters() if name in weights}, weights, found)
+    put_back({name: p for name, p in policy.named_parameters() if name in weights}, weights, path_found)
     return policy
 
 
@@ -128,6 +131,7 @@ def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor])
     config = load(Run(run).config)
     assert isinstance(config, VLAConfig) and config.policy.path is not None
     policy = load_trained(config.policy.path, adapt=adapted(config))
+    # What the policy itself trains, before adapters freeze it: the exported folder is to be as the original one was.
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     policy = with_own_heads(config, policy)
     choose_trained(config, policy)
@@ -162,23 +166,23 @@ def export(run: Path, out: Path, step: int | None = None) -> Path:
 
 def new_policy(config: VLAConfig, frames: Batch, vocabulary: tuple[str, ...]) -> Any:
     """A small policy that fits the frames it is to imitate, with weights by the seed."""
-    made = config.policy.new
-    assert made is not None
-    if made.image_size and (size := frames[IMAGE].shape[1:3]) and size[0] != size[1]:
+    new = config.policy.new
+    assert new is not None
+    if new.image_size and (size := frames[IMAGE].shape[1:3]) and size[0] != size[1]:
         text = f"the pictures are {size[0]} x {size[1]} (height x width), and a new policy sees square ones"
         raise ValueError(f"demonstrations: {text}: crop or pad them, or begin with a published policy (policy.path)")
     inputs = Inputs(
         state=frames[STATE].shape[-1],
         vocabulary=vocabulary,
-        environment=0 if made.looks or ENVIRONMENT not in frames else frames[ENVIRONMENT].shape[-1],
-        image=frames[IMAGE].shape[1] if made.image_size else 0,
-        points=frames[POINTS].shape[1] if made.points else 0,
+        environment=0 if new.looks or ENVIRONMENT not in frames else frames[ENVIRONMENT].shape[-1],
+        image=frames[IMAGE].shape[1] if new.image_size else 0,
+        points=frames[POINTS].shape[1] if new.points else 0,
     )
     width = frames[ACTION].shape[-1]
-    stats = {name: found for name, found in frame_statistics(frames).items() if name in {*inputs.keys, ACTION}}
-    kind = policy_class(made.type)
+    stats = {name: stat for name, stat in frame_statistics(frames).items() if name in {*inputs.keys, ACTION}}
+    kind = policy_class(new.type)
     with seeded(config.seed, "policy"):
-        return kind.new(inputs, width, stats, made)
+        return kind.new(inputs, width, stats, new)
 
 
 def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
@@ -187,15 +191,16 @@ def check_recorded(config: VLAConfig, policy: Policy, steps: Steps) -> None:
     if any(name.startswith(IMAGE) or name == POINTS for name in policy.inputs):
         text = "files of steps hold neither pictures nor points; take a policy of states"
         raise ValueError(f"demonstrations.dataset: {text}")
+    # The simulator says its sizes only once it is there.
     with closing(open_tables(config, policy, num_envs=1)) as env:
-        seen, _ = env.reset(seed=0)
-        shown = max(value.shape[1] for name, value in seen.items() if value.ndim == 2), env.action_dim
+        observation, _ = env.reset(seed=0)
+        live = max(value.shape[1] for name, value in observation.items() if value.ndim == 2), env.action_dim
     held = steps.observation.shape[1], steps.action.shape[1]
-    if held != shown:
+    if held != live:
         assert config.demonstrations is not None
         raise ValueError(
             f"demonstrations.dataset: {config.demonstrations.dataset} holds observations and actions of {held[0]} and "
-            f"{held[1]} numbers, those of environment.name: {config.environment.name} have {shown[0]} and {shown[1]}"
+            f"{held[1]} numbers, those of environment.name: {config.environment.name} have {live[0]} and {live[1]}"
         )
 
 
@@ -220,8 +225,9 @@ def choose_trained(config: VLAConfig, policy: Any) -> None:
 def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size: int = 1) -> Environment:
     """The environment of the configuration, showing what the policy reads."""
     workers = config.environment.workers
-    wanted = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
-    opened = open_environment(replace(wanted, workers="ray" if workers == "ray_simulators" else workers))
+    simulation = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
+    opened = open_environment(replace(simulation, workers="ray" if workers == "ray_simulators" else workers))
+    # Without a limit a policy that fails would keep a rollout going for ever.
     if opened.max_steps is None:
         opened.close()
         name = config.environment.name
@@ -231,10 +237,10 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
 
 def open_rollouts(config: VLAConfig, policy: nn.Module, *, num_envs: int, group_size: int) -> RayRollouts:
     """The environment of the configuration on Ray actors that act by themselves, on GPUs if the policy is on one."""
-    wanted = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
+    simulation = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
     timeout = config.environment.timeout_s
     return RayRollouts(
-        wanted,
+        simulation,
         cuda=next(policy.parameters()).is_cuda,
         timeout_s=timeout,
         start_timeout_s=2.0 * timeout,
@@ -277,10 +283,10 @@ def untrained(policy: Any, frozen: nn.Module | None) -> str:
     stats: Statistics = policy.stats
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     parts = {name: value for name, value in policy.state_dict().items() if name not in trained}
-    parts |= {f"{name}.{key}": value for name, found in stats.items() for key, value in found.items()}
+    parts |= {f"{name}.{key}": value for name, stat in stats.items() for key, value in stat.items()}
     if frozen is not None:
-        own = {f"frozen.{name}": value for name, value in frozen.state_dict().items()}
-        parts |= {name: value for name, value in own.items() if not name.startswith("frozen.value_")}
+        frozen_state = {f"frozen.{name}": value for name, value in frozen.state_dict().items()}
+        parts |= {name: value for name, value in frozen_state.items() if not name.startswith("frozen.value_")}
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(parts):
         first = parts[name].detach().flatten()[:4096].contiguous().cpu()

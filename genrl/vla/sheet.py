@@ -36,15 +36,15 @@ def of_episodes(policy: Any, found: Judged, watched: Watched, imitated: Batch | 
     looks = [Look(f"{found.lost} episodes were lost with their simulators", {})] if found.lost else []
     several = dist.is_initialized() and dist.get_world_size() > 1
     for k, instruction in enumerate(found.instruction[:SHOWN]):
-        told = {"success": str(found.success[k]) if found.measured else "not measured", "steps": str(found.steps[k])}
-        told["return"] = score_text(found.returns[k])
-        seen = []
+        scores = {"success": str(found.success[k]) if found.measured else "not measured", "steps": str(found.steps[k])}
+        scores["return"] = score_text(found.returns[k])
+        pictures = []
         if not (found.lost or several):  # else the numbers of slots here and of episodes differ
-            shown = {name: value[k] for name, value in watched.first.items() if name.startswith((IMAGE, IMAGES))}
-            seen = [(f"{name}, at the start", _chw(value)) for name, value in shown.items()]
+            observation = {name: value[k] for name, value in watched.first.items() if name.startswith((IMAGE, IMAGES))}
+            pictures = [(f"{name}, at the start", _chw(value)) for name, value in observation.items()]
         if len(found.clips) == len(found.instruction):  # else some were chosen
-            seen.append(("film", _chw(torch.from_numpy(np.array(found.clips[k].frames)))))
-        looks.append(Look(instruction or "(no instruction)", told, seen))
+            pictures.append(("film", _chw(torch.from_numpy(np.array(found.clips[k].frames)))))
+        looks.append(Look(instruction or "(no instruction)", scores, pictures))
     raw = imitated or watched.frames
     numbers = normalised(policy, raw)
     flat = {name: raw[name].flatten(0, -2) for name in numbers if name != ACTION} | {ACTION: raw[ACTION][:, 0]}

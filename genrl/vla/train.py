@@ -92,6 +92,7 @@ def open_policy(config: VLAConfig) -> tuple[Any, Any]:
     policy = with_own_heads(config, policy)
     sampler_of(config, policy)  # raises, as do these; nothing is started before the first reset
     open_tables(config, policy, num_envs=1).close()
+    # Only to see that its first steps fit this sampler, before simulators are started.
     if config.policy.path is not None and (policy_folder(Path(config.policy.path)) / FIRST_STEPS).is_dir():
         frozen_of(config, policy)
     choose_trained(config, policy)
@@ -118,14 +119,16 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     if not config.distributed.fsdp:  # else its layers come to the device one at a time
         policy = policy.to(process.accelerator.device)
     processes = process.accelerator.num_processes
-    own = config.environment.num_envs // processes
+    local_envs = config.environment.num_envs // processes
+    # Methods that only evaluate in the simulators have no use for copies of the policy on other machines.
     acts_there = config.environment.workers == "ray" and "actors" in config.trainer.takes
     opened = open_rollouts if acts_there else open_tables
-    env = opened(config, policy, num_envs=own, group_size=config.environment.group_size)
+    env = opened(config, policy, num_envs=local_envs, group_size=config.environment.group_size)
     stack.callback(env.close)
     rates = {"policy": config.optimizer.lr}
     if critic_values(config, policy):
         rates["critic"] = config.optimizer.critic_lr
+    # A copy of the weights before the first update: afterwards these are nowhere any more.
     frozen = frozen_of(config, policy)
     begun = untrained(policy, frozen) if config.policy.path else None
     if config.distributed.fsdp:
@@ -141,7 +144,7 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     named = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     weights = Weights(named, is_lora=config.policy.lora is not None, in_step=in_step(policy))
     groups = parameter_groups(policy, rates)
-    first = process.rank * own
+    first = process.rank * local_envs
     return VLARun(
         config, process, policy, weights, groups, frozen, env, stack,
         first_slot=first, frames=frames, begun=begun, ahead=ahead,
@@ -194,9 +197,9 @@ def _first_steps(config: VLAConfig, model: Path) -> Any:
     if config.trainer.imitates == "always":
         return None
     sampler = config.sampler
-    found = load_first_steps(policy_folder(model), sampler.steps, sampler.first_steps, device=default_device())
-    if found or config.policy.path is None or not sampler.first_steps:
-        return found
+    first_steps = load_first_steps(policy_folder(model), sampler.steps, sampler.first_steps, device=default_device())
+    if first_steps or config.policy.path is None or not sampler.first_steps:
+        return first_steps
     return _on_device(config, Path(config.policy.path))
 
 
@@ -213,9 +216,9 @@ def frozen_of(config: VLAConfig, policy: Any) -> Any:
         return None
     if begun is None:
         return copy.deepcopy(policy).requires_grad_(False)
-    own, other = policy.encoder.state_dict(), begun.encoder.state_dict()
+    ours, other = policy.encoder.state_dict(), begun.encoder.state_dict()
     if config.policy.frozen and config.policy.keep_features:
-        if not all(torch.equal(value.cpu(), other[name].to(value.dtype)) for name, value in own.items()):
+        if not all(torch.equal(value.cpu(), other[name].to(value.dtype)) for name, value in ours.items()):
             raise ValueError(
                 "policy.keep_features: the first denoising steps have an encoder of their own; write false"
             )

@@ -82,20 +82,22 @@ def collect(
         rows = [questions[number] for number in range(start, min(start + together, len(questions)))]
         found = draw(policy, config, opened, rows, (config.seed, "collect"), advance=advance)
         failures = failures_of([failures, found.failures])
+        # 1e-9: a weighted sum of .3 and .7 is not exactly 1. A cut answer would teach to break off.
         reached = (totals(config, found.scores) >= rule.threshold - 1e-9) & ~found.cut
         passed += int(reached.sum())
         for place, row in enumerate(rows):
-            own = range(place * rule.samples, (place + 1) * rule.samples)
-            kept = _chosen(found, [k for k in own if reached[k]], rule, (config.seed, "collect", row.name))
-            answered += bool(kept)
-            asked = _asked(row, out, start + place) if kept else {}
-            for k in kept:
+            places = range(place * rule.samples, (place + 1) * rule.samples)
+            selected = _chosen(found, [k for k in places if reached[k]], rule, (config.seed, "collect", row.name))
+            answered += bool(selected)
+            question = _asked(row, out, start + place) if selected else {}
+            for k in selected:
                 reward = float(totals(config, found.scores)[k])
-                lines.append(json.dumps({**asked, "response": found.texts[k], "reward": reward}, ensure_ascii=False))
+                lines.append(json.dumps({**question, "response": found.texts[k], "reward": reward}, ensure_ascii=False))
     check_failed(config, failures, len(questions) * rule.samples)
     counts = Counts(len(questions), answered, len(questions) * rule.samples, passed, len(lines))
     if not lines:
         raise ValueError(f"none of {counts.samples} answers reaches {rule.threshold:g}: lower it, or draw more")
+    # Before the data: where the data file is, the folder is complete.
     write_atomic(out / "counts.json", json.dumps(counts._asdict() | vars(rule), indent=1) + "\n")
     write_atomic(out / FILE, "\n".join(lines) + "\n")
     return counts
@@ -103,6 +105,7 @@ def collect(
 
 def _chosen(found: Answers, reached: list[int], rule: Rule, key: tuple[int | str, ...]) -> list[int]:
     """At most `keep` of the answers of these numbers, no text twice and no empty one."""
+    # Reversed twice, so that of equal texts the first is the one that stays, in the order of sampling.
     different = list({found.texts[k]: k for k in reversed(reached) if found.texts[k].strip()}.values())[::-1]
     if rule.choose == "shortest":
         different.sort(key=lambda k: int(found.mask[k].sum()))

@@ -16,7 +16,7 @@ from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.running import Groups, Run
+from genrl.runtime.loop.running import Groups, TrainingRun
 from genrl.runtime.weights.sharding import in_step
 from genrl.runtime.weights.weights import Weights
 from genrl.vlm.config.schema import VLMConfig
@@ -81,11 +81,11 @@ def open_reference(config: VLMConfig, process: Process, policy: Policy) -> Polic
     return reference
 
 
-class VLMRun(Run[VLMConfig]):
+class VLMRun(TrainingRun[VLMConfig]):
     """One process of one run of a vision-language model.
 
-    reference: the model before training where the loss reads it and there is no LoRA. groups, options: as of `Run`.
-    heads: modules whose weights are saved with the policy's.
+    reference: the model before training where the loss reads it and there is no LoRA. groups, options: as of
+    `TrainingRun`. heads: modules whose weights are saved with the policy's.
     """
 
     policy: Policy
@@ -127,8 +127,9 @@ class VLMRun(Run[VLMConfig]):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """`Run.drawing`; what the policy computed by other weights is forgotten."""
+        """`TrainingRun.drawing`; what the policy computed by other weights is forgotten."""
         with super().drawing():
+            # Prefixes that were computed with the present weights say nothing of older ones.
             if self.age:
                 weights_changed(self.policy)
             yield
@@ -153,11 +154,12 @@ class VLMRun(Run[VLMConfig]):
         arguments of `estimate`."""
         assert self.preset is not None, "the methods whose rows are estimated have one"
         counts = gather_object([len(rows["mask"])])
-        found = estimate(self.preset, batch_of_all(rows, size), **known)
+        estimate_of_all = estimate(self.preset, batch_of_all(rows, size), **known)
+        # Only now are both of the same weights: later the gap holds what training has changed since an engine's update.
         if self.loop.iteration == 0 and "sampler" in rows:
-            check_gap(found.metrics["sampler_gap_mean"])
-        share = ours(found.batch, counts, self.process.rank, rows["mask"].shape[1])
-        return Estimated(share, found, updates)
+            check_gap(estimate_of_all.metrics["sampler_gap_mean"])
+        share = ours(estimate_of_all.batch, counts, self.process.rank, rows["mask"].shape[1])
+        return Estimated(share, estimate_of_all, updates)
 
     def finish(self, row: dict[str, float]) -> None:
         """End the iteration with what was measured in it."""
@@ -200,7 +202,7 @@ class VLMRun(Run[VLMConfig]):
 
     def resize(self, size: int) -> None:
         """Give passes so many rows from here on."""
-        self.loop.config, self.present = (one.with_micro_batch(size) for one in (self.loop.config, self.present))
+        self.loop.config, self.present = (config.with_micro_batch(size) for config in (self.loop.config, self.present))
 
     def forget(self) -> None:
         """Samples of an iteration that is undone are no part of this; the weights are those of its beginning."""

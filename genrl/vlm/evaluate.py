@@ -97,7 +97,7 @@ def judge(
 ) -> Judged:
     """One answer to each of these questions: the most probable one, or (`SequencePolicy.greedy`) a sample at the
     temperature of training, from a noise that depends on the prompt alone. blind: with black pictures."""
-    found = Judged([], [], {label: [] for label in opened})
+    judged = Judged([], [], {label: [] for label in opened})
     greedy, key = (policy.greedy, ("evaluation",)) if isinstance(policy, SequencePolicy) else (True, ())
     temperature = 0.0 if greedy else config.generation.temperature
     for start in range(0, len(numbers), TOGETHER):
@@ -110,11 +110,11 @@ def judge(
             shown.add(sampled)
         scores = score(config, opened, rows, sampled, list(range(len(rows))))
         values = {label: scores[label].values for label in opened}
-        failures = {label: one.failures for label, one in scores.items() if one.failures}
+        failures = {label: scored.failures for label, scored in scores.items() if scored.failures}
         names = [row.name if greedy else text_of(row) for row in rows]
-        found = found.joined(Judged(names, sampled.texts, values, failures))
+        judged = judged.joined(Judged(names, sampled.texts, values, failures))
         advance(len(rows))
-    return found
+    return judged
 
 
 def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
@@ -125,6 +125,7 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
     """
     check_failed(config, found.failures, len(found.names))
     first = np.array(found.scores[config.reward_labels[0]])
+    # 1e-9: rewards are sums of floats, and NaN compares as false, which is meant.
     right = int((first >= config.evaluation.right_at - 1e-9).sum())
     low, high = wilson(right, len(first))
     row: dict[str, Any] = {
@@ -138,6 +139,7 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
         scored = values[~np.isnan(values)]
         row[f"eval/{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")
         row[f"eval/{label}_failed"] = float(len(values) - len(scored))
+        # An answer without a score counts as 0 here, so that a reward which fails does not raise the mean.
         total += reward.weight * np.nan_to_num(values)
     row["eval/total_mean"], row["eval/total_se"] = float(total.mean()), float(total.std()) / len(total) ** 0.5
     return row
@@ -151,15 +153,15 @@ def held_out(
     ValueError without rewards."""
     if not config.rewards:
         raise ValueError("rewards: there are none to judge answers by; the run's metrics.jsonl has what it measured")
-    asked, opened = Questions(config, "eval"), open_rewards(config)
-    blind = config.evaluation.blind and shows_pictures(asked) and not isinstance(policy, SequencePolicy)
-    numbers = range(len(asked))
-    begin(len(asked) * (1 + blind))
-    scores = figures(config, judge(policy, config, opened, asked, numbers, advance=advance))
+    questions, opened = Questions(config, "eval"), open_rewards(config)
+    blind = config.evaluation.blind and shows_pictures(questions) and not isinstance(policy, SequencePolicy)
+    numbers = range(len(questions))
+    begin(len(questions) * (1 + blind))
+    scores = figures(config, judge(policy, config, opened, questions, numbers, advance=advance))
     if blind:
-        unseen = judge(policy, config, opened, asked, numbers, blind=True, advance=advance)
+        unseen = judge(policy, config, opened, questions, numbers, blind=True, advance=advance)
         scores["eval/accuracy_blind"] = figures(config, unseen)["eval/accuracy_mean"]
-    return scores, len(asked)
+    return scores, len(questions)
 
 
 def save_answers(process: Process, found: Judged, shown: Shown, iteration: int) -> None:
@@ -228,6 +230,7 @@ def compare(
     check_pairs(len(questions))
     begin(2 * len(questions))
     before = _made(a, first, config, questions, advance, steps.get(a))
+    # By the first answer, before the second model is loaded and asked all of them.
     check_size(before[0][0], len(questions), beside=page.beside)
     after = _made(b, second, config, questions, advance, steps.get(b))
     for k in range(len(questions)):
@@ -235,7 +238,7 @@ def compare(
         category = None if column is None else row.columns.get(column)
         token = page.add(Pair(text_of(row), before[0][k], after[0][k], None if category is None else str(category)))
         for label in before[1] if token is not None else ():
-            values = [made[1][label][k] for made in (before, after)]
+            values = [side[1][label][k] for side in (before, after)]
             page.add_scores(str(token), label, *(None if math.isnan(value) else value for value in values))
 
 
@@ -250,9 +253,11 @@ def _made(
     """A sample for every question, from a noise that depends on the question alone, and its scores by reward."""
     device = default_device()
     policy = open_policy(config, device, name) if run is None else load_trained(run, Path(name), step, device)
-    shown, opened = Shown(len(questions)), open_rewards(config)
-    found = judge(policy, config, opened, questions, range(len(questions)), shown=shown, advance=advance)
-    media = [Media("audio", sound) for sound in shown.sounds.values()] or [encode(image) for image in shown.images]
+    media_shown, opened = Shown(len(questions)), open_rewards(config)
+    judged = judge(policy, config, opened, questions, range(len(questions)), shown=media_shown, advance=advance)
+    media = [Media("audio", sound) for sound in media_shown.sounds.values()] or [
+        encode(image) for image in media_shown.images
+    ]
     if len(media) != len(questions):
         raise ValueError(f"{name}: its answers are neither pictures nor sounds, so a page cannot show them")
-    return media, found.scores
+    return media, judged.scores

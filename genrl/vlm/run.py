@@ -84,8 +84,8 @@ class AnswersRun(VLMRun):
     @property
     def settings(self) -> Any:
         """Settings of the method of the stage that the next iteration belongs to."""
-        whole: VLMConfig = self.loop.config
-        return whole.at(self.loop.iteration)[1].trainer
+        run_config: VLMConfig = self.loop.config
+        return run_config.at(self.loop.iteration)[1].trainer
 
     def begin(self, found: Path | None) -> None:
         """Keep the average with every checkpoint."""
@@ -106,86 +106,98 @@ class AnswersRun(VLMRun):
 
     def enter(self) -> None:
         """Take over questions and method of the stage that the iteration belongs to, where it is a new one."""
-        whole: VLMConfig = self.loop.config
-        number, config = whole.at(self.loop.iteration)
+        run_config: VLMConfig = self.loop.config
+        number, config = run_config.at(self.loop.iteration)
         if number == self.stage:
             return
         self.stage, self.present, self.preset = number, config, config.trainer.recipe(config)
         self.questions = Questions(config, "train", counted=True)
-        if whole.stages and whole.stages[number].optimizer:
-            first = sum(stage.iterations for stage in whole.stages[:number])
-            self.loop.reschedule(config.optimizer, first, whole.stages[number].iterations)
+        if run_config.stages and run_config.stages[number].optimizer:
+            first = sum(stage.iterations for stage in run_config.stages[:number])
+            self.loop.reschedule(config.optimizer, first, run_config.stages[number].iterations)
         elif number:  # not the schedule of the stage before, which a run that is resumed here would not know
-            self.loop.reschedule(config.optimizer, 0, whole.iterations)
+            self.loop.reschedule(config.optimizer, 0, run_config.iterations)
         leave_out(config, self.questions, self.policy, self.loop, number)
 
     def draw(self) -> tuple[Answers, dict[str, float]]:
         """This process's groups of the iteration, and figures of all processes' answers, those left out included."""
         self.enter()
         config, loop = self.config, self.loop
-        wanted, processes = config.generation.prompts_per_iteration, loop.process.accelerator.num_processes
-        own, rank = wanted // processes, loop.process.accelerator.process_index
-        drawn: list[Answers] = []
-        kept: list[Answers] = []
-        mine: list[int] = [0] * processes
+        per_iteration, processes = config.generation.prompts_per_iteration, loop.process.accelerator.num_processes
+        share_size, rank = per_iteration // processes, loop.process.accelerator.process_index
+        all_answers: list[Answers] = []
+        trained: list[Answers] = []
+        counts: list[int] = [0] * processes
         memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
         described: Answers | None = None
         spent = 0.0
-        first, selection, known = loop.memory.get("questions", 0), config.economy.selection, economy.of(loop.memory)
+        first, selection, prompt_values = (
+            loop.memory.get("questions", 0),
+            config.economy.selection,
+            economy.of(loop.memory),
+        )
         choice: dict[str, float] = {}
+        # Before the first answer, so that a server which draws ahead is handed the weights of this iteration too.
         self.note_weights()
         # groups that the filter leaves out are made up for by those of further questions
         for _ in range(config.trainer.group_filter.rounds):
-            loop.phase("answering", own * config.generation.group_size)
-            pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, wanted))
-            chosen = economy.choose(selection, pool, wanted, known, iteration=loop.iteration, seed=config.seed)
+            loop.phase("answering", share_size * config.generation.group_size)
+            # More candidates than are wanted where a selection chooses among them.
+            pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, per_iteration))
+            chosen = economy.choose(
+                selection, pool, per_iteration, prompt_values, iteration=loop.iteration, seed=config.seed
+            )
             # all processes choose from the same pool alike, and each takes its part
-            numbers = chosen[rank * own : (rank + 1) * own]
+            numbers = chosen[rank * share_size : (rank + 1) * share_size]
             rows = [self.questions.row(number) for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
             with loop.timed("rollout"), self.drawing(), self._answering():
-                found, seconds = self._answers(rows, first)
-                drawn.append(found)
+                answers_here, seconds = self._answers(rows, first)
+                # All answers are measured, those too that the filter leaves out, else figures would flatter the model.
+                all_answers.append(answers_here)
                 spent += seconds
                 if selection is not None:
-                    values = worths(config, selection, found)
-                    known, choice = economy.noted(selection, known, chosen, values, iteration=loop.iteration)
-                    memory[economy.MEMORY] = known
+                    values = worths(config, selection, answers_here)
+                    prompt_values, choice = economy.noted(
+                        selection, prompt_values, chosen, values, iteration=loop.iteration
+                    )
+                    memory[economy.MEMORY] = prompt_values
                 if config.augmentation is not None:
-                    gap, changed = gaps(config, loop, found)
+                    gap, changed = gaps(config, loop, answers_here)
                     memory |= changed
                     if gap is not None:
                         ask = partial(self._ask, iteration=loop.iteration, first=first)
-                        found = augmented(config, found, gap, ask, loop.iteration)
+                        answers_here = augmented(config, answers_here, gap, ask, loop.iteration)
                 if self.synthesis is not None:
                     picked = numbers[-1:]
                     described = self._described(self.synthesis, picked, first)
             loop.check_stop()
             # what selection passed over counts as asked, so that a resumed run goes on at the same question
             first += len(pool)
-            kept.append(trained_on(config, found))
-            mine = [a + b for a, b in zip(mine, gather_object([len(kept[-1].rows)]), strict=True)]
-            if sum(mine) >= wanted:
+            trained.append(trained_on(config, answers_here))
+            counts = [a + b for a, b in zip(counts, gather_object([len(trained[-1].rows)]), strict=True)]
+            # All processes see the same sum, so they stop together: another round begins with words to each other.
+            if sum(counts) >= per_iteration:
                 break
         loop.memory |= memory | {"questions": first}
         if not self.shown.images:  # else the evaluation has shown them
-            self.note_sheet(lambda: self._sheet(drawn[0].chosen(range(min(SHOWN, len(drawn[0].rows))))))
+            self.note_sheet(lambda: self._sheet(all_answers[0].chosen(range(min(SHOWN, len(all_answers[0].rows))))))
         # of more groups than wanted, the first of each process are left out last
-        before, room = sum(mine[:rank]), wanted
-        answers = joined(kept).chosen(list(range(max(0, min(mine[rank], room - before)))))
-        share = min(sum(mine), wanted) / (wanted * len(drawn))
-        row = sampled_figures(config, joined(drawn), len(drawn), share, spent) | choice
+        before, room = sum(counts[:rank]), per_iteration
+        answers = joined(trained).chosen(list(range(max(0, min(counts[rank], room - before)))))
+        share = min(sum(counts), per_iteration) / (per_iteration * len(all_answers))
+        row = sampled_figures(config, joined(all_answers), len(all_answers), share, spent) | choice
         if self.synthesis is not None and described is not None:
-            paid, figures = self.synthesis.paid(drawn[0])
+            paid, figures = self.synthesis.paid(all_answers[0])
             self.synthesis.park(picked, described)
             answers, row = joined([answers, *paid]), row | figures
         return answers, row
 
     def _described(self, synthesis: Synthesis, numbers: Sequence[int], first: int) -> Answers:
         """What the model says of the pictures of these questions, of which others are made."""
-        asked = [synthesis.described(number) for number in numbers]
-        return self._ask(asked, "describe", self.loop.iteration, first)
+        questions = [synthesis.described(number) for number in numbers]
+        return self._ask(questions, "describe", self.loop.iteration, first)
 
     def _answering(self) -> AbstractContextManager[None]:
         """`answering`, unless a server draws by itself."""
@@ -202,13 +214,15 @@ class AnswersRun(VLMRun):
         for iteration in self.coming():
             if server.has(iteration):
                 continue
+            # `generation.staleness` goes without `resample`: every iteration before it uses up just these questions.
             start = first + (iteration - loop.iteration) * len(rows)
-            asked = [self.questions.row(number) for number in self.questions.asked(iteration, start, len(rows))]
+            rows_ahead = [self.questions.row(number) for number in self.questions.asked(iteration, start, len(rows))]
             with self.versions.drawing(loop.weights, iteration):
-                found = checkpoint_weights(self.policy)
-                weights = {name: value.detach().to("cpu", copy=True) for name, value in found.items()}
+                tensors = checkpoint_weights(self.policy)
+                # A copy: the server reads it while training goes on writing into the weights.
+                weights = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
             version = f"after {iteration - self.versions.age(iteration)} iterations"
-            server.begin(iteration, config, asked, (config.seed, "answers", iteration, start), weights, version)
+            server.begin(iteration, config, rows_ahead, (config.seed, "answers", iteration, start), weights, version)
         return server.take(loop.iteration, loop.advance_or_leave)
 
     def _ask(self, rows: Sequence[Row], key: str, iteration: int, first: int) -> Answers:
@@ -230,9 +244,9 @@ class AnswersRun(VLMRun):
             config = config.model_copy(update={"rewards": ()})
         opened = self.opened if config.rewards else {}
         with answering(self.policy):
-            found = judge(self.policy, config, opened, self.questions, numbers, shown=self.shown)
+            judged = judge(self.policy, config, opened, self.questions, numbers, shown=self.shown)
         rows = [self.questions.row(number) for number in numbers]
-        return of_answers(opened, rows, found.texts, found.scores, self.shown.images)
+        return of_answers(opened, rows, judged.texts, judged.scores, self.shown.images)
 
     @property
     def needs_old(self) -> bool:
@@ -251,35 +265,37 @@ class AnswersRun(VLMRun):
         size = config.economy.keep or config.generation.group_size
         updates = self.updates(answers.mask, size)
         parts = [part for update in updates for part in update.parts]
+        # Without the probability under the weights that drew, older answers cannot be weighed.
         if self.versions is not None and bool(answers.sampler_log_prob[answers.mask].isnan().any()):
             raise ValueError("generation.staleness: this policy does not say how likely its samples were; write 0")
         reads = self.reads | ({"old"} if self.needs_old else set())
         loop.phase("estimating", 0)
         with loop.timed("estimate"), loop.fitting():
-            mine: dict[str, Any] = computed(
+            local: dict[str, Any] = computed(
                 self.policy, self.reference, self.average, answers, parts, reads, config, loop.iteration
             )
         loop.check_stop()
-        mine |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}
+        local |= {"mask": answers.mask, "rewards": totals(config, answers.scores)}
         if self.bounds:
-            mine["mask"] = torch.ones(mine["old"].shape, dtype=torch.bool)
+            # Estimates of a bound are of the whole answer: none of them stands for padding.
+            local["mask"] = torch.ones(local["old"].shape, dtype=torch.bool)
         else:
-            mine["sampler"] = answers.sampler_log_prob
+            local["sampler"] = answers.sampler_log_prob
         # statistics of DCPO are by question, and a question may be another process's next time
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
-        ready = self.estimated(mine, size, updates, prompts=prompts, visits=visits)
+        ready = self.estimated(local, size, updates, prompts=prompts, visits=visits)
         if ready.found.visits:
             loop.memory["visits"] = {name: list(entry) for name, entry in ready.found.visits.items()}
         return ready
 
     def evaluated(self, iteration: int) -> dict[str, float]:
         """The most probable answers to held-out questions; at the ends of the run with black pictures, too."""
-        whole: VLMConfig = self.loop.config
-        row = self._target_loss(whole, iteration)
-        if whole.rewards:
-            row |= self._judged(whole, iteration)
-        if evaluate := getattr(module_of(whole.trainer), "evaluate", None):  # the method's own
+        run_config: VLMConfig = self.loop.config
+        row = self._target_loss(run_config, iteration)
+        if run_config.rewards:
+            row |= self._judged(run_config, iteration)
+        if evaluate := getattr(module_of(run_config.trainer), "evaluate", None):  # the method's own
             row |= evaluate(self)
         return row
 
@@ -288,23 +304,23 @@ class AnswersRun(VLMRun):
         any; empty without one, and where these questions lack its columns."""
         number, methods = whole.at(max(0, iteration - 1))[0], [part.trainer for part in whole.parts]
         taught = [None if method.learns_from != "data" else method.demonstrations for method in methods]
-        known = [target for _, target in filter(None, (*reversed(taught[: number + 1]), *taught))]
+        targets = [target for _, target in filter(None, (*reversed(taught[: number + 1]), *taught))]
         questions = self._held_out(whole)
-        if not known or not set(columns_of(known[0])) <= questions[0].columns.keys():
+        if not targets or not set(columns_of(targets[0])) <= questions[0].columns.keys():
             return {}
-        target = known[0]
-        mine = self.process.share(len(questions))
-        self.loop.phase("evaluating", len(mine))
+        target = targets[0]
+        numbers = self.process.share(len(questions))
+        self.loop.phase("evaluating", len(numbers))
         with gathered(self.policy):
-            own = held_out_loss(self.policy, questions, mine, target, self.loop.advance_or_leave)
-        every = gather_object([own])
+            local = held_out_loss(self.policy, questions, numbers, target, self.loop.advance_or_leave)
+        every = gather_object([local])
         total, squares, tokens = (sum(part) for part in zip(*every, strict=True))
         mean = total / tokens
         return {"eval/loss": mean, "eval/loss_se": (max(0.0, squares / tokens - mean**2) / tokens) ** 0.5}
 
     def _judged(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
-        found = self._asked(whole, blind=False)
-        row = figures(whole, found)
+        judged = self._asked(whole, blind=False)
+        row = figures(whole, judged)
         # twice is enough: what can be guessed hardly changes, and it costs an evaluation
         if iteration in (0, whole.iterations) and whole.evaluation.blind and shows_pictures(self._held_out(whole)):
             blind = figures(whole, self._asked(whole, blind=True))["eval/accuracy_mean"]
@@ -312,10 +328,10 @@ class AnswersRun(VLMRun):
             if iteration == 0:
                 self.warn_blind(row["eval/accuracy_mean"], blind, "answers are right")
         if self.process.is_main:
-            save_answers(self.process, found, self.shown, iteration)
+            save_answers(self.process, judged, self.shown, iteration)
         questions = self._held_out(whole)
         rows = [questions.row(number) for number in range(min(SHOWN, len(questions)))] if iteration == 0 else []
-        self.note_sheet(lambda: of_answers(self.opened, rows, found.texts, found.scores, self.shown.images))
+        self.note_sheet(lambda: of_answers(self.opened, rows, judged.texts, judged.scores, self.shown.images))
         return row
 
     def _held_out(self, whole: VLMConfig) -> Questions:
@@ -326,12 +342,12 @@ class AnswersRun(VLMRun):
     def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
         questions = self._held_out(whole)
         self.loop.phase("evaluating", len(questions))
-        mine = self.process.share(len(questions))
-        asked, watch = (self.policy, whole, self.opened, questions, mine), self.loop.advance_or_leave
+        numbers = self.process.share(len(questions))
+        arguments, watch = (self.policy, whole, self.opened, questions, numbers), self.loop.advance_or_leave
         self.shown = Shown()
         with nullcontext() if self.server is None else self.server.alone(), answering(self.policy):
-            own = judge(*asked, shown=self.shown, blind=blind, advance=watch)
-        return of_all(own)
+            local = judge(*arguments, shown=self.shown, blind=blind, advance=watch)
+        return of_all(local)
 
     def rows_at_most(self) -> int:
         """The answers that a process has in an update."""

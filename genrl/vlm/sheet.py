@@ -36,21 +36,23 @@ def of_answers(
                 facts[f"{label} expects"] = read
         facts |= {f"column {name}": f"{value!r:.200}" for name, value in row.columns.items()}
         parts: Any = [part for part in without_clips(row.prompt).parts if not isinstance(part, str)]
-        seen = [("shown to the model", open_image(part, row.name)) for part in parts] if not row.prompt.broken else []
-        made = [("made, as rewards see it", image) for image in images[number : number + 1]]
-        looks.append(Look(f"{row.name}\n{text_of(row)}", facts, [*seen, *made]))
+        pictures = (
+            [("shown to the model", open_image(part, row.name)) for part in parts] if not row.prompt.broken else []
+        )
+        rendered = [("made, as rewards see it", image) for image in images[number : number + 1]]
+        looks.append(Look(f"{row.name}\n{text_of(row)}", facts, [*pictures, *rendered]))
     return ContactSheet(looks)
 
 
 def of_episodes(episodes: Sequence[Episode]) -> ContactSheet:
     """The sheet of the first episodes: what was said in the first steps, and the pictures that are still remembered."""
     looks = []
-    for one in episodes[:SHOWN]:
-        facts = {f"said, step {k + 1}": text for k, text in enumerate(one.said[:SHOWN])}
-        facts |= {"steps": str(len(one.said)), "success": str(one.success), "return": score_text(one.total)}
-        seen = enumerate(one.seen)
-        shown: Any = [
-            (f"shown, step {k + 1}", part) for k, parts in seen for part in parts if not isinstance(part, str)
+    for episode in episodes[:SHOWN]:
+        facts = {f"said, step {k + 1}": text for k, text in enumerate(episode.said[:SHOWN])}
+        facts |= {"steps": str(len(episode.said)), "success": str(episode.success), "return": score_text(episode.total)}
+        observations = enumerate(episode.seen)
+        pictures: Any = [
+            (f"shown, step {k + 1}", part) for k, parts in observations for part in parts if not isinstance(part, str)
         ]
-        looks.append(Look(asked(one), facts, shown[-SHOWN:]))
+        looks.append(Look(asked(episode), facts, pictures[-SHOWN:]))
     return ContactSheet(looks)

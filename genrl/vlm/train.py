@@ -60,6 +60,7 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
     the first one does not fit into the model."""
     opened = open_rewards(config)
     questions = Questions(config, "train")
+    # Columns that a reward cannot read are told for the whole file now, not row by row in the middle of the run.
     for label, reward in opened.items() if config.trainer.learns_from != "data" else ():
         if read := survey(label, reward, questions.columns()):
             read.tell(logger)
@@ -67,6 +68,8 @@ def check_questions(config: VLMConfig, policy: Policy) -> None:
     if len(questions) < number:
         raise ValueError(f"task: {len(questions)} questions, and an iteration needs {number} different ones ({key})")
     if config.trainer.learns_from != "data":
+        # One question is enough to see that pictures and template fit; those that are too long are named when they are
+        # asked.
         policy.check_room([policy.encode(questions[0].prompt)], config.generation.max_new_tokens)
     if config.trainer.demonstrations is not None:
         tell(policy, [questions[0]], config.trainer.demonstrations[1])
@@ -95,6 +98,7 @@ def open_run(config: VLMConfig, process: Process, policy: Policy, stack: ExitSta
 def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: ExitStack) -> AnswersRun:
     """Reference, optimiser, log, rewards, questions."""
     opened, reference = open_rewards(config), open_reference(config, process, policy)
+    # Of any stage: an average that begins with a later stage would have missed the weights before it.
     followed = any("ema" in part.trainer.reads for part in config.parts)
     average = Average(policy.model, *ConsistencyBonus.average) if followed else None
     return AnswersRun(config, process, policy, reference, average, opened, heads_of(config, policy), stack)
@@ -104,8 +108,8 @@ def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:
     """What the method trains beside the policy, by name: `heads(policy)` of its module, where it says so."""
     if not config.trainer.with_heads:
         return {}
-    found: dict[str, nn.Module] = vars(module_of(config.trainer))["heads"](policy)
-    return found
+    heads: dict[str, nn.Module] = vars(module_of(config.trainer))["heads"](policy)
+    return heads
 
 
 def reopen(config: VLMConfig, device: str, iteration: int) -> Reopened:

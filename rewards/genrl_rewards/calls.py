@@ -43,17 +43,18 @@ class Calls:
         if not self.cache:
             return columns(self._score(arguments, list(range(count))))
         keys = [digest({name: values[row] for name, values in arguments.items()}) for row in range(count)]
-        known = {key: self._remembered[key] for key in keys if key in self._remembered}
-        new = [row for row, key in enumerate(keys) if key not in known and key not in keys[:row]]
+        remembered = {key: self._remembered[key] for key in keys if key in self._remembered}
+        new = [row for row, key in enumerate(keys) if key not in remembered and key not in keys[:row]]
         self.hits, self.misses = self.hits + count - len(new), self.misses + len(new)
-        known |= zip((keys[row] for row in new), self._score(arguments, new), strict=True)
+        remembered |= zip((keys[row] for row in new), self._score(arguments, new), strict=True)
         for key in keys:
-            if not math.isnan(known[key][0]):
-                self._remembered[key] = known[key]
+            # A failure may be a server's that is down for a minute: the sample gets its chance the next time.
+            if not math.isnan(remembered[key][0]):
+                self._remembered[key] = remembered[key]
                 self._remembered.move_to_end(key)
         while len(self._remembered) > self.cache:
             self._remembered.popitem(last=False)
-        return columns([known[key] for key in keys])
+        return columns([remembered[key] for key in keys])
 
     def to(self, device: str) -> None:
         """Move the model of the reward."""
@@ -85,6 +86,7 @@ def rows(scores: Scores) -> list[Row]:
 
 def columns(scored: Sequence[Row]) -> Scored:
     """The reverse of `rows`: what a reward returns. NaN for a part that a sample does not have."""
+    # Batches are scored apart, and a reward may name a part only where it applies.
     names = dict.fromkeys(name for _, parts in scored for name in parts)
     return [value for value, _ in scored], {name: [parts.get(name, math.nan) for _, parts in scored] for name in names}
 
@@ -98,6 +100,7 @@ def digest(sample: Mapping[str, Any]) -> bytes:
     hashed = hashlib.sha256()
     for name in sorted(sample):
         for piece in (name.encode(), *_pieces(name, sample[name])):
+            # With its length, or "ab" + "c" and "a" + "bc" would be one sample.
             hashed.update(len(piece).to_bytes(8, "little"))
             hashed.update(piece)
     return hashed.digest()

@@ -102,10 +102,13 @@ def combine(
         values = scores[label].double()
         if component.gate is not None:
             check_gate(label, component.gate, components)
+            # Gates first: their thresholds are in the units of the scores, which normalising takes away. They read the
+            # other reward as it came, so that the order of the components does not matter.
             values, gated[label] = gate(values, scores[component.gate.reward].double(), component.gate)
         if component.normalize == "group":
             values = normalize_in_groups(values, group)
         elif component.normalize == "running":
+            # This iteration's scores count already: in the first one there would be no spread to divide by.
             after[label] = update((running or {}).get(label, Running()), values)
             values = normalize_by(values, after[label])
         used[label] = values
@@ -141,6 +144,7 @@ def gate(values: Tensor, other: Tensor, rule: Gate) -> tuple[Tensor, Tensor]:
     Where `other` has no score, there is none, since it cannot be judged; where the gated reward has none, it stays so.
     """
     closed = other < rule.at_least
+    # NaN < x is false, so that without the other's score the gate is open here, and the next line takes the score away.
     replaced = torch.where(closed & ~values.isnan(), torch.full_like(values, rule.otherwise), values)
     return torch.where(other.isnan(), torch.full_like(values, math.nan), replaced), closed
 
@@ -168,6 +172,7 @@ def update(running: Running, values: Tensor) -> Running:
     if len(new) == 0:
         return running
     count, mean = len(new), float(new.mean())
+    # About the mean of the new ones: the difference of two large sums would lose the digits that the spread is made of.
     squares = float(((new - mean) ** 2).sum())
     total, shift = running.count + count, mean - running.mean
     return Running(
@@ -194,9 +199,9 @@ def metrics(combined: Combined, components: Mapping[str, Component]) -> dict[str
         if component == Component():
             continue
         values = combined.contributions[label]
-        kept = values[~values.isnan()]
-        logged[f"used/{label}_mean"] = float(kept.mean()) if len(kept) else math.nan
-        logged[f"used/{label}_std"] = float(kept.std(correction=0)) if len(kept) else math.nan
+        scores = values[~values.isnan()]
+        logged[f"used/{label}_mean"] = float(scores.mean()) if len(scores) else math.nan
+        logged[f"used/{label}_std"] = float(scores.std(correction=0)) if len(scores) else math.nan
         if component.schedule:
             logged[f"used/{label}_weight"] = combined.weights[label]
         if label in combined.gated:
@@ -223,4 +228,5 @@ def _sum(contributions: Mapping[str, Tensor], weights: Mapping[str, float], coun
     counted = [values.tolist() for label, values in contributions.items() if weights[label] != 0]
     if not counted:  # a schedule may set all weights to 0 for a while: nothing to prefer
         return torch.zeros(count, dtype=torch.float64)
+    # fsum is exact, so that the total does not depend on the order of the rewards in the file.
     return torch.tensor([math.fsum(row) for row in zip(*counted, strict=True)], dtype=torch.float64)

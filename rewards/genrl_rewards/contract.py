@@ -208,8 +208,8 @@ def _annotated(reward: Reward, name: str) -> str:
     parameter = inspect.signature(call).parameters.get(name)
     if parameter is None or parameter.annotation is parameter.empty:
         return ""
-    said = parameter.annotation
-    return said if isinstance(said, str) else inspect.formatannotation(said)
+    annotation = parameter.annotation
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def optional_columns(reward: Reward, known: Iterable[str]) -> list[str]:
@@ -221,6 +221,7 @@ def optional_columns(reward: Reward, known: Iterable[str]) -> list[str]:
         fixed |= set(getattr(itself, "keywords", ()))
         itself = within
     home = getattr(itself, "__module__", "") or ""
+    # Their options have names that a prompt file may have for something else (`target`, `scale`).
     if home.partition(".")[0] == __package__:
         return []
     parameters = inspect.signature(reward).parameters.values()
@@ -265,13 +266,13 @@ def is_trainable(reward: Reward) -> bool:
 
 def check_columns(reward: Reward, columns: Iterable[str], *, name: str = "") -> None:
     """Raise ValueError if a reward asks for a column that the prompt file does not have."""
-    known = list(columns)
+    available = list(columns)
     for column in needs(reward).columns:
-        if column not in known:
-            have = f"has the columns {', '.join(known)}" if known else "has no columns besides the prompt"
+        if column not in available:
+            have = f"has the columns {', '.join(available)}" if available else "has no columns besides the prompt"
             raise ValueError(
                 f"reward {name or name_of(reward)!r} asks for the column {column!r}, but the prompt file "
-                f"{have}.{nearest(column, [*known, *FROM_SAMPLER])}"
+                f"{have}.{nearest(column, [*available, *FROM_SAMPLER])}"
             )
 
 
@@ -307,9 +308,11 @@ def score(
 
     name = name or name_of(reward)
     arguments = _arguments(reward, images, prompts, columns or {}, group, name)
+    # The caller may be inside the denoiser's autocast, which would score in another precision than a server does.
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         result = catch(lambda: call(reward, arguments), len(prompts))
     if isinstance(result, Failure):
+        # The commonest slip: rewards of other libraries are given Pillow pictures by this name.
         if "'Tensor' object has no attribute" in result.error:
             hint = "\n`images` are a float tensor; a parameter named `pil_images` gets Pillow pictures"
             result = result._replace(error=result.error + hint, traceback=result.traceback + hint)
@@ -417,7 +420,7 @@ def _arguments(
         lengths["group"] = len(group)
     if len(set(lengths.values())) > 1:
         raise ValueError(f"reward {name!r} is called with unequal numbers of rows: {lengths}")
-    made: dict[str, Callable[[], Any]] = {
+    makers: dict[str, Callable[[], Any]] = {
         # A copy, since a reward may edit what it gets. One memory layout: the last bits of a sum depend on it.
         "images": lambda: images.to(torch.float32, memory_format=torch.contiguous_format, copy=True),
         "pil_images": lambda: to_pil(images),
@@ -426,13 +429,14 @@ def _arguments(
         "pairs": lambda: pairs_of(group or ()),
     }
     arguments: dict[str, Any] = {}
+    # As text: annotations of a file with `from __future__ import annotations` are no objects, and may not resolve.
     if re.search(r"\bImage\b", annotation := _annotated(reward, "images")) and "Tensor" not in annotation:
-        made["images"] = made["pil_images"]
+        makers["images"] = makers["pil_images"]
     for taken in (*needed.names, *optional):
         if taken in IMAGE_COLUMNS:
             arguments[taken] = [open_picture(file) for file in columns[IMAGE_COLUMNS[taken]]]
         else:
-            arguments[taken] = made[taken]() if taken in made else of_its_own(columns[taken])
+            arguments[taken] = makers[taken]() if taken in makers else of_its_own(columns[taken])
     return arguments
 
 
@@ -461,19 +465,20 @@ def _numbers(result: Any, count: int, what: str, each: str) -> list[float]:
     import numpy as np
     import torch
 
-    wanted = f"it must return a list, tensor or array of {count} numbers, one per {each}"
+    expected = f"it must return a list, tensor or array of {count} numbers, one per {each}"
     if isinstance(result, torch.Tensor | np.ndarray):
         if result.ndim != 1:
-            raise ValueError(f"{what} returned shape {list(result.shape)}; {wanted}")
+            raise ValueError(f"{what} returned shape {list(result.shape)}; {expected}")
         result = result.tolist()
     if not isinstance(result, list | tuple):
-        raise ValueError(f"{what} returned {type(result).__name__}; {wanted}")
+        raise ValueError(f"{what} returned {type(result).__name__}; {expected}")
     if len(result) != count:
-        raise ValueError(f"{what} returned {len(result)} numbers for {count} {each}s; {wanted}")
+        raise ValueError(f"{what} returned {len(result)} numbers for {count} {each}s; {expected}")
     if texts := [value for value in result if isinstance(value, str | bytes)]:  # float would read some of them
-        raise ValueError(f"{what} returned something that is not a number (the text {texts[0]!r:.40}); {wanted}")
+        raise ValueError(f"{what} returned something that is not a number (the text {texts[0]!r:.40}); {expected}")
     try:
         values = [math.nan if value is None else float(value) for value in result]
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{what} returned something that is not a number ({error}); {wanted}") from error
+        raise ValueError(f"{what} returned something that is not a number ({error}); {expected}") from error
+    # Totals become float32: an infinity there makes the advantages of its whole group NaN.
     return [value if abs(value) <= LARGEST else math.nan for value in values]

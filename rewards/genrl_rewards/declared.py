@@ -51,11 +51,12 @@ def declared(file: Path | None, attribute: str) -> Declared:
         return Declared(_taken(node.args), "", doc, gradients=None if node.decorator_list else marked)
     call = _definition(node.body, "__call__")
     takes = _taken(call.args)[1:] if isinstance(call, ast.FunctionDef | ast.AsyncFunctionDef) else ()
-    own = constants(node.body)
-    says = own.get("differentiable", None if node.bases else False)
+    class_constants = constants(node.body)
+    # A base class may say it, and which one that is only an import could tell.
+    says = class_constants.get("differentiable", None if node.bases else False)
     gradients = None if says is None else says is True
     trainable = _definition(node.body, "logits") is not None
-    return Declared(takes, str(own.get("range") or ""), doc, gradients=gradients, trainable=trainable)
+    return Declared(takes, str(class_constants.get("range") or ""), doc, gradients=gradients, trainable=trainable)
 
 
 def declared_by(reward: Any, *, trainable: bool) -> Declared:
@@ -84,27 +85,27 @@ def misfit(file: Path, attribute: str, args: Collection[str], *, everything: boo
     if node.decorator_list:  # which may change what it takes
         return ""
     if isinstance(node, ast.ClassDef):
-        made, call = _definition(node.body, "__init__"), _definition(node.body, "__call__")
+        init, call = _definition(node.body, "__init__"), _definition(node.body, "__call__")
         if call is None:
             return "" if node.bases else f"the class {attribute} has no __call__(images, ...), by which it would score"
-        own = made.args if isinstance(made, ast.FunctionDef) else None
-        if own is None and node.bases:
+        arguments = init.args if isinstance(init, ast.FunctionDef) else None
+        if arguments is None and node.bases:
             return ""
-        needed = _taken(own)[1:] if own is not None else ()
+        needed = _taken(arguments)[1:] if arguments is not None else ()
         if lacking := [name for name in needed if name not in (*args, "device")]:  # which loading gives
             return f"the class {attribute} is made with {', '.join(lacking)}: write rewards.args: {{{lacking[0]}: ...}}"
-        options = [one.arg for one in (*own.args[1:], *own.kwonlyargs)] if own is not None else []
-        open_ended = own is not None and own.kwarg is not None
+        options = [arg.arg for arg in (*arguments.args[1:], *arguments.kwonlyargs)] if arguments is not None else []
+        open_ended = arguments is not None and arguments.kwarg is not None
     else:
-        call, own = node, node.args
-        options = [one.arg for one in (*own.args, *own.kwonlyargs) if one.arg not in _taken(own)]
+        call, arguments = node, node.args
+        options = [arg.arg for arg in (*arguments.args, *arguments.kwonlyargs) if arg.arg not in _taken(arguments)]
         open_ended = False
     if unknown := [] if open_ended else [name for name in args if name not in options]:
         takes = f"it has {', '.join(options)}" if options else "it has none"
         return f"{attribute} has no option {unknown[0]} (args): {takes}"
     assert not isinstance(call, ast.ClassDef)
     stars = [call.args.vararg, *call.args.posonlyargs, None if everything else call.args.kwarg]
-    if declares_nothing := [one.arg for one in stars if one is not None and one.arg != "self"]:
+    if declares_nothing := [arg.arg for arg in stars if arg is not None and arg.arg != "self"]:
         return f"{attribute} takes {declares_nothing[0]!r} by *, / or **, which does not say what it needs: name it"
     return ""
 

@@ -13,7 +13,7 @@ def install(extra: str) -> str:
         lines = requires("genrl-diffusion") or ()
     except PackageNotFoundError:  # a source tree that was never installed
         lines = ()
-    wanted = [line.partition(";")[0].strip() for line in lines if re.search(rf"extra == ['\"]{extra}['\"]", line)]
-    if not wanted:
+    packages = [line.partition(";")[0].strip() for line in lines if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    if not packages:
         return f"pip install '.[{extra}]' in the folder of genrl's clone"
-    return "pip install " + " ".join(f"'{package}'" for package in wanted)
+    return "pip install " + " ".join(f"'{package}'" for package in packages)

@@ -52,8 +52,9 @@ def take(name: str) -> Any:
 
     Raises ValueError as `given`.
     """
-    found = given(name)
+    thing = given(name)
+    # Training changes a pipeline in place; the second one who asks (evaluation, a replay) needs one that nobody trains.
     if name in _TAKEN:
-        return copy.deepcopy(found)
+        return copy.deepcopy(thing)
     _TAKEN.add(name)
-    return found
+    return thing

@@ -87,6 +87,7 @@ def resolve(name: str) -> Origin:
     if is_given(name):
         given(name)
         return Origin(name, "object", "the script", name.removeprefix(PREFIX))
+    # Before the names: no built-in reward has a dot, and a file's error is then about the file.
     if ".py" in name:
         return _resolve_file(name)
     if name in BUILT_IN:
@@ -98,9 +99,9 @@ def resolve(name: str) -> Origin:
         raise ValueError(f"reward {name!r} is claimed by {packages}; uninstall or rename one")
     if claims:
         return Origin(name, "entry point", claims[0].module, claims[0].attr)
-    known = sorted({*BUILT_IN, *(point.name for point in points)})
+    available = sorted({*BUILT_IN, *(point.name for point in points)})
     raise ValueError(
-        f"unknown reward {name!r}.{nearest(name, known)} Known: {', '.join(known)}; "
+        f"unknown reward {name!r}.{nearest(name, available)} Known: {', '.join(available)}; "
         "or name a file of your own as path/to/file.py:Name"
     )
 
@@ -122,29 +123,30 @@ def _resolve_file(name: str) -> Origin:
             raise ValueError(f"reward file {path!r}: there is no folder {str(file.parent)!r} in {Path.cwd()}")
         hint = nearest(file.name, [p.name for p in file.parent.glob("*.py")])
         raise ValueError(f"reward file {path!r} does not exist (looked from {Path.cwd()}).{hint}")
-    own, imported = _names(parse(file.read_bytes(), path, "reward file"))
-    defines = f"It defines: {', '.join(n for n in own if not n.startswith('_')) or 'nothing'}"
+    defined, imported = _names(parse(file.read_bytes(), path, "reward file"))
+    defines = f"It defines: {', '.join(n for n in defined if not n.startswith('_')) or 'nothing'}"
     if not attribute:
         raise ValueError(f"say which reward of {path!r} is meant: {path}:Name. {defines}")
-    if attribute not in own and attribute not in imported and "*" not in imported:
-        raise ValueError(f"reward file {path!r} has no {attribute!r}.{nearest(attribute, own)} {defines}")
+    if attribute not in defined and attribute not in imported and "*" not in imported:
+        raise ValueError(f"reward file {path!r} has no {attribute!r}.{nearest(attribute, defined)} {defines}")
     return Origin(name, "file", str(file.resolve()), attribute)
 
 
 def _names(tree: ast.Module) -> tuple[list[str], set[str]]:
     """The names that a module's top level may define itself, in order, and the names that it imports."""
-    own: dict[str, None] = {}
+    defined: dict[str, None] = {}
     imported: set[str] = set()
     for statement in tree.body:
         definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        # Names may be defined below an `if` or `try` of the top level; those within a function or class are its own.
         for node in [statement] if definition else ast.walk(statement):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                own[node.name] = None
+                defined[node.name] = None
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                own[node.id] = None
+                defined[node.id] = None
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 imported |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
-    return list(own), imported
+    return list(defined), imported
 
 
 def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu", dtype: str | None = None) -> Reward:
@@ -175,6 +177,7 @@ def _found(origin: Origin) -> Any:
     """What a module or file has by the name. Raises ValueError where it has no such thing."""
     target: Any = _import_file(origin) if origin.kind == "file" else importlib.import_module(origin.where)
     for part in origin.attribute.split("."):
+        # `vars`, not `getattr`: nothing that the module merely inherits or makes on demand.
         if part not in vars(target):
             raise ValueError(f"reward {origin.name!r}: {origin.where} has no {part!r}.{nearest(part, vars(target))}")
         target = vars(target)[part]
@@ -197,6 +200,7 @@ def _import_file(origin: Origin) -> ModuleType:
     path = Path(origin.where)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     logger.info("reward %s runs the code of %s (sha256 %s)", origin.name, path, digest)
+    # With a hash of the path: two files `reward.py` in two folders are two modules.
     module_name = f"genrl_reward_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None, f"{path} ends in .py, so there is a loader for it"

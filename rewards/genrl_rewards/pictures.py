@@ -43,6 +43,7 @@ def to_uint8(images: torch.Tensor) -> np.ndarray:
     """float [..., 3, H, W] in [0, 1] as uint8 [..., H, W, 3]: 255 x, rounded half to even, then clamped."""
     import torch
 
+    # Rounded, as diffusers does, not cut off, which would darken every picture by half a level.
     levels = (images.detach().to(torch.float32) * 255).round_().clamp_(0, 255)
     return levels.to(torch.uint8).movedim(-3, -1).cpu().numpy()
 
@@ -74,12 +75,12 @@ def open_picture(source: Source, name: str | None = None) -> Image:
         from_file = picture.format is not None or not hasattr(source, "convert")
         if getattr(picture, "is_animated", False) and picture.format != "MPO":  # a photograph with its preview
             _remark("animated", name, "has several frames; the first is taken")
-        shown = _upright(picture)
-        shown = _on_white(shown, name) if shown.has_transparency_data else _as_rgb(shown, name)
-    extrema: Any = shown.getextrema()
+        upright = _upright(picture)
+        upright = _on_white(upright, name) if upright.has_transparency_data else _as_rgb(upright, name)
+    extrema: Any = upright.getextrema()
     if from_file and all(low == high for low, high in extrema):
-        _remark("plain", name, f"is of one single colour, {shown.getpixel((0, 0))}")
-    return shown
+        _remark("plain", name, f"is of one single colour, {upright.getpixel((0, 0))}")
+    return upright
 
 
 def check_picture(source: Source, name: str | None = None) -> tuple[int, int]:
@@ -214,6 +215,7 @@ def _opened(source: Source) -> Image:
         return from_array(source)
     if not isinstance(source, str | Path):
         raise ValueError(f"a {type(source).__name__} is none; wanted is a path, bytes, {{bytes, path}} or an array")
+    # Data sets come from strangers: their rows must not make this machine ask for an address.
     if re.match(r"(https?|s3|gs|hf|data|file):", str(source)):
         raise ValueError("it is an address, which is not fetched; save the picture in a file")
     return Image.open(source)

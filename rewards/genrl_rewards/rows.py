@@ -38,12 +38,16 @@ class Survey:
     def lines(self) -> list[str]:
         """What to tell the user."""
         counts = ", ".join(f"{number} {kind}" for kind, number in self.kinds.most_common())
-        told = [f"reward {self.label!r}: {self.rows} rows to compare with: {counts or 'none read'}"]
+        text_lines = [f"reward {self.label!r}: {self.rows} rows to compare with: {counts or 'none read'}"]
         if self.nothing:
-            told.append(f"reward {self.label!r}: {len(self.nothing)} rows have no score: {_some(self.nothing, ', ')}")
+            text_lines.append(
+                f"reward {self.label!r}: {len(self.nothing)} rows have no score: {_some(self.nothing, ', ')}"
+            )
         if self.refused:
-            told.append(f"reward {self.label!r}: {len(self.refused)} rows cannot be read: {_some(self.refused, '; ')}")
-        return told
+            text_lines.append(
+                f"reward {self.label!r}: {len(self.refused)} rows cannot be read: {_some(self.refused, '; ')}"
+            )
+        return text_lines
 
     def tell(self, logger: logging.Logger, limit: float = FAILED_LIMIT) -> None:
         """Log the lines, as a warning where a row has no score. Raises ValueError where more than this share of the
@@ -65,19 +69,20 @@ def survey(label: str, reward: Reward, rows: Iterable[tuple[str, Mapping[str, An
     read_row: Callable[..., str] | None = getattr(_itself(reward), "read_row", None)
     if read_row is None:
         return None
-    found = Survey(label)
+    survey_of = Survey(label)
     for name, columns in rows:
         try:
             kind = read_row(**columns)
+        # Rows of another reward's data in the same file; a column that every row must have is checked elsewhere.
         except KeyError:
             continue
         except ValueError as error:
-            found.refused.append(f"{name}: {error}")
+            survey_of.refused.append(f"{name}: {error}")
             continue
-        found.kinds[kind] += 1
+        survey_of.kinds[kind] += 1
         if kind == NOTHING:
-            found.nothing.append(name)
-    return found
+            survey_of.nothing.append(name)
+    return survey_of
 
 
 def read_as(reward: Reward, columns: Mapping[str, Any]) -> str:

@@ -110,12 +110,12 @@ def read_components(folder: Path, variant: str | None = None, without: Sequence[
     """The networks of a pipeline folder but those left out, from model_index.json and the headers of their safetensors
     files."""
     index = read_json(folder / "model_index.json")
-    found = []
+    components = []
     for name, entry in index.items():
         listed = isinstance(entry, list) and len(entry) == 2 and entry[1] and name not in without
         if listed and (folder / name / "config.json").is_file():
-            found.append(_component(folder / name, name, str(entry[1]), variant))
-    return tuple(found)
+            components.append(_component(folder / name, name, str(entry[1]), variant))
+    return tuple(components)
 
 
 def _component(folder: Path, name: str, kind: str, variant: str | None) -> Component:
@@ -279,8 +279,8 @@ def context_problems(config: Config, components: tuple[Component, ...]) -> Itera
         heads = denoiser.settings.get("num_attention_heads")
         text = 0 if denoiser.kind.startswith("Wan") else text_tokens(config, components)
         numbers = [("heads of its attention", heads if isinstance(heads, int) else 0), ("tokens of its text", text)]
-        own = config.evaluation
-        judged = {name: side for name in ("height", "width") if (side := getattr(own, name)) is not None}
+        evaluation = config.evaluation
+        judged = {name: side for name in ("height", "width") if (side := getattr(evaluation, name)) is not None}
         evaluated = config.model_copy(update={"sampling": config.sampling.model_copy(update=judged)})
         for sized in (config, evaluated):
             counts = token_counts(sized, denoiser.settings, vae)

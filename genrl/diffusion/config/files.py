@@ -115,14 +115,14 @@ def folder_problems(model: Model, folder: Path) -> list[str]:
         for name in model.without
         if name in (*DENOISERS, "vae", "scheduler")
     ]
-    found = pipeline_problems(
+    problems = pipeline_problems(
         folder,
         model.variant,
         pickled=not model.use_safetensors,
         left_out=model.without,
         loose=model.config is not None,
     )
-    return wrong + [text for _, text in found]
+    return wrong + [text for _, text in problems]
 
 
 def _given_pipeline(config: Config, notes: list[str]) -> Iterator[FileFinding]:
@@ -149,8 +149,8 @@ def _given_pipeline(config: Config, notes: list[str]) -> Iterator[FileFinding]:
         yield ("engine",), text
     read = partial(_settings_in_memory, pipe)
     if not read("model_index.json"):
-        found = f"found an object of type {type(pipe).__name__}, not a diffusers pipeline"
-        yield ("model", "path"), f"{found}; load one by DiffusionPipeline.from_pretrained"
+        problem = f"found an object of type {type(pipe).__name__}, not a diffusers pipeline"
+        yield ("model", "path"), f"{problem}; load one by DiffusionPipeline.from_pretrained"
         return
     adapted = [name for name, part in pipe.components.items() if getattr(part, "peft_config", None)]
     if adapted and model.lora is not None:
@@ -163,12 +163,12 @@ def _given_pipeline(config: Config, notes: list[str]) -> Iterator[FileFinding]:
 def _settings_in_memory(pipe: Any, file: str) -> dict[str, Any]:
     """What a file of settings would hold if the pipeline were saved; empty where it would write none."""
     component, _, _ = file.rpartition("/")
-    found = getattr(pipe.components.get(component) if component else pipe, "config", None)
-    if not isinstance(found, Mapping):
+    config = getattr(pipe.components.get(component) if component else pipe, "config", None)
+    if not isinstance(config, Mapping):
         return {}
     # A part that was made in Python, not loaded, has no class in its settings.
     part = pipe.components.get(component) if component else pipe
-    return {"_class_name": type(part).__name__, **found}
+    return {"_class_name": type(part).__name__, **config}
 
 
 def _layers(config: Config, folder: Path) -> Iterator[FileFinding]:
@@ -179,8 +179,8 @@ def _layers(config: Config, folder: Path) -> Iterator[FileFinding]:
         return
     components = read_components(folder, config.model.variant, config.model.without)
     if lora is not None:
-        found = layer_problems(lora, components)
-        yield from ((tuple(name.split(".", 3)), text) for name, text in found)
+        problems = layer_problems(lora, components)
+        yield from ((tuple(name.split(".", 3)), text) for name, text in problems)
     yield from ((("distributed", "context"), text) for text in context_problems(config, components))
 
 
@@ -268,7 +268,7 @@ def _scheduler_settings(config: Config, folder: Path) -> Mapping[str, Any]:
 
 
 def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFinding]:
-    found: dict[str, PromptRows] = {}
+    sources: dict[str, PromptRows] = {}
     for name, source in (("train", config.prompts.train), ("eval", config.prompts.eval)):
         if source is None:
             continue
@@ -276,24 +276,24 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFindi
             notes.append(f"prompts.{name}: {source} is a data set; it is read when training starts")
             continue
         try:
-            found[name] = read_prompts(source, config.prompts.column)
-            notes += [f"prompts.{name}: {text}" for text in unread(found[name].column_names)]
-            yield from _buckets(config, name, found[name], notes)
+            sources[name] = read_prompts(source, config.prompts.column)
+            notes += [f"prompts.{name}: {text}" for text in unread(sources[name].column_names)]
+            yield from _buckets(config, name, sources[name], notes)
         except PromptError as error:
             yield ("prompts", name), str(error)
             continue
-        skipped = found[name].skipped
+        skipped = sources[name].skipped
         notes += [f"prompts.{name}: skipped {row}" for row in skipped[:10]]
         notes += [f"prompts.{name}: {len(skipped)} rows skipped in all"] if len(skipped) > 10 else []
-    wrong = config.trainer.file_problems(config, found.get("train"), notes)
+    wrong = config.trainer.file_problems(config, sources.get("train"), notes)
     yield from wrong
-    if len(found) == 2:
-        yield from _overlap(found["train"], found["eval"], notes)
+    if len(sources) == 2:
+        yield from _overlap(sources["train"], sources["eval"], notes)
     for index, reward in enumerate(config.rewards):
-        yield from _unread(index, reward, found, notes)
+        yield from _unread(index, reward, sources, notes)
         if reward.remote is not None:
-            asked = reward.remote if isinstance(reward.remote, str) else ", ".join(reward.remote)
-            notes.append(f"rewards.{index}.remote: {asked} is asked when training starts")
+            servers = reward.remote if isinstance(reward.remote, str) else ", ".join(reward.remote)
+            notes.append(f"rewards.{index}.remote: {servers} is asked when training starts")
         elif isinstance(reward.isolate, str):  # what is installed there is not known here
             from genrl_rewards.service.isolation import python_of  # which brings the network's client
 
@@ -302,7 +302,7 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFindi
             except ValueError as error:
                 yield ("rewards", index, "isolate"), str(error)
         else:
-            yield from _reward(config, index, found, notes)
+            yield from _reward(config, index, sources, notes)
 
 
 def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> Iterator[FileFinding]:
@@ -314,8 +314,8 @@ def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> 
             notes.append(f"prompts.{name}: {text}")
         return
     rows = sized(found.rows, sampling.buckets, sampling.picture_column, str(getattr(config.prompts, name)))
-    given = sampling.prompts_together, sampling.buckets, sampling.picture_column
-    if name == "train" and (problem := short_bucket(rows, *given)):
+    arguments = sampling.prompts_together, sampling.buckets, sampling.picture_column
+    if name == "train" and (problem := short_bucket(rows, *arguments)):
         yield ("sampling", "buckets"), problem
 
 
@@ -362,12 +362,12 @@ def _missing(reward: str, columns: Sequence[str], found: Mapping[str, PromptRows
 
 def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[FileFinding]:
     """A column of the prompts that a reward of ours would read, if an argument named it."""
-    known = BUILT_IN.get(reward.name)
-    if known is None or not known.column or known.column in reward.args:
+    built_in = BUILT_IN.get(reward.name)
+    if built_in is None or not built_in.column or built_in.column in reward.args:
         return
-    if not any(known.column in rows.column_names for rows in found.values()):
+    if not any(built_in.column in rows.column_names for rows in found.values()):
         return
-    says, column = f"the prompts have a column {known.column}", known.column
+    says, column = f"the prompts have a column {built_in.column}", built_in.column
     if reward.remote is None:
         text = f"{says}, which {reward.name} ignores; write args: {{{column}: {column}}}"
         yield ("rewards", index, "args"), text
@@ -377,8 +377,8 @@ def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: 
 
 
 def _overlap(train: PromptRows, held_out: PromptRows, notes: list[str]) -> Iterator[FileFinding]:
-    known = {row.text for row in train.rows}
-    shared = sum(row.text in known for row in held_out.rows)
+    trained = {row.text for row in train.rows}
+    shared = sum(row.text in trained for row in held_out.rows)
     if shared == len(held_out.rows):
         yield ("prompts", "eval"), "every one of these prompts is trained on; hold some out"
     elif shared:

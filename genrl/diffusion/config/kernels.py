@@ -29,13 +29,13 @@ GROUP = Group("kernel", {name: f"genrl.mdp.kernels:{name}" for name in BUILT_IN}
 @cache
 def find_kernel(name: str) -> Callable[..., Any]:
     """The function of a kernel. Raises ValueError for an unknown name, and for what cannot be called."""
-    found: Callable[..., Any] = find(name, GROUP)
-    if not callable(found) or isinstance(found, type):
+    kernel: Callable[..., Any] = find(name, GROUP)
+    if not callable(kernel) or isinstance(kernel, type):
         raise ValueError(
             f"{name} is no kernel: define a function (x, velocity, sigma, sigma_next, *, noise_level) that returns "
             "the mean and the standard deviation of the step, see docs/extending.md"
         )
-    return found
+    return kernel
 
 
 def kernel_problem(name: str) -> str | None:

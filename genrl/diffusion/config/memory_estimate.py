@@ -38,7 +38,7 @@ class Kept(NamedTuple):
 
     def plus(self, other: Kept, times: float = 1.0) -> Kept:
         """The sum, the other one taken so many times."""
-        return Kept(*(mine + times * more for mine, more in zip(self, other, strict=True)))
+        return Kept(*(ours + times * more for ours, more in zip(self, other, strict=True)))
 
 
 KEPT = {
@@ -123,16 +123,16 @@ def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
 def _at_a_time(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Numbers in no block, and in the two largest blocks: one computes while the next one comes."""
     blocks = _by_block(shapes)
-    rest = blocks.pop("", 0)
-    return rest + sum(count for _, count in blocks.most_common(2))
+    outside = blocks.pop("", 0)
+    return outside + sum(count for _, count in blocks.most_common(2))
 
 
 def _by_block(shapes: Mapping[str, tuple[int, ...]]) -> Counter[str]:
     """Numbers in each block, by its name; the empty name has those that are in none."""
     blocks: Counter[str] = Counter()
     for name, shape in shapes.items():
-        found = UNET_PART.match(name) or (None if name.startswith(UNET_LEVELS) else BLOCK.match(name))
-        blocks[found.group() if found else ""] += math.prod(shape)
+        match = UNET_PART.match(name) or (None if name.startswith(UNET_LEVELS) else BLOCK.match(name))
+        blocks[match.group() if match else ""] += math.prod(shape)
     return blocks
 
 
@@ -196,10 +196,10 @@ def _trained(config: Config, trained: int) -> list[tuple[str, int]]:
 
 def _activations(config: Config, components: tuple[Component, ...]) -> tuple[str, int]:
     """Kept for the backward pass of a micro-batch, or of all whose graphs are kept."""
-    kept = _kept_bytes(config, components)
+    saved = _kept_bytes(config, components)
     if graphs := config.trainer.calls(config, lambda scale: 1).kept:  # one process; several share it
-        return "activations kept from sampling (rough)", round(kept * graphs)
-    return "activations of one micro-batch (rough)", kept
+        return "activations kept from sampling (rough)", round(saved * graphs)
+    return "activations of one micro-batch (rough)", saved
 
 
 def _kept_bytes(config: Config, components: tuple[Component, ...]) -> int:
@@ -213,11 +213,13 @@ def _kept_bytes(config: Config, components: tuple[Component, ...]) -> int:
         return 0
     held = 2 if _half(config) else 4
     picture, text = tokens(config, settings, vae.settings if vae else {}), text_tokens(config, components)
-    kept = _kept_by_blocks(denoiser, layers, picture / (picture + text))
+    per_block = _kept_by_blocks(denoiser, layers, picture / (picture + text))
     if model.lora is None:
-        each = kept.whole * (kept.half / kept.lora if _half(config) else 1) * width
+        each = per_block.whole * (per_block.half / per_block.lora if _half(config) else 1) * width
     else:  # with what stands between the two matrices of an adapter
-        each = (kept.half if _half(config) else kept.lora) * width + held * adapted_ranks(denoiser, model.lora) / layers
+        each = (per_block.half if _half(config) else per_block.lora) * width + held * adapted_ranks(
+            denoiser, model.lora
+        ) / layers
     of_token = each + held * layers * width if model.gradient_checkpointing else each * layers
     batch = config.sampling.batch_size * plan(config, components).guidance
     return int(batch * (picture + text) * of_token / config.distributed.context)
@@ -225,13 +227,13 @@ def _kept_bytes(config: Config, components: tuple[Component, ...]) -> int:
 
 def _kept_by_blocks(denoiser: Component, layers: int, picture: float) -> Kept:
     """Numbers that the mean block of a denoiser keeps; picture: the picture's share of the tokens."""
-    kept = KEPT.get(denoiser.kind, KEPT_ELSEWHERE)
+    per_layer = KEPT.get(denoiser.kind, KEPT_ELSEWHERE)
     if denoiser.kind != "SD3Transformer2DModel":
-        return kept
+        return per_layer
     if denoiser.settings.get("qk_norm"):
-        kept = kept.plus(NORMED)
+        per_layer = per_layer.plus(NORMED)
     dual = denoiser.settings.get("dual_attention_layers")
-    return kept.plus(DUAL, picture * len(dual) / layers) if isinstance(dual, list | tuple) else kept
+    return per_layer.plus(DUAL, picture * len(dual) / layers) if isinstance(dual, list | tuple) else per_layer
 
 
 def _width(settings: Mapping[str, Any]) -> int:
@@ -252,11 +254,11 @@ def text_tokens(config: Config, components: tuple[Component, ...]) -> int:
     encoder, denoiser = _first(components, "text_encoder"), _first(components, *DENOISERS)
     if denoiser is None or denoiser.settings.keys().isdisjoint(("joint_attention_dim", "cap_feat_dim")):
         return 0
-    given = config.sampling.pipeline_args.get("max_sequence_length")
+    max_length = config.sampling.pipeline_args.get("max_sequence_length")
     clip = 0
     if denoiser.kind.startswith("SD3") and encoder is not None:
         clip = number(encoder.settings.get("max_position_embeddings")) or 77
-    return clip + (given if isinstance(given, int) else 512 if denoiser.kind.startswith("Flux") else 256)
+    return clip + (max_length if isinstance(max_length, int) else 512 if denoiser.kind.startswith("Flux") else 256)
 
 
 def _decoding(config: Config, components: tuple[Component, ...]) -> int:
@@ -294,16 +296,16 @@ def steps(file: Path, overrides: Sequence[str], components: tuple[Component, ...
     the configuration has, what cannot be with it, and what saves less than a hundredth."""
     config = _loaded(file, overrides)
     assert config is not None
-    found, taken = [Step("", _peak(config, components))], list(overrides)
+    changes, taken = [Step("", _peak(config, components))], list(overrides)
     for change in _changes(config):
-        if found[-1].num_bytes <= SHARE * card:
+        if changes[-1].num_bytes <= SHARE * card:
             break
         changed = _loaded(file, [*taken, *change.split(" ")])
-        if changed is None or (size := _peak(changed, components)) > 0.99 * found[-1].num_bytes:
+        if changed is None or (size := _peak(changed, components)) > 0.99 * changes[-1].num_bytes:
             continue
-        found.append(Step(change, size))
+        changes.append(Step(change, size))
         taken += change.split(" ")
-    return found
+    return changes
 
 
 def fitting(found: Sequence[Step], card: float) -> list[Step] | None:

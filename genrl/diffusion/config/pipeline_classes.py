@@ -78,10 +78,10 @@ def source_of(name: str) -> Source | None:
     if re.search(r"def get_timesteps\([^)]*\bsigmas\b", text):
         methods.remove("get_timesteps")  # cuts the noise levels before the scheduler is asked (LTX conditions)
     if "__call__" in methods:  # others are not parsed, which takes long
-        found = _parsed(text)
-        call = next(node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__call__")
-        arguments = {one.arg for one in (*call.args.args, *call.args.kwonlyargs)}
-        decorated, loop = bool(call.decorator_list), _loop(found)
+        source = _parsed(text)
+        call = next(node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "__call__")
+        arguments = {arg.arg for arg in (*call.args.args, *call.args.kwonlyargs)}
+        decorated, loop = bool(call.decorator_list), _loop(source)
         strength = _default(call.args, "strength")
     heading = re.match(r"class \w+\(([^)]*)\)", text)
     for base in re.findall(r"\w+", heading[1]) if heading else ():
@@ -107,11 +107,11 @@ def _defaults(scheduler: str) -> dict[str, object]:
     """Constants that settings of a scheduler of this class have unless they are set."""
     text = _text_of(scheduler)
     members = [] if text is None else _parsed(text).body
-    made = next((one for one in members if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
-    if made is None:
+    init = next((node for node in members if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
+    if init is None:
         return {}
-    pairs = zip(reversed(made.args.args), reversed(made.args.defaults), strict=False)
-    return {one.arg: value.value for one, value in pairs if isinstance(value, ast.Constant)}
+    pairs = zip(reversed(init.args.args), reversed(init.args.defaults), strict=False)
+    return {node.arg: value.value for node, value in pairs if isinstance(value, ast.Constant)}
 
 
 @cache
@@ -119,8 +119,8 @@ def settings_of(scheduler: str) -> frozenset[str]:
     """What a scheduler of this class can be set to; empty for a class that is not diffusers'."""
     text = _text_of(scheduler)
     members = [] if text is None else _parsed(text).body
-    made = [node for node in members if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-    return frozenset(one.arg for node in made for one in node.args.args) - {"self"}
+    inits = [node for node in members if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    return frozenset(arg.arg for node in inits for arg in node.args.args) - {"self"}
 
 
 EULER = "FlowMatchEulerDiscreteScheduler"
@@ -233,9 +233,13 @@ def _written(node: ast.expr) -> str:
 
 def _default(arguments: ast.arguments, name: str) -> float | None:
     """Default of an argument that may be given by position, where it is a number."""
-    named = [one.arg for one in arguments.args]
-    found = dict(zip(reversed(named), reversed(arguments.defaults), strict=False)).get(name)
-    return float(found.value) if isinstance(found, ast.Constant) and isinstance(found.value, (int, float)) else None
+    named = [arg.arg for arg in arguments.args]
+    defaults = dict(zip(reversed(named), reversed(arguments.defaults), strict=False)).get(name)
+    return (
+        float(defaults.value)
+        if isinstance(defaults, ast.Constant) and isinstance(defaults.value, (int, float))
+        else None
+    )
 
 
 def _text_of(name: str) -> str | None:
@@ -254,46 +258,46 @@ def _classes() -> dict[bytes, bytes]:
     package = importlib.util.find_spec("diffusers")
     if package is None or package.origin is None:
         return {}
-    found: dict[bytes, bytes] = {}
+    sources: dict[bytes, bytes] = {}
     for part in ("loaders", "models", "pipelines", "schedulers"):
         for folder, _, files in os.walk(os.path.join(os.path.dirname(package.origin), part)):
             for file in (file for file in files if file.endswith(".py")):
                 with open(os.path.join(folder, file), "rb") as stream:
                     _, *classes = (b"\n" + stream.read()).split(b"\nclass ")
-                found |= {re.split(rb"\W", text, maxsplit=1)[0]: text for text in classes}
-    return found
+                sources |= {re.split(rb"\W", text, maxsplit=1)[0]: text for text in classes}
+    return sources
 
 
 def problems(pipeline: str, denoisers: dict[str, str], *, lora: bool) -> Iterator[tuple[str, str]]:
     """(key, text) of what keeps a pipeline of this class from training. denoisers: classes by component."""
-    found = source_of(pipeline)
-    if found is None:  # a class of its own, which only loading shows
+    source = source_of(pipeline)
+    if source is None:  # a class of its own, which only loading shows
         return
-    if "prompt" not in found.arguments:
+    if "prompt" not in source.arguments:
         yield "model.path", f"{pipeline} draws without a prompt; give a pipeline that takes one"
         return
     for method in ("prepare_latents", "encode_prompt"):
-        if method not in found.methods:
+        if method not in source.methods:
             yield "model.path", f"{pipeline} has no `{method}`: its loop cannot be resumed from a recorded state"
-    if found.undecorated:
+    if source.undecorated:
         yield "model.path", f"{pipeline}.__call__ is not decorated by torch.no_grad(): nothing to replay with"
     if not lora:
         return
     for network in denoisers.values():
-        own = source_of(network)
-        if own is not None and "PeftAdapterMixin" not in own.bases:
+        network_source = source_of(network)
+        if network_source is not None and "PeftAdapterMixin" not in network_source.bases:
             yield "model.lora", f"diffusers has no adapters for a {network}; write lora: null to train all weights"
 
 
 def loop_problems(pipeline: str, *, is_flow: bool, branches: bool) -> Iterator[tuple[str, str]]:
     """(key, text) of what keeps the loop of this class from being run step by step. is_flow: whether its scheduler
     keeps its class, or DDIM takes its place; branches: whether a state goes on in several ways."""
-    found = source_of(pipeline)
+    source = source_of(pipeline)
     if pipeline in FAILS:
         yield "model.path", f"{pipeline} {FAILS[pipeline]}"
-    if found is None or found.loop is None:
+    if source is None or source.loop is None:
         return
-    loop = found.loop
+    loop = source.loop
     if others := sorted(loop.stepped - {OWN}):
         yield "model.path", f"{pipeline} steps {', '.join(others)} too or instead, and only {OWN} is the policy"
     if loop.in_part:
@@ -303,7 +307,7 @@ def loop_problems(pipeline: str, *, is_flow: bool, branches: bool) -> Iterator[t
         yield "model.path", f"{pipeline} {text}"
     elif "sigmas" in loop.reads and not is_flow:
         yield "model.path", f"{pipeline} reads `sigmas` of its scheduler, which DDIM, taking its place, has not"
-    if branches and "mask_image" in found.arguments:
+    if branches and "mask_image" in source.arguments:
         text = f"samples of a {pipeline} cannot branch: it blends the picture into its states between steps, of which"
         yield "trainer", f"{text} it knows one per prompt; draw independent samples"
 
@@ -328,15 +332,15 @@ def vae_problems(vae: str, settings: Mapping[str, Any], model: Model, sampling: 
 def strength_problem(pipeline: str, arguments: Mapping[str, object]) -> str | None:
     """What is wrong with the `strength` among a call's arguments: that it has a meaning of its own here, or that the
     pipeline cuts its schedule although none is given."""
-    found = source_of(pipeline)
-    if found is None:
+    source = source_of(pipeline)
+    if source is None:
         return None
-    given = arguments.get("strength")
-    if given is None and found.strength is not None and found.strength < 1.0:
+    strength = arguments.get("strength")
+    if strength is None and source.strength is not None and source.strength < 1.0:
         return (
-            f"a {pipeline} leaves out part of its schedule (strength {found.strength:g}) unless told; write 1, or "
-            f"{found.strength:g} to have sampling.num_inference_steps left of a longer one"
+            f"a {pipeline} leaves out part of its schedule (strength {source.strength:g}) unless told; write 1, or "
+            f"{source.strength:g} to have sampling.num_inference_steps left of a longer one"
         )
-    if given not in (None, 1, 1.0) and "strength" in found.arguments and found.strength is None:
+    if strength not in (None, 1, 1.0) and "strength" in source.arguments and source.strength is None:
         return f"a {pipeline} does not cut its schedule by it, so steps would be counted wrongly; write 1"
     return None

@@ -295,11 +295,11 @@ class Rewriter(Section):
         if wrong or not path.is_dir():
             return
         settings, tokenizer = read_json(path / "config.json"), read_json(path / "tokenizer_config.json")
-        kinds, seen = settings.get("architectures") or [], settings.get("vision_config")
-        if kinds and not seen and not any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
+        kinds, vision = settings.get("architectures") or [], settings.get("vision_config")
+        if kinds and not vision and not any(str(kind).endswith(("ForCausalLM", "LMHeadModel")) for kind in kinds):
             text = f"{path} is a {', '.join(map(str, kinds))}; a rewriter is a causal language model (...ForCausalLM)"
             yield key, f"{text} or one that sees, with a vision_config"
-        if seen and not any((path / name).is_file() for name in PROCESSORS):
+        if vision and not any((path / name).is_file() for name in PROCESSORS):
             text = f"{path} sees, but has no image processor ({' or '.join(PROCESSORS)})"
             yield key, f"{text}; save the processor of the original model there"
         if not tokenizer:

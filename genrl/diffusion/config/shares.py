@@ -77,8 +77,8 @@ def waiting(config: Config, groups: int) -> str | None:
 def remedy(config: Config, num_processes: int) -> str:
     """The changes by which all processes have the same work: the largest batch that makes it so, else more prompts."""
     sampling = config.sampling
-    whole = num_processes * config.trainer.updates
-    more = math.ceil(sampling.prompts_per_iteration / whole) * whole
+    parts = num_processes * config.trainer.updates
+    more = math.ceil(sampling.prompts_per_iteration / parts) * parts
     for prompts in (sampling.prompts_per_iteration, more):
         for size in range(sampling.batch_size, 0, -1):
             changes = {"prompts_per_iteration": prompts, "batch_size": size}

@@ -59,18 +59,21 @@ def reward_gradient(
     final = micro_batch.final
     weights = {label: weight for label, weight in rollouts.weights.items() if weight != 0}
     columns = _columns(run, micro_batch.slots)
-    found = RewardGradient(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
+    result = RewardGradient(torch.zeros(len(final)), torch.zeros_like(final), torch.zeros(len(final)))
     if not weights:
-        return found
+        return result
+    # Rewards may wait on the CPU between their turns (`placed`); trainers sample and score under `no_grad`.
     with run.scorers.placed(), torch.enable_grad():
         for row in range(len(final)):
+            # The gradient stops here: it is taken to the denoiser's weights in `chain_loss`, in a pass of its own, so
+            # that decoder, reward and denoiser never have their graphs in memory together.
             leaf = final[row : row + 1].detach().clone().requires_grad_()
             total = _total(run, weights, micro_batch.batch.take([row]), leaf, columns[row])
             loss = loss_of(total)
-            found.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
-            found.total[row], found.loss[row] = total.detach()[0], loss.detach()[0]
+            result.gradient[row] = torch.autograd.grad(loss.sum(), leaf)[0][0]
+            result.total[row], result.loss[row] = total.detach()[0], loss.detach()[0]
             run.loop.alive()
-    return found
+    return result
 
 
 def chain(policy: Policy, batch: Batch, state: Tensor, steps: range, *, clean: bool = False) -> Tensor:
@@ -79,6 +82,7 @@ def chain(policy: Policy, batch: Batch, state: Tensor, steps: range, *, clean: b
         last = clean and i == steps.stop - 1
         if len(steps) == 1:
             return policy.advance(batch, state, i, clean=last)
+        # Each step is computed again in the backward pass: memory of one step instead of all of them.
         state = checkpoint(policy.advance, batch, state, i, clean=last, use_reentrant=False)
     return state
 

@@ -53,6 +53,8 @@ def noised(clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensors:
 def drawn_level(policy: Policy, drawn: torch.Generator) -> Tensor:
     """A noise level of training: logit-normal for a flow; a timestep, uniform, for others."""
     if policy.head.parametrisation == "flow":
+        # How SD3 was trained (arXiv 2403.03206), and most flows since: levels in the middle, where a prediction is
+        # hardest.
         return logit_normal_draws(1, drawn, stratified=False)[0]
     return torch.randint(len(policy.head.alphas_cumprod), (), generator=drawn)
 
@@ -76,6 +78,7 @@ def own_noise(micro_batch: MicroBatch, *names: int | str) -> Tensor:
 
 def group_noise(micro_batch: MicroBatch, group: Tensor, *names: int | str) -> Tensor:
     """Noise of each sample, the same for all of a group (int64 [B]), [B, ...]."""
+    # By the group's number, not the sample's: samples that are compared meet the same noise, which then cancels.
     clean, (seed, iteration, *_) = micro_batch.final, micro_batch.batch.keys[0]
     noises = {
         g: keyed_noise(clean.shape[1:], seed, iteration, "group", g, "forward", *names) for g in set(group.tolist())

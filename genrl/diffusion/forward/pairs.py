@@ -49,6 +49,7 @@ def refresh_reference(run: DiffusionRun, every: int | None) -> None:
     if every is None:
         return
     settings, step = run.settings, run.loop.optimizer_steps
+    # `learn` makes so many optimiser steps in an iteration, so a multiple of `every` may lie within and not at its end.
     before = step - settings.updates * settings.epochs
     if step == 0 or step // every > before // every:
         run.weights.snapshot(REFRESHED)
@@ -64,30 +65,28 @@ def learn(run: DiffusionRun, settings: DiffusionDPO, rollouts: Rollouts, sign: T
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors] | None:
         rows = pair_rows(sign[micro_batch.slots], rollouts.group[micro_batch.slots])
         counts = torch.ones(len(rows))
-        if (
-            run.weights.in_step
-        ):  # as many passes as the other processes: a group without a pair gets one that is nothing
+        # As many passes as the other processes make: a group without a pair gets one of weight 0.
+        if run.weights.in_step:
             missing = len(micro_batch.slots) // run.config.sampling.group_size - len(rows)
             rows = torch.cat([rows, rows.new_zeros(missing, 2)])
             counts = torch.cat([counts, torch.zeros(missing)])
         if len(rows) == 0:
             return None
+        # Winners, then losers: `loss` halves the model's output by that.
         both = rows.T.flatten().tolist()
         batch, clean = micro_batch.batch.take(both), micro_batch.final[both]
         batch = batch if settings.guidance_in_training else without_guidance(policy, batch)
         seed, iteration, _ = batch.keys[0]
         groups = [int(rollouts.group[micro_batch.slots[row]]) for row in rows[:, 0].tolist()]
         keys = [(seed, iteration, "group", g, "forward", epoch, k) for g in groups]
-        noise = (
-            torch.stack([keyed_noise(clean.shape[1:], *key) for key in keys])
-            .to(clean)
-            .repeat(2, *[1] * (clean.dim() - 1))
-        )
-        level = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device).repeat(2)
-        given = noised_by(policy, clean, noise, level)
-        given["reference"] = under(run, reference, batch, given["noisy"], level)
-        given["counts"] = counts.to(clean)
-        return batch, given
+        # Both of a pair are noised alike, by the same noise at the same level: only the samples differ.
+        noises = torch.stack([keyed_noise(clean.shape[1:], *key) for key in keys]).to(clean)
+        levels = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device)
+        noise, level = torch.cat([noises, noises]), torch.cat([levels, levels])
+        tensors = noised_by(policy, clean, noise, level)
+        tensors["reference"] = under(run, reference, batch, tensors["noisy"], level)
+        tensors["counts"] = counts.to(clean)
+        return batch, tensors
 
     def count(slots: list[int]) -> int:
         return int((sign[slots] > 0).sum()) * settings.timesteps_per_pair

@@ -69,8 +69,8 @@ def matching_calls(
     """Model calls of a method whose samples are drawn in all steps. trained: noise levels per sample; states: those
     trained in one pass over all samples, guidance included; train: forward calls of training."""
     sampling = config.sampling
-    drawn = float(sampling.images_per_iteration * sampling.num_inference_steps)
-    return Calls(drawn * guided(sampling.guidance_scale), train, states * method.epochs, trained)
+    sampled = float(sampling.images_per_iteration * sampling.num_inference_steps)
+    return Calls(sampled * guided(sampling.guidance_scale), train, states * method.epochs, trained)
 
 
 def groups_of(count: int, config: Config) -> Iterator[Finding]:
@@ -189,10 +189,10 @@ class Differentiating(DiffusionMethod):
     def _gradients_end(self, config: Config, index: int) -> Iterator[Finding]:
         """Settings of a reward behind which it has no gradients."""
         reward, at, algorithm = config.rewards[index], f"rewards.{index}", self.algorithm
-        for key, wanted in (("remote", "null"), ("isolate", "false")):
+        for key, allowed in (("remote", "null"), ("isolate", "false")):
             if getattr(reward, key):
                 text = f"{algorithm} needs the reward's gradient, which stays in the process that computes it"
-                yield (f"{at}.{key}", "trainer.algorithm"), f"{text}; write {wanted}, or give it weight 0"
+                yield (f"{at}.{key}", "trainer.algorithm"), f"{text}; write {allowed}, or give it weight 0"
         if reward.gate is not None:
             text = f"{algorithm} differentiates the reward itself, not what a gate makes of it; write null"
             yield (f"{at}.gate", "trainer.algorithm"), text

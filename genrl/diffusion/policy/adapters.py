@@ -56,17 +56,17 @@ def add_adapters(denoisers: Mapping[str, nn.Module], lora: LoRA, seed: int) -> N
 def encoders_of(pipe: Pipeline) -> dict[str, nn.Module]:
     """The text encoders whose adapters the pipeline itself reads and writes. Raises ValueError where it has none."""
     takes = inspect.signature(type(pipe).save_lora_weights).parameters.keys() if isinstance(pipe, LoRALoader) else ()
-    found = {
+    encoders = {
         name: part
         for name, part in pipe.components.items()
         if is_text_encoder(name) and isinstance(part, nn.Module) and f"{name}_lora_layers" in takes
     }
-    if not found:
+    if not encoders:
         raise ValueError(
             f"model.lora.text_encoders: diffusers loads no adapters of a {type(pipe).__name__}'s text encoders; write "
             "false"
         )
-    return found
+    return encoders
 
 
 def begin_with(pipe: Pipeline, denoisers: Mapping[str, nn.Module], source: str) -> None:
@@ -91,6 +91,7 @@ def add_frozen(pipe: Pipeline, sources: Collection[str]) -> None:
 
 def activate(denoiser: AdaptedDenoiser, adapter: str = ADAPTER) -> None:
     """Run with this adapter and the frozen ones; its parameters alone have gradients."""
+    # peft gives gradients to every adapter that it switches on, so the frozen ones lose theirs here.
     frozen = [name for name in denoiser.peft_config if name.startswith(FROZEN)]
     denoiser.set_adapter([adapter, *frozen] if frozen else adapter)
     for name, parameter in denoiser.named_parameters():
@@ -114,6 +115,8 @@ def _config(name: str, denoiser: nn.Module, lora: LoRA, components: Collection[s
     rank = lora.ranks.get(name, lora.rank)
     patterns = {pattern: r for pattern, r in lora.ranks.items() if pattern not in components}
 
+    # The strength alpha / r stays that of `lora.rank` in layers of another rank; rslora divides by sqrt(r) for the very
+    # purpose that ranks of any size learn alike, so its alpha is one number.
     def alpha(r: int) -> float:
         return lora.alpha if lora.type == "rslora" else lora.alpha * r / lora.rank
 
@@ -127,6 +130,8 @@ def _config(name: str, denoiser: nn.Module, lora: LoRA, components: Collection[s
         return LoKrConfig(alpha=alpha(rank), **common), layers  # type: ignore[arg-type]  # peft takes any number
     config = PeftLoraConfig(
         lora_alpha=alpha(rank),  # type: ignore[arg-type]
+        # As diffusers' own training scripts and Flow-GRPO begin; the second factor is 0 either way, so the model is the
+        # base.
         init_lora_weights="gaussian",
         use_dora=lora.type == "dora",
         use_rslora=lora.type == "rslora",
@@ -138,20 +143,21 @@ def _config(name: str, denoiser: nn.Module, lora: LoRA, components: Collection[s
 def _targets(name: str, denoiser: nn.Module, lora: LoRA) -> tuple[list[str], list[str]]:
     """The targets for peft, and the layers that they are. Raises ValueError where there are none."""
     linears = {key for key, module in denoiser.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    # peft matches a target against the names of all modules, and raises at one that it cannot adapt.
     others = {key for key, _ in denoiser.named_modules()} - linears
-    own = ENCODER_LAYERS if is_text_encoder(name) else lora.targets
-    candidates = own or ATTENTION_LAYERS
-    found = [t for t in candidates if _ending(t, linears)]
-    missing = [t for t in candidates if t not in found] if own else []
-    if not found or missing:
+    wanted_layers = ENCODER_LAYERS if is_text_encoder(name) else lora.targets
+    candidates = wanted_layers or ATTENTION_LAYERS
+    matching = [t for t in candidates if _ending(t, linears)]
+    missing = [t for t in candidates if t not in matching] if wanted_layers else []
+    if not matching or missing:
         last = sorted({key.rsplit(".", 1)[-1] for key in linears if not key.endswith(".0")})
         raise ValueError(
             f"model.lora.targets: no layer of the {name} ({type(denoiser).__name__}) is called "
             f"{', '.join(missing or candidates)}; its linear layers end in {', '.join(last)}"
         )
     # In some models a name is that of a linear layer here and of a list of layers there: spelt out.
-    targets = [key for t in found for key in (_ending(t, linears) if _ending(t, others) else [t])]
-    return targets, [key for t in found for key in _ending(t, linears)]
+    targets = [key for t in matching for key in (_ending(t, linears) if _ending(t, others) else [t])]
+    return targets, [key for t in matching for key in _ending(t, linears)]
 
 
 def _ending(target: str, keys: set[str]) -> list[str]:
@@ -195,6 +201,8 @@ def _load(pipe: Pipeline, file: LoRAFile, name: str, denoiser: str) -> None:
         _load_lokr(networks[denoiser], file, name)
         return
     layers, unknown = lora_files.resolve(file, networks, denoiser)
+    # Keys that begin with a component's name are in diffusers' own form already: a converter would only hide that such
+    # a layer does not exist.
     if unknown and isinstance(pipe, LoRALoader) and not any(key.startswith(tuple(networks)) for key in unknown):
         try:
             layers, unknown = lora_files.resolve(lora_files.converted(file, pipe), networks, denoiser)
@@ -234,13 +242,13 @@ def _load_lokr(part: Any, file: LoRAFile, name: str) -> None:
 
 def _require_equal(component: str, part: Any, name: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the adapter in memory is the file's, layer by layer: libraries only warn of the rest."""
-    there = get_peft_model_state_dict(part, adapter_name=name) if name in getattr(part, "peft_config", {}) else {}
-    if odd := sorted(set(tensors) ^ set(there)):
+    loaded = get_peft_model_state_dict(part, adapter_name=name) if name in getattr(part, "peft_config", {}) else {}
+    if odd := sorted(set(tensors) ^ set(loaded)):
         raise ValueError(
             f"it is of another model: its layers are not those of this {component} ({type(part).__name__}), e.g. "
             f"{odd[0]} is in one of them only"
         )
-    for key, value in there.items():
+    for key, value in loaded.items():
         if value.shape != tensors[key].shape or not torch.equal(value.cpu(), tensors[key].to(value.dtype).cpu()):
             raise ValueError(f"{key} of the {component} is another in memory than in the file")
 
@@ -254,6 +262,7 @@ def denoiser_that_loads(folder: Path) -> str | None:
     """Component that `load_lora_adapter` is called of to load what `save_lora_adapter` wrote into this folder; None
     where the pipeline's own loader reads it."""
     keys = [key for file in folder.glob("*.safetensors") for key in keys_of(file)]
+    # The pipeline's loader sorts keys by these prefixes; a denoiser's own `save_lora_adapter` writes none.
     if not keys or any(key.startswith(("transformer.", "unet.", "lora_unet_")) for key in keys):
         return None
     return "unet" if any("down_blocks." in key for key in keys) else "transformer"

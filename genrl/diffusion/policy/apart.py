@@ -26,15 +26,19 @@ def require_apart(policy: Policy, batch: Batch) -> None:
     """
     if len(batch) < 2 or not batch.inputs:
         return
+    # The prompts and noise stay; so sample 0 can differ only by what it took from the other's picture.
     same: Mapping[str, Any] = {name: [values[0], values[0]] for name, values in batch.inputs.items()}
     kind = type(policy.pipe).__name__
     try:
         # One step is enough: what leaks between samples leaks in every call of the model.
-        other, alike = (policy.roll_out(one, stop=1).final[0] for one in (batch, replace(batch, inputs=same)))
+        other, alike = (
+            policy.roll_out(condition, stop=1).final[0] for condition in (batch, replace(batch, inputs=same))
+        )
     except ValueError as error:
         text = f"a {kind} cannot be given the pictures of two samples in one call"
         raise ValueError(f"sampling.inputs: {text}; {ALONE} ({error})") from error
     difference = float((other - alike).abs().max())
+    # Written so that NaN is refused, too.
     if not difference <= TOLERANCE * float(alike.abs().max()):
         text = f"in a {kind} the picture of one sample changes another sample of the call (by up to {difference:.2g})"
         raise ValueError(f"sampling.inputs: {text}; {ALONE}")

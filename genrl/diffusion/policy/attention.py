@@ -56,10 +56,10 @@ class Processor:
         """[B, S, H, D] -> [B, S, H D]"""
         self.called = True
         same = value.dtype  # under autocast a query may be wider
-        found = joint_attention(
+        output = joint_attention(
             query.to(same), key.to(same), value, mask=mask, backend=self.switches.attention or "auto"
         )
-        return found.flatten(2, 3)
+        return output.flatten(2, 3)
 
 
 class JointProcessor(Processor):
@@ -115,11 +115,11 @@ class WanProcessor(Processor):
             angles = rotary_emb[0][0, :, 0, 0::2], rotary_emb[1][0, :, 0, 1::2]
         q = self.normed(attn.to_q(hidden_states), attn.norm_q, attn.heads, angles)
         k = self.normed(attn.to_k(source), attn.norm_k, attn.heads, angles)
-        found = self.attend(q, k, attn.to_v(source).unflatten(-1, (attn.heads, -1)), attention_mask)
+        output = self.attend(q, k, attn.to_v(source).unflatten(-1, (attn.heads, -1)), attention_mask)
         if picture is not None:
             k = self.normed(attn.add_k_proj(picture), attn.norm_added_k, attn.heads, None)
-            found = found + self.attend(q, k, attn.add_v_proj(picture).unflatten(-1, (attn.heads, -1)))
-        return _out(attn, found)
+            output = output + self.attend(q, k, attn.add_v_proj(picture).unflatten(-1, (attn.heads, -1)))
+        return _out(attn, output)
 
 
 PROCESSORS: dict[str, type[Processor]] = {

@@ -48,6 +48,7 @@ def _rest(x: Tensor, attended: Tensor, mods: Sequence[Tensor], mlp: nn.Module, e
 
 def _finite(x: Tensor) -> Tensor:
     """Clamp numbers as these models do in float16."""
+    # The largest float16: diffusers clips in the same places, since some activations of these models overflow there.
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
@@ -59,8 +60,8 @@ def _sd3_block(
     joint_attention_kwargs: Any = None,
 ) -> tuple[Tensor | None, Tensor]:
     image, text, further = hidden_states, encoder_hidden_states, joint_attention_kwargs or {}
-    made = self.norm1.linear(self.norm1.silu(temb))[:, None].chunk(9 if self.use_dual_attention else 6, -1)
-    shift, scale, gate, *second = made[:6]
+    modulation = self.norm1.linear(self.norm1.silu(temb))[:, None].chunk(9 if self.use_dual_attention else 6, -1)
+    shift, scale, gate, *second = modulation[:6]
     words: Sequence[Tensor] = ()
     if self.context_pre_only:
         seen = self.norm1_context(text, temb)
@@ -70,8 +71,9 @@ def _sd3_block(
         seen = _first(text, words[0], words[1])
     attended, of_text = self.attn(hidden_states=_first(image, shift, scale), encoder_hidden_states=seen, **further)
     if self.use_dual_attention:  # SD3.5 medium: a second attention among the image's tokens
-        shift_2, scale_2, gate_2 = made[6:]
+        shift_2, scale_2, gate_2 = modulation[6:]
         alone = self.attn2(hidden_states=_first(image, shift_2, scale_2), **further)
+        # The second attention read the stream before the first one's output was added, as the model was trained.
         image, attended, gate = image + gate * attended, alone, gate_2
     image = _rest(image, attended, (gate, *second), self.ff)
     if not self.context_pre_only:
@@ -96,6 +98,7 @@ def _flux_block(
 
 def _flux_single_norm(self: Any, x: Tensor, emb: Tensor) -> tuple[Tensor, Tensor]:
     shift, scale, gate = self.linear(self.silu(emb))[:, None].chunk(3, -1)
+    # diffusers' block, which stays, adds the dimension of tokens to the gate by itself.
     return _first(x, shift, scale), gate[:, 0]
 
 
@@ -125,18 +128,20 @@ def _wan_block(
     self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
 ) -> Tensor:
     # temb [B, 6, W], or one per token [B, S, 6, W]; modulations are float32
-    made = self.scale_shift_table + temb.float()
-    shift, scale, gate, *last = (m if temb.dim() == 4 else m[:, None] for m in made.unbind(-2))
+    modulation = self.scale_shift_table + temb.float()
+    shift, scale, gate, *last = (m if temb.dim() == 4 else m[:, None] for m in modulation.unbind(-2))
     x, eps = hidden_states, self.norm1.eps
     attended = self.attn1(_first(x, shift, scale, eps), None, None, rotary_emb)
     if isinstance(self.norm2, nn.Identity):
+        # Wan's modulation is float32, and diffusers rounds only the sum.
         x = (x.float() + attended * gate).to(x.dtype)
-        asked = x
+        query_input = x
     else:  # an affine norm is a modulation that does not depend on time
         affine = (self.norm2.weight.float() - 1.0, self.norm2.bias.float())
-        x, asked = fused(gated, x, attended, gate, *(t.expand_as(gate) for t in affine), eps)
-    crossed = self.attn2(asked, encoder_hidden_states, None, None)
+        x, query_input = fused(gated, x, attended, gate, *(t.expand_as(gate) for t in affine), eps)
+    crossed = self.attn2(query_input, encoder_hidden_states, None, None)
     shift, scale, gate = last
+    # The output of the cross-attention is added without a gate: one of ones makes it the same kernel.
     h, y = fused(gated, x, crossed, torch.ones_like(gate), scale, shift, eps)
     out: Tensor = (h.float() + self.ffn(y).float() * gate).to(h.dtype)
     return out
@@ -172,12 +177,13 @@ def install(denoisers: Iterable[nn.Module], switches: Switches) -> str:
 
 
 def _set_processors(denoiser: nn.Module, switches: Switches) -> list[Processor]:
-    made: list[Processor] = []
+    processors: list[Processor] = []
     for path, module in denoiser.named_modules():
         present = getattr(module, "processor", None)
         if present is None:
             continue
         ours = PROCESSORS.get(type(present).__name__)
+        # Ours call `to_q`, `to_k` and `to_v`, which a module with fused projections leaves unused.
         if ours is None or getattr(module, "fused_projections", False):
             key = "kernels.attention" if switches.attention else "kernels.fused"
             raise ValueError(
@@ -188,10 +194,10 @@ def _set_processors(denoiser: nn.Module, switches: Switches) -> list[Processor]:
         module.set_processor(processor)
         if module.processor is not processor:
             raise RuntimeError(f"{_name(denoiser)}: {path} did not take its new attention processor")
-        made.append(processor)
-    if not made:
+        processors.append(processor)
+    if not processors:
         raise ValueError(f"kernels: {_name(denoiser)} has no attention processors; {FAMILIES} have")
-    return made
+    return processors
 
 
 def _set_forwards(denoiser: nn.Module) -> int:
@@ -199,6 +205,7 @@ def _set_forwards(denoiser: nn.Module) -> int:
     for module in denoiser.modules():
         forward = BLOCKS.get(type(module))
         if forward is not None:
+            # On the instance: classes stay diffusers', so that saving, sharding and peft know the module.
             module.forward = MethodType(forward, module)
             count += 1
     return count

@@ -47,8 +47,8 @@ class PipelineCalls:
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self.pipe._execution_device
-        return found
+        device: torch.device = self.pipe._execution_device
+        return device
 
     def __call__(
         self,
@@ -66,6 +66,7 @@ class PipelineCalls:
             call = call.__wrapped__  # type: ignore[attr-defined]
         # On the CPU: a seed is the same noise on every device.
         generators = [torch.Generator().manual_seed(seed) for seed in batch.initial_seeds]
+        # `expose` adds a step for a call that is left at its end; a loop without that callback would run it.
         if not self._tells_ends:
             request.on_end = None
         ends = {} if request.on_end is None else {"callback_on_step_end": self._tell_end}
@@ -87,11 +88,12 @@ class PipelineCalls:
             return None
         except torch.OutOfMemoryError:
             raise
+        # What diffusers and torch raise for arguments that do not fit each other, mostly without a word on which.
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            said = self._explained(error)
-            if said is None:
+            explanation = self._explained(error)
+            if explanation is None:
                 raise
-            raise ValueError(said) from error
+            raise ValueError(explanation) from error
         finally:
             # Nothing of this call may reach the next one, which may be a plain one.
             self.head.request, self._injected = Request(), None
@@ -104,15 +106,20 @@ class PipelineCalls:
             return None  # what a step or a head of ours raised is addressed already
         if any("/torch/distributed/" in frame.filename for frame in frames):
             return None  # of another process
-        frame = next(one for one, package in zip(frames[::-1], packages[::-1], strict=True) if package == "diffusers")
+        # The innermost frame of diffusers, not of torch below it: it shows the line of the pipeline's loop.
+        frame = next(
+            frame_summary
+            for frame_summary, package in zip(frames[::-1], packages[::-1], strict=True)
+            if package == "diffusers"
+        )
         where = f"{Path(frame.filename).name}, line {frame.lineno}: {frame.line}"
-        said = f"{type(error).__name__}: {error}".rstrip(": ")
-        return f"{type(self.pipe).__name__} cannot be called so; diffusers ends in {said} ({where})"
+        message = f"{type(error).__name__}: {error}".rstrip(": ")
+        return f"{type(self.pipe).__name__} cannot be called so; diffusers ends in {message} ({where})"
 
     def state_shape(self, batch: Batch) -> torch.Size:
         """[B, ...]: that of the latents, or of what the pipeline gives back of them where conditions stand behind."""
-        given: Tensor = self(batch, Request(empty=True))
-        return given.shape if leads(given.shape, self._made.shape) else self._made.shape
+        latents: Tensor = self(batch, Request(empty=True))
+        return latents.shape if leads(latents.shape, self._made.shape) else self._made.shape
 
     def encode(self, batch: Batch) -> None:
         """The beginning of a call, in which prompts are encoded; it is left where latents are made."""
@@ -124,15 +131,15 @@ class PipelineCalls:
 
     def leave_at(self, batch: Batch, request: Request, state: Tensor) -> Step:
         """The first step of a call that is left there, before anything is done with its model output."""
-        seen: list[Step] = []
+        steps: list[Step] = []
 
         def on_step(step: Step) -> Tensor:
-            seen.append(step)
+            steps.append(step)
             raise Leave
 
         request.on_step = on_step
         self(batch, request, state=state, grad=torch.is_grad_enabled())
-        return seen[0]
+        return steps[0]
 
     def _tell_end(self, pipe: Any, i: int, t: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """A pipeline's callback at the end of a step. Leaves the pipeline after the last one of a segment, unless it is
@@ -149,14 +156,16 @@ class PipelineCalls:
 
     def check_shape(self, step: Step) -> None:
         """Raise ValueError where the pipeline could not be resumed from the state of this step."""
-        state, made = step.state, self._made
-        if state.shape == made.shape:
+        state, latents = step.state, self._made
+        if state.shape == latents.shape:
             return
         # In some (Kandinsky 5) states come first, conditions behind them, and each step is written into the whole.
-        if not leads(state.shape, made.shape) or not torch.equal(leading(made, state.shape), state.to(made.dtype)):
+        if not leads(state.shape, latents.shape) or not torch.equal(
+            leading(latents, state.shape), state.to(latents.dtype)
+        ):
             raise ValueError(
                 f"{type(self.pipe).__name__} hands states of shape {tuple(state.shape)} to its scheduler and "
-                f"latents of shape {tuple(made.shape)} to its loop: not all of them are denoised, or "
+                f"latents of shape {tuple(latents.shape)} to its loop: not all of them are denoised, or "
                 "they are packed in between; no state can be resumed"
             )
 
@@ -168,21 +177,21 @@ class PipelineCalls:
             # Prompts are encoded by now, and nothing else of the call is wanted.
             if self._only_encode:
                 raise Leave
-            made = original(*args, **kwargs)
-            latents = made[0] if isinstance(made, tuple) else made
+            result = original(*args, **kwargs)
+            latents = result[0] if isinstance(result, tuple) else result
             self._made, self.head.latents_dtype = latents, latents.dtype
             if self._injected is None:
-                return made
+                return result
             if not leads(self._injected.shape, latents.shape):
                 raise ValueError(
                     f"{type(self.pipe).__name__}.prepare_latents makes latents of shape {tuple(latents.shape)}, its "
                     f"loop runs on states of shape {tuple(self._injected.shape)}: no state can be resumed"
                 )
-            given = self.head.hold(self._injected.to(latents.device))
-            if given.shape != latents.shape:
-                leading(latents, given.shape).copy_(given)
-                given = latents
-            return (given, *made[1:]) if isinstance(made, tuple) else given
+            state = self.head.hold(self._injected.to(latents.device))
+            if state.shape != latents.shape:
+                leading(latents, state.shape).copy_(state)
+                state = latents
+            return (state, *result[1:]) if isinstance(result, tuple) else state
 
         self.pipe.prepare_latents = prepare_latents
 
@@ -196,16 +205,18 @@ class PipelineCalls:
 
         @functools.wraps(original)
         def get_timesteps(*args: Any, **kwargs: Any) -> Any:
-            given = takes.bind(*args, **kwargs).arguments
-            rest: list[Any] = []
+            arguments = takes.bind(*args, **kwargs).arguments
+            further: list[Any] = []
 
             def cut(steps: int, timesteps: Tensor) -> Tensor:
-                whole = {"num_inference_steps": steps, "timesteps": timesteps}
-                kept: Tensor
-                kept, *rest[:] = original(**given | {name: whole[name] for name in whole.keys() & given.keys()})
-                return kept
+                uncut = {"num_inference_steps": steps, "timesteps": timesteps}
+                timesteps_left: Tensor
+                timesteps_left, *further[:] = original(
+                    **arguments | {name: uncut[name] for name in uncut.keys() & arguments.keys()}
+                )
+                return timesteps_left
 
-            return self.head.recut(cut), *rest
+            return self.head.recut(cut), *further
 
         pipe.get_timesteps = get_timesteps
 

@@ -83,10 +83,11 @@ def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None
             for parameter in denoiser.parameters():  # a first gradient would stay where the graph is to write again
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+        # torch says nowhere that a call compiled; its own count of graphs does.
         graphs, began = counters["stats"]["unique_graphs"], time.perf_counter()
         # beyond its limit torch would go on without compiling, in silence
         with torch.enable_grad(), dynamo.patch(recompile_limit=4 * MOST, fail_on_recompile_limit_hit=True):
-            found = run(*args, **kwargs)
+            output = run(*args, **kwargs)
         if counters["stats"]["unique_graphs"] > graphs:
             times = _times[denoiser] = _times[denoiser] + 1
             say(f"{name} compiled in {time.perf_counter() - began:.0f} s ({times} of at most {MOST} times)")
@@ -98,10 +99,10 @@ def _one_graph(denoiser: nn.Module, cuda_graphs: bool, say: Callable[[str], None
                 )
         if not torch.is_grad_enabled():
             # The next run of a recorded graph writes into the same memory, so that its outputs are copied.
-            found = pytree.tree_map_only(Tensor, torch.clone if cuda_graphs else torch.detach, found)
+            output = pytree.tree_map_only(Tensor, torch.clone if cuda_graphs else torch.detach, output)
             if cuda_graphs:  # no backward pass is to come, so the next call may write over this one's memory
                 torch.compiler.cudagraph_mark_step_begin()
-        return found
+        return output
 
     return forward
 
@@ -114,10 +115,11 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def divide(denoisers: Mapping[str, nn.Module], replicas: int, device: torch.device) -> None:
     """Have every group of processes, of which there are `replicas`, compute the tokens of its samples together, from
     here on. Raises ValueError for a denoiser of which diffusers divides none."""
+    # `ring` stays 1: ulysses exchanges heads for tokens, and every attention is then of whole sequences.
     context = torch.distributed.get_world_size() // replicas
     mesh = init_device_mesh(device.type, (replicas, 1, context), mesh_dim_names=("replica", "ring", "ulysses"))
     for name, denoiser in denoisers.items():
-        if not any(one.__name__ in DIVIDED for one in type(denoiser).mro()):  # FSDP makes a subclass of it
+        if not any(base.__name__ in DIVIDED for base in type(denoiser).mro()):  # FSDP makes a subclass of it
             raise ValueError(f"{CONTEXT}: the tokens of a {type(denoiser).__name__} ({name}) are not divided; write 1")
         settings = ContextParallelConfig(ulysses_degree=context, mesh=mesh["ring", "ulysses"])
         with collected([]), _one_device_each(device):  # that it is experimental, which the page says

@@ -20,8 +20,8 @@ def spare_vae(pipe: Any, *, sliced: bool = False, tiled: bool = False) -> None:
     Raises ValueError, naming the key, where the pipeline has no VAE, or none that can.
     """
     vae = pipe.components.get("vae")
-    for key, wanted in (("slice_vae", sliced), ("tile_vae", tiled)):
-        if wanted and not (isinstance(vae, nn.Module) and isinstance(vae, Decoder)):
+    for key, enabled in (("slice_vae", sliced), ("tile_vae", tiled)):
+        if enabled and not (isinstance(vae, nn.Module) and isinstance(vae, Decoder)):
             raise ValueError(f"model.{key}: {type(pipe).__name__} has no VAE (component vae); write false")
     if tiled:
         _enable(vae, "enable_tiling", "tile_vae", "tiles")
@@ -59,14 +59,16 @@ def encode(policy: Policy, batch: Batch, images: Tensor) -> Tensor:
     pixels = (2.0 * images - 1.0).to(policy.device, vae.dtype)
     with torch.autocast(policy.device.type, enabled=False):
         coded = vae.encode(pixels[:, :, None] if probe.dim() == 5 else pixels)
-    found = coded.latent_dist.mode() if hasattr(coded, "latent_dist") else coded[0]
-    if found.shape != probe.shape:
+    # The mode, not a draw: the same picture is then the same sample in every epoch.
+    latents = coded.latent_dist.mode() if hasattr(coded, "latent_dist") else coded[0]
+    if latents.shape != probe.shape:
         raise ValueError(
             f"the autoencoder of {name} encodes pictures of {images.shape[-2]} x {images.shape[-1]} to "
-            f"{list(found.shape)}, but {name} decodes {list(probe.shape)}: it cannot learn from given pictures"
+            f"{list(latents.shape)}, but {name} decodes {list(probe.shape)}: it cannot learn from given pictures"
         )
-    states = to_states(policy, batch, found.float())
+    states = to_states(policy, batch, latents.float())
     error = float((policy.decode(batch, states).cpu() - images.cpu()).abs().mean())
+    # Written so that NaN is refused, too.
     if not error <= MOST:
         raise ValueError(
             f"pictures that {name} encodes and decodes come back changed, by {error:.2f} of the range on average "
@@ -79,6 +81,10 @@ def to_states(policy: Policy, batch: Batch, latents: Tensor) -> Tensor:
     """The final states that reach the autoencoder as `latents`, float32 [B, ...]. Raises ValueError as `encode`."""
     shape = policy.state_shape(batch)
     with torch.enable_grad():
+        # What a pipeline does before it decodes is y = P (a x) + b, with a permutation P (packing), factors a and
+        # offsets b: b is its output at 0. Its transpose, which autograd applies, takes y - b to a^2 x; and P a = y(1) -
+        # y(0), so that the transpose of that is a^2. The quotient is x, whatever the pipeline's code, and is verified
+        # below.
         zero = torch.zeros(shape, device=policy.device, requires_grad=True)
         at_zero = decoder_input(policy, batch, zero)
         scale = decoder_input(policy, batch, torch.ones_like(zero)).detach() - at_zero.detach()
@@ -89,9 +95,10 @@ def to_states(policy: Policy, batch: Batch, latents: Tensor) -> Tensor:
         except RuntimeError as error:
             raise _not_affine(policy, str(error)) from error
     states = (back / squares).detach()
-    again = decoder_input(policy, batch, states).detach()
-    difference, size = (again - latents).abs().max(), latents.abs().max().clamp(min=1.0)
-    tolerance = 1e-4 if again.dtype == torch.float32 else 2e-2
+    decoded = decoder_input(policy, batch, states).detach()
+    difference, size = (decoded - latents).abs().max(), latents.abs().max().clamp(min=1.0)
+    # A rounding of bfloat16 is up to 4e-3 of a number, and there are a few on the way.
+    tolerance = 1e-4 if decoded.dtype == torch.float32 else 2e-2
     if not bool(difference <= tolerance * size):
         raise _not_affine(policy, f"it is missed by {float(difference):.2g}")
     return states
@@ -99,31 +106,31 @@ def to_states(policy: Policy, batch: Batch, latents: Tensor) -> Tensor:
 
 def decoder_input(policy: Policy, batch: Batch, states: Tensor) -> Tensor:
     """What the autoencoder is given to decode of these final states; differentiable."""
-    with _captured(policy.pipe.components["vae"]) as seen:
+    with _captured(policy.pipe.components["vae"]) as inputs:
         try:
             policy.decode(batch, states, grad=True)
         except _Captured:
-            return seen[0]
+            return inputs[0]
     raise ValueError(f"{type(policy.pipe).__name__} does not decode by its component vae: no picture can be encoded")
 
 
 @contextmanager
 def _captured(vae: Any) -> Iterator[list[Tensor]]:
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def decode(latents: Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.append(latents)
+        inputs.append(latents)
         raise _Captured
 
-    own = vae.__dict__.get("decode")
+    original = vae.__dict__.get("decode")
     vae.decode = decode
     try:
-        yield seen
+        yield inputs
     finally:
-        if own is None:
+        if original is None:
             del vae.decode
         else:
-            vae.decode = own
+            vae.decode = original
 
 
 def _not_affine(policy: Policy, why: str) -> ValueError:

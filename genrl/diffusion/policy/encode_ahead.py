@@ -32,8 +32,8 @@ def batches(config: Config, policy: Policy, prompts: Sequence[Prompt], held_out:
     calls = [plain]
     if not policy.embeds_guidance:
         calls += [plain | {"guidance_scale": scale} for scale in config.trainer.other_guidance]
-    found = [batch for arguments in calls for batch in _pairs(config, prompts, arguments)]
-    return found + list(_pairs(config, held_out, plain | evaluation_arguments(config)))
+    all_batches = [batch for arguments in calls for batch in _pairs(config, prompts, arguments)]
+    return all_batches + list(_pairs(config, held_out, plain | evaluation_arguments(config)))
 
 
 def _pairs(config: Config, rows: Sequence[Prompt], arguments: Mapping[str, Any]) -> Iterator[Batch]:
@@ -63,6 +63,7 @@ def encode_ahead(policy: Policy, model: Model, wanted: Sequence[Batch], tell: Te
         with policy.memo.present(load_components(model, policy.pipe, names)):
             for k, batch in enumerate(missing):
                 policy.calls.encode(batch)
+                # The size of one is known now; with the last, the machine would be out of memory.
                 if k == 0:
                     _require_room(policy, len(missing))
                 tell(k + 1, len(missing))

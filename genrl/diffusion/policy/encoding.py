@@ -118,7 +118,7 @@ def memoise_encode_prompt(
         if memo.last is not None and memo.last.answers(arguments):
             return _to(memo.last.value, arguments["device"])
         memo.last = None  # a batch of another micro-batch is not held beside its own
-        grad, kept = trained and torch.is_grad_enabled(), _Once() if trained else memo.kept
+        grad, cache = trained and torch.is_grad_enabled(), _Once() if trained else memo.kept
         # What is kept must not hold a graph.
         with torch.set_grad_enabled(grad), _on_demand(memo.encoders if offload else [], memo.home) as fetch:
 
@@ -137,12 +137,12 @@ def memoise_encode_prompt(
             device = torch.device(arguments.get("device") or pipe._execution_device)
             if isinstance(arguments.get("prompt"), list):
                 with suppress(_Ragged):
-                    value = _to(_by_row(encode, arguments, memo, kept), device)
+                    value = _to(_by_row(encode, arguments, memo, cache), device)
                     if not trained and arguments.get("device") is not None and _are_plain(arguments):
                         memo.last = _Last(arguments, value)
                     return _to(value, device)
                 memo.must_keep("encodes prompts to different lengths, so that a batch has to be encoded as a whole")
-            return _to(kept.get(key, lambda: encode(arguments)), device)
+            return _to(cache.get(key, lambda: encode(arguments)), device)
 
     pipe.encode_prompt = encode_prompt
     return memo
@@ -158,6 +158,7 @@ def _by_row(encode: Encode, arguments: dict[str, Any], memo: Memo, kept: _Kept |
     length = len(arguments["prompt"])
     split = [k for k, v in arguments.items() if _per_prompt(k, v, length)]
 
+    # Some are told the number of prompts beside the list of them: a row alone is one.
     def counted(prompts: int) -> dict[str, Any]:
         return {"batch_size": prompts} if "batch_size" in arguments else {}
 
@@ -171,9 +172,9 @@ def _by_row(encode: Encode, arguments: dict[str, Any], memo: Memo, kept: _Kept |
 
     def grown() -> Any:
         doubled = encode({k: v * 2 if k in split else v for k, v in (row | counted(2)).items()})
-        found = _batch_axes(rows[-1], doubled)
+        axes = _batch_axes(rows[-1], doubled)
         # Some outputs (sums of lengths) have an axis that grows, and are no rows one after the other all the same.
-        return found if _equal_shapes(_join([rows[-1]] * 2, found), doubled) else _NO_ROWS
+        return axes if _equal_shapes(_join([rows[-1]] * 2, axes), doubled) else _NO_ROWS
 
     if settings not in memo.axes:
         memo.axes[settings] = kept.get(("axes", settings), grown)
@@ -203,8 +204,8 @@ class _Kept:
         if self._store is None:
             return _to(make(), torch.device("cpu"))
         name = self._store.name(key)
-        if (found := self._store.read(name)) is not None:
-            return found[0]
+        if (entry := self._store.read(name)) is not None:
+            return entry[0]
         value = _to(make(), torch.device("cpu"))
         self._store.write(name, value)
         return value
@@ -280,8 +281,10 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, Mapping):
         return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
     if isinstance(value, Image.Image):
+        # By content: every epoch opens the file anew, so the object is another one.
         return value.mode, value.size, hashlib.blake2b(value.tobytes(), digest_size=16).digest()
     if isinstance(value, torch.device):
+        # Not the index: encodings are kept on the CPU, and moved to whichever device asks.
         return value.type
     if value is None or isinstance(value, (str, int, float, bool, torch.dtype)):
         return value
@@ -300,7 +303,7 @@ def _are_plain(arguments: Mapping[str, Any]) -> bool:
 def _versions(value: Any) -> list[int]:
     """How often each of the tensors within was written into."""
     if isinstance(value, (tuple, list)):
-        return [version for one in value for version in _versions(one)]
+        return [version for part in value for version in _versions(part)]
     return [value._version] if isinstance(value, Tensor) else []
 
 

@@ -52,6 +52,7 @@ class Store:
             os.utime(path)  # it has been used
         except FileNotFoundError:
             return None
+        # Damage costs one encoding, which can be made again: the caller does, as for one that was never there.
         except (SafetensorError, KeyError, ValueError):
             path.unlink(missing_ok=True)
             return None
@@ -62,12 +63,14 @@ class Store:
         path, tensors = self._path(name), dict[str, Tensor]()
         tree = _felled(value, tensors)
         path.parent.mkdir(exist_ok=True)
+        # With the process's number: others may write the same encoding, and equal names would mix two files.
         partial = path.with_suffix(f".{os.getpid()}.partial")
         save_file(tensors, partial, metadata={"tree": json.dumps(tree)})
         size = partial.stat().st_size
         partial.replace(path)
         self.written += size
         self._size += size
+        # It would remove what it is going to need, and every epoch would encode everything again.
         if self.written > self.most:
             raise ValueError(
                 f"model.encodings: the encodings of this run alone take more than {self.most / 1e9:g} GB; take fewer "
@@ -81,20 +84,21 @@ class Store:
 
     def _files(self) -> list[tuple[float, int, Path]]:
         """(last use, bytes, path) of every file."""
-        found = []
+        files = []
         for path in self.folder.glob("??/*.safetensors"):
             try:
                 stat = path.stat()
             except FileNotFoundError:  # another process removed it
                 continue
-            found.append((stat.st_mtime, stat.st_size, path))
-        return found
+            files.append((stat.st_mtime, stat.st_size, path))
+        return files
 
     def _shrink(self) -> None:
         """Remove what was used longest ago, to nine tenths of the bound."""
         files = sorted(self._files())
         self._size = sum(size for _, size, _ in files)
         for _, size, path in files:
+            # Below the bound by some, or every further file would list the folder again.
             if self._size <= 0.9 * self.most:
                 break
             path.unlink(missing_ok=True)
@@ -106,6 +110,8 @@ def open_store(config: Config, device: torch.device) -> Store | None:
     model = config.model
     if model.encodings is None:
         return None
+    # All that may change an encoding by more than nothing: one left out here would hand out another model's texts in
+    # silence.
     parts = [diffusers.__version__, transformers.__version__, model.path, str(model.revision), model.dtype]
     parts += [str(model.autocast), device.type, json.dumps(_kinds(config), sort_keys=True)]
     folder = model_folder(config)
@@ -122,13 +128,13 @@ def _kinds(config: Config) -> dict[str, str]:
 def _files_of(folder: Path) -> list[str]:
     """Encoders and tokenizers in a pipeline's folder: name and size of each file, with its hash where it lies in the
     hub's cache, else the time of its last change."""
-    found = []
+    files = []
     for path in sorted(folder.glob("*/*")):
         if path.parent.name.startswith(("text_encoder", "tokenizer", "processor")) and path.is_file():
             real = path.resolve()
             stamp = real.name if real.parent.name == "blobs" else str(real.stat().st_mtime_ns)
-            found.append(f"{path.parent.name}/{path.name} {real.stat().st_size} {stamp}")
-    return found
+            files.append(f"{path.parent.name}/{path.name} {real.stat().st_size} {stamp}")
+    return files
 
 
 def _felled(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -137,7 +143,7 @@ def _felled(value: Any, tensors: dict[str, Tensor]) -> Any:
         tensors[str(len(tensors))] = value.contiguous().clone()  # two may share memory, which files do not
         return {"tensor": str(len(tensors) - 1)}
     if isinstance(value, (tuple, list)):
-        return {type(value).__name__: [_felled(one, tensors) for one in value]}
+        return {type(value).__name__: [_felled(part, tensors) for part in value]}
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     raise ValueError(f"model.encodings: an encoding holds a {type(value).__name__}, which no file can; write null")
@@ -150,5 +156,5 @@ def _planted(tree: Any, file: Any) -> Any:
     ((kind, content),) = tree.items()
     if kind == "tensor":
         return file.get_tensor(content)
-    values = [_planted(one, file) for one in content]
+    values = [_planted(part, file) for part in content]
     return tuple(values) if kind == "tuple" else values

@@ -97,22 +97,23 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
     """Raise ExportError unless the adapter in `folder`, as diffusers loads it, acts like the one in memory."""
     denoisers = _adapted(policy)
     networks: list[Any] = [*denoisers.values(), *_adapted_encoders(policy).values()]
-    wanted = _denoised(policy, probe)
+    expected = _denoised(policy, probe)
     try:
         with collected([]):  # of a second adapter beside the first, which is what we want here
             _load_again(policy, folder)
         for network in networks:
             _require_equal_adapters(network, folder)
+            # The trained one is switched off meanwhile, or both would act.
             activate(network, _RELOADED)
-        found = _denoised(policy, probe)
+        actual = _denoised(policy, probe)
     finally:
         for network in networks:
             activate(network)
             delete = network.delete_adapters if hasattr(network, "delete_adapters") else network.delete_adapter
             delete(_RELOADED)
     # Equal bits in float32 on a CPU; a pipeline in lower precision holds the reloaded adapter rounded to it.
-    tolerance = max(1e-5, 4 * torch.finfo(next(iter(denoisers.values())).dtype).eps) * float(wanted.abs().max())
-    difference = float((wanted - found).abs().max())
+    tolerance = max(1e-5, 4 * torch.finfo(next(iter(denoisers.values())).dtype).eps) * float(expected.abs().max())
+    difference = float((expected - actual).abs().max())
     if not difference <= tolerance:
         raise ExportError(f"the adapter in {folder} acts differently after reloading (by up to {difference:g})")
 
@@ -120,6 +121,7 @@ def verify_lora(policy: Policy, folder: Path, probe: Batch) -> None:
 @torch.no_grad()
 def accompany(policy: Policy, probe: Batch) -> None:
     """The model calls of `save_lora`, in a process that makes them together with the one that saves."""
+    # One for the adapter in memory, one for the reloaded: collective calls have to be as many in every process.
     for _ in range(2):
         _denoised(policy, probe)
 
@@ -150,8 +152,8 @@ def _read_plainly(pipe: Pipeline, folder: Path) -> None:
         place = folder / name if name.endswith(SECOND) else folder
         if not place.is_dir():
             continue
-        own = any(".lokr_" in key for file in place.glob("*.safetensors") for key in keys_of(file))
-        if own or not loads_lora(pipe, denoisers_of(pipe)):
+        is_lokr = any(".lokr_" in key for file in place.glob("*.safetensors") for key in keys_of(file))
+        if is_lokr or not loads_lora(pipe, denoisers_of(pipe)):
             part.load_lora_adapter(str(place), prefix=None, adapter_name=_RELOADED, use_safetensors=True)
         else:
             second = {"load_into_transformer_2": True} if name.endswith(SECOND) else {}
@@ -159,11 +161,11 @@ def _read_plainly(pipe: Pipeline, folder: Path) -> None:
 
 
 def _adapted(policy: Policy) -> dict[str, AdaptedDenoiser]:
-    found: dict[str, AdaptedDenoiser] = {}
+    adapted: dict[str, AdaptedDenoiser] = {}
     for name, denoiser in policy.denoisers.items():
         assert isinstance(denoiser, AdaptedDenoiser), f"the {name} has no adapter"
-        found[name] = denoiser
-    return found
+        adapted[name] = denoiser
+    return adapted
 
 
 def _adapted_encoders(policy: Policy) -> dict[str, Any]:
@@ -197,8 +199,8 @@ def export(run: Path, out: Path, step: int | None = None, *, full: bool = False,
     source = checkpoint.latest(folders) if step is None else folders / f"step-{step:06d}"
     if source is None or not source.is_dir():
         have = ", ".join(str(int(path.name.removeprefix("step-"))) for path in checkpoint.steps(folders)) or "none"
-        wanted = "no checkpoint" if step is None else f"no checkpoint {step}"
-        raise ValueError(f"{run} has {wanted}; checkpoints there: {have}")
+        missing = "no checkpoint" if step is None else f"no checkpoint {step}"
+        raise ValueError(f"{run} has {missing}; checkpoints there: {have}")
     loaded = checkpoint.load(source)
     config = load_config(run / "config.yaml")
     if not isinstance(config, Config):
@@ -212,6 +214,7 @@ def export(run: Path, out: Path, step: int | None = None, *, full: bool = False,
     probe = probe_of(config, prompts[0])
     if config.model.lora is not None and not full:
         if form == "diffusers":
+            # As it was saved, which `save_lora` verified then: nothing is written anew that could differ.
             shutil.copytree(source / "lora", out, dirs_exist_ok=True)
         else:
             write_form(config, source / "lora", out, form, probe)
@@ -230,8 +233,10 @@ def export(run: Path, out: Path, step: int | None = None, *, full: bool = False,
                     pipe.components[name].unload_lora()
         else:
             _fill(pipe, result(loaded.tensors))
+        # Once merged there is no adapter to reload: the whole is compared with the base that has the adapter.
         pipe.save_pretrained(out)
         if config.model.lora is not None:
+            # The comparison loads two pipelines by itself.
             del pipe
             merged_is_alike(config, source / "lora", out, probe)
     rows = [row for row in read_metrics(Run(run).metrics) if row["step"] <= loaded.step and "eval/total_mean" in row]
@@ -324,13 +329,13 @@ def _card_code(config: Config, folder: Path, prompt: str, *, is_lora: bool) -> I
         yield f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config{settings})"
     if is_lora and model.lora is not None:
         yield _loading(model.lora, folder)
-    given = call_arguments(sampling) | evaluation_arguments(config)
+    arguments = call_arguments(sampling) | evaluation_arguments(config)
     if sampling.buckets and sampling.buckets != "rows":
-        given |= dict(zip(NAMES, sampling.buckets[0], strict=False))
+        arguments |= dict(zip(NAMES, sampling.buckets[0], strict=False))
     result = "images" if sampling.num_frames is None else "frames"
     yield f"{result} = pipe("
     yield f"    prompt={json.dumps(prompt)},"
-    yield from (f"    {name}={value!r}," for name, value in given.items())
+    yield from (f"    {name}={value!r}," for name, value in arguments.items())
     for name, column in sampling.inputs.items():
         yield f"    {name}=...,  # the picture of the row's column {column!r}"
     yield f").{result}"

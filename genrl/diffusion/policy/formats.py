@@ -100,8 +100,8 @@ def form_problem(form: Form, denoisers: dict[str, str], kind: str) -> str | None
     if form == "kohya":
         return f"it has names for U-Nets, and this is a {classes}; write comfyui, or diffusers"
     if len(denoisers) > 1 or classes not in KNOWN_TO_COMFYUI:
-        known = ", ".join(KNOWN_TO_COMFYUI)
-        return f"ComfyUI does not know diffusers' names of a {classes}, only of U-Nets, {known}; write diffusers"
+        names = ", ".join(KNOWN_TO_COMFYUI)
+        return f"ComfyUI does not know diffusers' names of a {classes}, only of U-Nets, {names}; write diffusers"
     return None
 
 
@@ -110,9 +110,9 @@ def require_alike(
 ) -> None:
     """Delete what was written and raise ExportError unless two pipelines, one after the other, make the same first step
     of `probe`; of two experts all steps. what: that folder, or a file alone in its folder."""
-    wanted, found = (_step(config, make(), probe) for make in (one, other))
-    tolerance = MERGED.get(getattr(torch, config.model.dtype), 0.05) * float(wanted.abs().max())
-    difference = float((wanted - found).abs().max())
+    expected, actual = (_step(config, make(), probe) for make in (one, other))
+    tolerance = MERGED.get(getattr(torch, config.model.dtype), 0.05) * float(expected.abs().max())
+    difference = float((expected - actual).abs().max())
     if not difference <= tolerance:
         shutil.rmtree(what if what.is_dir() else what.parent)
         raise ExportError(f"{what} acts differently from the model that was trained (by up to {difference:g}): deleted")
@@ -129,8 +129,8 @@ def merged_is_alike(config: Config, lora: Path, out: Path, probe: Batch) -> None
         return pipe
 
     plain = {"revision": None, "variant": None, "config": None, "without": ()}
-    whole = model.model_copy(update={"path": str(out)} | plain)
-    require_alike(config, probe, unmerged, lambda: load_pipeline(whole), out)
+    merged = model.model_copy(update={"path": str(out)} | plain)
+    require_alike(config, probe, unmerged, lambda: load_pipeline(merged), out)
 
 
 @torch.no_grad()

@@ -54,8 +54,8 @@ def load_pipeline(model: Model, *, text_encoders: bool = True) -> Pipeline:
 
 def load_components(model: Model, pipe: Pipeline, names: Sequence[str]) -> dict[str, nn.Module]:
     """Load those of a pipeline's networks which it was loaded without."""
-    whole = _load(model, {name: part for name, part in pipe.components.items() if name not in names})
-    return {name: part for name, part in whole.components.items() if name in names and part is not None}
+    pipeline = _load(model, {name: part for name, part in pipe.components.items() if name not in names})
+    return {name: part for name, part in pipeline.components.items() if name in names and part is not None}
 
 
 def _load(model: Model, given: Mapping[str, Any]) -> Pipeline:
@@ -96,17 +96,18 @@ def check_call_arguments(pipe: Pipeline, arguments: Iterable[str], section: str 
     """
     kind = type(pipe)
     parameters = inspect.signature(kind.__call__).parameters
+    # Nothing can be said of a call that takes whatever comes.
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
     legal = sorted(parameters.keys() - {"self", *OURS})
     for name in arguments:
         if name in legal:
             continue
-        own = name in Sampling.model_fields
-        key = name if section is None else f"{section}.{name}" if own else f"{section}.pipeline_args.{name}"
+        is_key = name in Sampling.model_fields
+        key = name if section is None else f"{section}.{name}" if is_key else f"{section}.pipeline_args.{name}"
         near = difflib.get_close_matches(name, legal, n=1)
         nearest = f"did you mean {near[0]}? " if near else ""
-        remedy = "; set it to null" if own and section is not None else "; remove it"
+        remedy = "; set it to null" if is_key and section is not None else "; remove it"
         raise ValueError(f"{key}: {kind.__name__} takes no such argument{remedy}; {nearest}it takes {', '.join(legal)}")
 
 
@@ -123,6 +124,7 @@ def quantization(model: Model) -> PipelineQuantizationConfig | None:
         return None
     for key, problem in missing_packages(model):
         raise ValueError(f"{key}: {problem}")
+    # The index is a small file: what is wrong is said before gigabytes are read.
     index = DiffusionPipeline.load_config(model.path, revision=model.revision)
     for key, problem in missing_components(model, index):
         raise ValueError(f"{key}: {problem}")

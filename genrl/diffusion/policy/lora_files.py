@@ -109,10 +109,10 @@ def _listed(name: str) -> list[str]:
     try:
         return [k for k in huggingface_hub.list_repo_files(name) if k.endswith(".safetensors") and "/" not in k]
     except Exception:  # of the network, in several families of errors
-        there = [k for k in STANDARD if isinstance(huggingface_hub.try_to_load_from_cache(name, k), str)]
-        if not there:
+        cached = [k for k in STANDARD if isinstance(huggingface_hub.try_to_load_from_cache(name, k), str)]
+        if not cached:
             raise
-        return there
+        return cached
 
 
 def _chosen(names: list[str], where: str, advice: str) -> str:
@@ -156,7 +156,7 @@ def resolve(file: LoRAFile, networks: Mapping[str, nn.Module], denoiser: str) ->
         name: {key.replace(".base_layer", ""): part for key, part in network.named_modules() if key}
         for name, network in networks.items()
     }
-    flat = {name: {key.replace(".", "_"): key for key in found} for name, found in modules.items()}
+    flat = {name: {key.replace(".", "_"): key for key in keys} for name, keys in modules.items()}
     layers: dict[str, Layers] = {}
     unknown: list[str] = []
     for key, value in file.tensors.items():
@@ -178,11 +178,13 @@ def resolve(file: LoRAFile, networks: Mapping[str, nn.Module], denoiser: str) ->
         adapter.tensors[name] = shaped
     for component, adapter in layers.items():
         _require_pairs(component, adapter, modules[component])
-        own = {k.removeprefix(f"{component}."): v for k, v in file.header.items() if k.startswith(f"{component}.")}
+        header = {k.removeprefix(f"{component}."): v for k, v in file.header.items() if k.startswith(f"{component}.")}
         prefix = component.removesuffix("_2")
-        own = own or {k.removeprefix(f"{prefix}."): v for k, v in file.header.items() if k.startswith(f"{prefix}.")}
+        header = header or {
+            k.removeprefix(f"{prefix}."): v for k, v in file.header.items() if k.startswith(f"{prefix}.")
+        }
         bare = file.header if component == denoiser and "r" in file.header else {}
-        adapter.settings = own or bare or (file.settings if component == denoiser else {})
+        adapter.settings = header or bare or (file.settings if component == denoiser else {})
     return layers, unknown
 
 
@@ -193,20 +195,20 @@ def _place(
     for prefix, component in UNDERSCORED.items():
         name = component or denoiser
         if layer.startswith(prefix) and name in flat:
-            rest = layer.removeprefix(prefix)
-            found = flat[name].get(rest) or flat[name].get(rest.removeprefix("text_model_"))
-            return None if found is None else (name, found)
+            suffix = layer.removeprefix(prefix)
+            module = flat[name].get(suffix) or flat[name].get(suffix.removeprefix("text_model_"))
+            return None if module is None else (name, module)
     while True:
         for name in sorted(modules, key=len, reverse=True):
             spelt = name if name != denoiser else denoiser.removesuffix("_2")
             if layer.startswith(f"{spelt}."):
-                rest = layer.removeprefix(f"{spelt}.")
-                for inner in (rest, rest.removeprefix("text_model.")):
+                suffix = layer.removeprefix(f"{spelt}.")
+                for inner in (suffix, suffix.removeprefix("text_model.")):
                     if inner in modules[name]:
                         return name, inner
         if layer in modules[denoiser]:
             return denoiser, layer
-        wrapper = next((one for one in WRAPPERS if layer.startswith(one)), None)
+        wrapper = next((prefix_wrapper for prefix_wrapper in WRAPPERS if layer.startswith(prefix_wrapper)), None)
         if wrapper is None:
             return None
         layer = layer.removeprefix(wrapper)
@@ -235,13 +237,13 @@ def _require_pairs(component: str, adapter: Layers, modules: Mapping[str, nn.Mod
         module = getattr(module, "base_layer", module)
         weight = getattr(module, "weight", None)
         sizes = (down.shape[1], up.shape[0])
-        wanted = (getattr(module, "in_features", None), getattr(module, "out_features", None))
-        if wanted == (None, None) and isinstance(weight, Tensor) and weight.dim() > 1:
-            wanted = (weight.shape[1] * getattr(module, "groups", 1), weight.shape[0])
-        if down.shape[0] != up.shape[1] or None in wanted or sizes != wanted:
+        expected = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+        if expected == (None, None) and isinstance(weight, Tensor) and weight.dim() > 1:
+            expected = (weight.shape[1] * getattr(module, "groups", 1), weight.shape[0])
+        if down.shape[0] != up.shape[1] or None in expected or sizes != expected:
             raise ValueError(
                 f"it is of another model: its layer {layer} goes from {sizes[0]} to {sizes[1]} by rank "
-                f"{down.shape[0]} and {up.shape[1]}, that of the {component} from {wanted[0]} to {wanted[1]}"
+                f"{down.shape[0]} and {up.shape[1]}, that of the {component} from {expected[0]} to {expected[1]}"
             )
     dora = {key.partition(".lora_")[0] for key in adapter.tensors if key.endswith("lora_magnitude_vector")}
     if dora and dora != adapter.names:
@@ -266,9 +268,9 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
         whence = "its settings"
         rslora = bool(told.get("use_rslora"))
         for layer, rank in ranks.items():
-            wanted = _pattern(told.get("rank_pattern"), layer, told.get("r", rank))
-            if rank != wanted:
-                raise ValueError(f"its settings say rank {wanted} of {layer}, whose tensors have {rank}")
+            rank_of_layer = _pattern(told.get("rank_pattern"), layer, told.get("r", rank))
+            if rank != rank_of_layer:
+                raise ValueError(f"its settings say rank {rank_of_layer} of {layer}, whose tensors have {rank}")
             alphas.setdefault(layer, float(_pattern(told.get("alpha_pattern"), layer, told.get("lora_alpha", rank))))
         _require_targets(told, adapter, network, component)
     elif not alphas:
@@ -296,8 +298,8 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
 
 def _pattern(patterns: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
     """Value for a layer, as peft matches `rank_pattern` and `alpha_pattern`."""
-    found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", layer))
-    return next(found, default)
+    matches = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", layer))
+    return next(matches, default)
 
 
 def _targets(adapter: Layers, network: nn.Module) -> list[str] | str:
@@ -337,17 +339,17 @@ def converted(file: LoRAFile, pipe: Any) -> LoRAFile:
     where a converter does not know this one, or leaves something out: it splits and renames, and loses no number."""
     unet = getattr(pipe, "unet", None)
     more = {"unet_config": unet.config} if unet is not None else {}
-    made = type(pipe).lora_state_dict(str(file.path.parent), weight_name=file.path.name, use_safetensors=True, **more)
-    tensors, alphas = (made[0], made[1]) if isinstance(made, tuple) else (made, None)
+    state = type(pipe).lora_state_dict(str(file.path.parent), weight_name=file.path.name, use_safetensors=True, **more)
+    tensors, alphas = (state[0], state[1]) if isinstance(state, tuple) else (state, None)
     tensors = dict(tensors) | {key: torch.tensor(float(value)) for key, value in (alphas or {}).items()}
     magnitudes, others = (
         r"dora_scale|magnitude",
         r"(lora_A|lora_down|lora(_linear_layer)?\.down)\b|alpha$|dora|magnitude",
     )
     for what, pattern, inverse in (("DoRA magnitudes", magnitudes, False), ("weights", others, True)):
-        there, here = (_amount(one, pattern, inverse) for one in (file.tensors, tensors))
-        if abs(there - here) > 1e-3 * there:
-            raise ValueError(f"diffusers' converter leaves out {what} of the file: {there} numbers become {here}")
+        before, here = (_amount(tensors_of, pattern, inverse) for tensors_of in (file.tensors, tensors))
+        if abs(before - here) > 1e-3 * before:
+            raise ValueError(f"diffusers' converter leaves out {what} of the file: {before} numbers become {here}")
     return LoRAFile(file.path, tensors, {}, {})
 
 

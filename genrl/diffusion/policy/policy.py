@@ -1,4 +1,4 @@
-"""Any diffusers pipeline as a stochastic policy (DESIGN 1.1): no line written for a model.
+"""Any diffusers pipeline as a stochastic policy: no line written for a model.
 
 The pipeline is the environment, its scheduler (`scheduler.py`) the policy head. Four calls are made of one pipeline:
 
@@ -65,9 +65,13 @@ class Policy:
         }
         if not self.denoisers:
             raise ValueError(f"{name} has no denoiser: none of its components is called {', '.join(DENOISERS)}")
+        # The two seams that every pipeline has by convention of diffusers: without them a step cannot be repeated
+        # alone.
         for method in ("prepare_latents", "encode_prompt"):
             if not callable(getattr(pipe, method, None)):
                 raise ValueError(f"{name} has no `{method}`: its loop cannot be resumed from a recorded state")
+        # Gradients need the call below the decorator; a pipeline without one was written for another version of
+        # diffusers.
         if not hasattr(type(pipe).__call__, "__wrapped__"):
             raise ValueError(f"{name}.__call__ is not decorated by torch.no_grad(): no undecorated call to replay with")
         self.pipe = pipe
@@ -120,7 +124,7 @@ class Policy:
     @property
     def embeds_guidance(self) -> bool:
         """Whether guidance is an input of the network (distilled models, as FLUX.1-dev), not a second prediction."""
-        return any(getattr(one.config, "guidance_embeds", None) is True for one in self.denoisers.values())
+        return any(getattr(denoiser.config, "guidance_embeds", None) is True for denoiser in self.denoisers.values())
 
     @property
     def device(self) -> torch.device:
@@ -159,6 +163,7 @@ class Policy:
             self.calls.check_shape(step)
             return recording.on_step(step)
 
+        # For the first model call, which comes before any `on_step`; that sets it for each next one.
         with torch.set_grad_enabled(start in keep):
             request = Request(start, stop, on_step=on_step, on_end=recording.on_end)
             self.calls(batch, request, state=state, grad=bool(keep))
@@ -171,11 +176,12 @@ class Policy:
                 "were asked for: it does not run one step per timestep, or cuts the schedule itself, and cannot be "
                 "replayed"
             )
-        asked, scheduled = batch.sampling.get("num_inference_steps"), len(self.head.uncut[0])
-        if asked not in (None, scheduled):
+        # Some pipelines round the number, or make it of another argument.
+        asked_for, scheduled = batch.sampling.get("num_inference_steps"), len(self.head.uncut[0])
+        if asked_for not in (None, scheduled):
             raise ValueError(
-                f"{type(self.pipe).__name__} made a schedule of {scheduled} steps where {asked} were asked for: what "
-                "is sampled and trained would not be the steps that were meant"
+                f"{type(self.pipe).__name__} made a schedule of {scheduled} steps where {asked_for} were asked for: "
+                "what is sampled and trained would not be the steps that were meant"
             )
         sigmas = self.head.full_sigmas if self.head.parametrisation == "flow" else self.head.full_timesteps
         return recording.trajectory(sigmas, end)
@@ -240,6 +246,7 @@ class Policy:
     def generate(self, batch: Batch) -> Tensor:
         """Final states by the pipeline's own deterministic solver, float32 [B, ...]: evaluation."""
         reached: list[Tensor] = []
+        # A loop that tells its ends gives the float32 state; of another one there is only what it returns, rounded.
         latents: Tensor = self.calls(batch, Request(on_end=reached.append))
         return reached[-1] if reached else latents.float()
 
@@ -258,6 +265,7 @@ class Policy:
 
     def _takes_timesteps(self, batch: Batch, state: Tensor, sigma: Tensor) -> bool:
         """Whether the pipeline takes one timestep per sample under these settings: found once for each, by trying."""
+        # Others are not hashable, and do not decide how a timestep is broadcast.
         plain = (str, int, float, bool, type(None))
         settings = tuple(sorted((k, v) for k, v in batch.sampling.items() if isinstance(v, plain)))
         if settings not in self._broadcasts_timesteps:
@@ -267,11 +275,13 @@ class Policy:
                 self._broadcasts_timesteps[settings] = True
             except (torch.OutOfMemoryError, TooManyGraphs):
                 raise
+            # A pipeline says no in its own way: by shapes that do not match, or by `if t > ...` on several values.
             except (RuntimeError, TypeError, ValueError):
                 self._broadcasts_timesteps[settings] = False
         return self._broadcasts_timesteps[settings]
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The first argument of a denoiser: hidden_states of transformers, sample of U-Nets, x of Z-Image.
         states = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample", kwargs.get("x")))
         self.model_calls += len(states) if states is not None else 1
         if self._writes and torch.is_grad_enabled():  # into what the graph holds (Kandinsky 5)

@@ -31,9 +31,11 @@ class Actions:
     def sample(self, step: Step, transition: Transition, rows: Tensor | None, noise: Tensor) -> tuple[Tensor, Replayed]:
         """(next state, as `evaluate` gives it). rows: row of the state that each action is drawn from, where they are
         not one to one."""
-        drawn = transition if rows is None else of_rows(transition, rows)
-        next_state = sample(drawn.mean.detach(), drawn.std, noise)
-        return next_state, self._replayed(step, drawn, next_state, rows)
+        sampled = transition if rows is None else of_rows(transition, rows)
+        # The action is a constant of the loss. With the mean's graph in it, x' - mean would be the noise alone, and log
+        # p would have no gradient.
+        next_state = sample(sampled.mean.detach(), sampled.std, noise)
+        return next_state, self._replayed(step, sampled, next_state, rows)
 
     def evaluate(self, step: Step, kernel: Kernel, rows: Tensor | None, taken: Tensor) -> Replayed:
         """A step from which `taken` was drawn."""
@@ -72,6 +74,8 @@ class Recording:
     def on_step(self, step: Step) -> Tensor:
         """The next state. Leaves the pipeline after a step that branches: its loop would go on with as many rows as it
         began with."""
+        # From here, not from `prepare_latents`: a pipeline may change its latents before the first step (masks,
+        # packing).
         if self.seen == 0:
             self.initial = step.state
         self.seen += 1
@@ -101,15 +105,15 @@ class Recording:
         i = step.index
         rows = None if branching is None else branching.parent_row
         noise = step_noise(step.state.shape[1:], i, self.batch.keys, branching)
-        drawn, recorded = self.actions.sample(step, transition, rows, noise)
+        next_state, recorded = self.actions.sample(step, transition, rows, noise)
         self.log_probs[i] = recorded.log_prob.detach()
         if i in self.keep:
             self.graphs[i] = recorded
-        self.states[i], self.next_states[i] = step.state, drawn
+        self.states[i], self.next_states[i] = step.state, next_state
         # Children are rows of the next segment, of which there are more than here.
         if branching is None:
-            self.states[i + 1] = drawn
-        return drawn
+            self.states[i + 1] = next_state
+        return next_state
 
     def trajectory(self, sigmas: Tensor, stop: int) -> Trajectory:
         """All of it, once the steps before `stop` are done; sigmas: the full schedule."""

@@ -96,10 +96,12 @@ class Rewriter:
         if self.see:
             asked = self.see([[*pictures, text]])
         else:
-            if told := bool(self.tokenizer.chat_template):
+            if templated := bool(self.tokenizer.chat_template):
                 chat = [{"role": "user", "content": text}]
                 text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            asked = self.tokenizer(text, add_special_tokens=not told, return_tensors="pt", return_token_type_ids=False)
+            asked = self.tokenizer(
+                text, add_special_tokens=not templated, return_tensors="pt", return_token_type_ids=False
+            )
         floats = self.model.dtype
         return {k: v.to(self.model.device, floats if v.is_floating_point() else None) for k, v in asked.items()}
 
@@ -126,19 +128,20 @@ class Rewriter:
 
         fits: whether the text encoders take a text whole. Raises ValueError where the model has too few positions.
         """
-        asked = self.asked(prompt, pictures)
-        self.check_room(prompt, asked)
+        inputs = self.asked(prompt, pictures)
+        self.check_room(prompt, inputs)
         draw = _Draw(self._log_softmax, generator(*key))
-        found = self.model.generate(
-            **_repeated(asked, count),
+        tokens_out = self.model.generate(
+            **_repeated(inputs, count),
             max_new_tokens=self.settings.max_new_tokens,
             logits_processor=LogitsProcessorList([draw]),
         )
-        tokens = found[:, asked["input_ids"].shape[1] :]
+        tokens = tokens_out[:, inputs["input_ids"].shape[1] :]
+        # The tokenizer's padding is the end token itself, so only the first one is of the answer.
         mask = completion_mask(tokens, self.end)
-        answers = [self._new_prompt(row[kept], fits) for row, kept in zip(tokens, mask, strict=True)]
+        answers = [self._new_prompt(row[row_mask], fits) for row, row_mask in zip(tokens, mask, strict=True)]
         texts = [prompt if answer is None else answer for answer in answers]
-        return Written(asked, tokens, torch.stack(draw.log_probs, 1), mask, texts, [a is not None for a in answers])
+        return Written(inputs, tokens, torch.stack(draw.log_probs, 1), mask, texts, [a is not None for a in answers])
 
     def _new_prompt(self, tokens: Tensor, fits: Callable[[str], bool]) -> str | None:
         """What one answer holds between its tags; None where it does not end, or holds not just one thing there."""
@@ -146,6 +149,7 @@ class Rewriter:
             return None
         text = self.tokenizer.decode(tokens[:-1], skip_special_tokens=False)
         first, last = TAGS
+        # With a tag twice, which text is drawn would be a matter of parsing, and policies learn to make use of that.
         if text.count(first) != 1 or text.count(last) != 1:
             return None
         between, closed, _ = text.partition(first)[2].partition(last)
@@ -167,6 +171,8 @@ class Rewriter:
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         """Log-probabilities of what may be drawn, float32 [..., V]."""
+        # In float32: the logarithm of a sum over 1e5 words in bfloat16 is off by more than a clip range. Masked before
+        # the normalisation, in writing and in training alike, so that the ratio of both is of the same distribution.
         allowed = logits.float().index_fill(-1, self.forbidden.to(logits.device), -torch.inf)
         return allowed.log_softmax(-1)
 
@@ -208,6 +214,7 @@ def load_rewriter(folder: Path, device: str | torch.device = "cpu") -> Rewriter:
     settings = RewriterSettings.model_validate_json((folder / SETTINGS).read_text(encoding="utf-8"))
     rewriter = Rewriter(settings, device=device)
     weights = load_peft_weights(str(folder))
+    # peft loads what fits and says nothing of the rest.
     lost = sorted(set(weights) ^ set(get_peft_model_state_dict(rewriter.model)))
     if lost:
         raise ValueError(f"{folder}: its adapter is of another model: {lost[0]} is in one of them only")
@@ -243,6 +250,9 @@ def load_base(
             "set tokenizer.eos_token to the token that ends a turn, and save it"
         )
     end = tokenizer.eos_token_id
+    # Without it, the makers' temperature, top-p and repetition penalty would change what is drawn, but not the
+    # log-probabilities that training computes. Not `do_sample`: the noise is added by `_Draw`, and the largest is
+    # taken.
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
     return tokenizer, model.requires_grad_(False), see
 
@@ -275,6 +285,8 @@ class _Draw(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         log_p = self.log_softmax(scores)
+        # float64: below 1 a float32 comes no nearer than 2^-24, and noise would end at 16.6: no rarer word could be
+        # drawn.
         uniform = torch.rand(log_p.shape, generator=self.source, dtype=torch.float64)
         noisy = log_p - uniform.log().neg().log().to(log_p)
         self.log_probs.append(log_p.gather(1, noisy.argmax(1, keepdim=True))[:, 0])

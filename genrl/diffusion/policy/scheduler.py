@@ -159,8 +159,12 @@ class PolicyHead:
     def true_state(self, sample: Tensor) -> Tensor:
         """What stands behind `sample`, float32: a pipeline that hands back what it was given gets the state that this
         was rounded from; one that changed the state between two steps (masks, re-noising) is taken at its word."""
-        given = self._given
-        if given is not None and sample.shape == given.shape and torch.equal(sample.to(given.dtype), given):
+        handed_out = self._given
+        if (
+            handed_out is not None
+            and sample.shape == handed_out.shape
+            and torch.equal(sample.to(handed_out.dtype), handed_out)
+        ):
             return self._state
         return sample.to(torch.float32, copy=True)
 
@@ -174,10 +178,11 @@ class PolicyHead:
         request, (uncut, sigmas) = self.request, self.uncut
         self.full_timesteps, length = timesteps, len(timesteps)
         if sigmas is not None:
-            own = sigmas[len(uncut) - length :].float().cpu()
-            self.full_sigmas = 1.0 - own if self._inverted else own
+            levels = sigmas[len(uncut) - length :].float().cpu()
+            self.full_sigmas = 1.0 - levels if self._inverted else levels
         if request.at is not None:
             at = self._timestep_at(request.at).to(timesteps.device)
+            # An arbitrary level is no step of the schedule, and has no next one.
             self.next_index = -1
             return at.reshape(1, *at.shape)
         if request.empty:
@@ -205,9 +210,9 @@ class PolicyHead:
         self.timesteps, sigmas = self.uncut
         if sigmas is not None:
             self.sigmas = sigmas
-        kept = cut(len(self.timesteps), self.timesteps)
-        self._base = len(kept) - len(self.timesteps)
-        left = self.expose(kept)
+        remaining = cut(len(self.timesteps), self.timesteps)
+        self._base = len(remaining) - len(self.timesteps)
+        left = self.expose(remaining)
         return left if len(left) else self.full_timesteps[-1:].as_subclass(_Unlooped)
 
     def _timestep_at(self, sigma: Tensor) -> Tensor:
@@ -218,14 +223,15 @@ class PolicyHead:
         if self.parametrisation == "diffusion":
             return sigma
         end = float(self.config.num_train_timesteps) if self._inverted else 0.0
-        timesteps, own = self.uncut
-        assert own is not None
-        own = own.float().cpu()
-        sigmas = (1.0 - own if self._inverted else own).double().flip(0)  # ascending from 0
+        timesteps, levels = self.uncut
+        assert levels is not None
+        levels = levels.float().cpu()
+        sigmas = (1.0 - levels if self._inverted else levels).double().flip(0)  # ascending from 0
         times = torch.cat([timesteps.cpu().double(), torch.tensor([end]).double()]).flip(0)
-        wanted = sigma.detach().cpu().double().clamp(sigmas[0], sigmas[-1])
-        right = torch.searchsorted(sigmas, wanted).clamp(1, len(sigmas) - 1)
-        share = (wanted - sigmas[right - 1]) / (sigmas[right] - sigmas[right - 1])
+        # In float64: between two close levels of a shifted schedule float32 would lose the place.
+        level = sigma.detach().cpu().double().clamp(sigmas[0], sigmas[-1])
+        right = torch.searchsorted(sigmas, level).clamp(1, len(sigmas) - 1)
+        share = (level - sigmas[right - 1]) / (sigmas[right] - sigmas[right - 1])
         return (times[right - 1] + share * (times[right] - times[right - 1])).float()
 
     def _noise_levels(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,8 +287,9 @@ def _linspaced(timesteps: Tensor, own: Any) -> Tensor:
     the noise levels from the last one to the first at equal distances, without a step at t = 0 that changes nothing."""
     own.set_timesteps(len(timesteps))
     theirs: Tensor = own.timesteps
-    whole = len(theirs) == len(timesteps) and not theirs.is_floating_point() and bool((theirs.diff() < 0).all())
-    return theirs.to(timesteps) if whole else timesteps
+    # Interpolated times (Karras) are none of the training's and index no alpha-bar: then DDIM's own grid stays.
+    usable = len(theirs) == len(timesteps) and not theirs.is_floating_point() and bool((theirs.diff() < 0).all())
+    return theirs.to(timesteps) if usable else timesteps
 
 
 @contextmanager
@@ -314,21 +321,21 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
     # DDIMScheduler clips x_0 to [-1, 1] by default, which is wrong for latents: only where the model asks for it.
     overrides = {"clip_sample": config.get("clip_sample", False)} if parametrisation == "diffusion" else {}
     # It is asked for its own grid later, by which it changes itself.
-    own = deepcopy(scheduler)
+    original = deepcopy(scheduler)
     evenly = parametrisation == "diffusion" and not config.keys().isdisjoint({"solver_order", "predictor_order"})
 
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
         parent.set_timesteps(self, *args, **kwargs)
         if evenly and self.config.timestep_spacing == "linspace":
-            self.timesteps = _linspaced(self.timesteps, own)
+            self.timesteps = _linspaced(self.timesteps, original)
         self._expose_segment()
 
     def step(self: Any, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.request.on_step is None:
             with _towards_next(self):
-                made = parent.step(self, model_output, timestep, sample, *args, **kwargs)
-            self.note(made[0] if isinstance(made, tuple) else made.prev_sample)
-            return made
+                output = parent.step(self, model_output, timestep, sample, *args, **kwargs)
+            self.note(output[0] if isinstance(output, tuple) else output.prev_sample)
+            return output
         if odd := [name for name, value in kwargs.items() if value is not None and name not in STEPPED_WITH]:
             raise ValueError(
                 f"the pipeline steps its scheduler with {', '.join(odd)}, which the step of no kernel has: it may mean "
@@ -358,7 +365,7 @@ def as_policy_head(scheduler: Any) -> PolicyHead:
 
 def _parent_of(scheduler: Any, config: Mapping[str, Any]) -> tuple[Any, Parametrisation]:
     """The class that a head derives from, and what its model predicts. Raises ValueError as `as_policy_head`."""
-    bases = [one for one in type(scheduler).__mro__ if one.__module__.startswith("diffusers.")]
+    bases = [base for base in type(scheduler).__mro__ if base.__module__.startswith("diffusers.")]
     kind = bases[0].__name__ if bases else type(scheduler).__name__  # of a class of one's own: what it derives from
     if refusal := scheduler_refusal(kind, config):
         raise ValueError(refusal)

@@ -46,19 +46,19 @@ def load_single_file(model: Model) -> Pipeline:
     parts, dtype, base = _parts(model), getattr(torch, model.dtype), model.config
     held = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf(model.path) else {}
     try:
-        given = {
+        arguments = {
             name: kind.from_single_file(model.path, config=base, subfolder=name, torch_dtype=dtype, **held)
             for name, kind in parts.networks.items()
         }
-        given |= {
+        arguments |= {
             name: kind.from_pretrained(base, subfolder=name, dtype=dtype, use_safetensors=True)
             for name, kind in parts.besides.items()
         }
         pipe: Pipeline
         if parts.networks:
-            pipe = DiffusionPipeline.from_pretrained(base, **given, dtype=dtype, use_safetensors=True)
+            pipe = DiffusionPipeline.from_pretrained(base, **arguments, dtype=dtype, use_safetensors=True)
         else:
-            pipe = parts.kind.from_single_file(model.path, config=base, torch_dtype=dtype, **given)
+            pipe = parts.kind.from_single_file(model.path, config=base, torch_dtype=dtype, **arguments)
     except SingleFileComponentError as error:  # no ValueError
         raise ValueError(str(error).splitlines()[0]) from error
     for name, component in pipe.components.items():
@@ -84,11 +84,11 @@ def loading_code(model: Model) -> str:
         f"{name} = transformers.{kind.__name__}.from_pretrained({base}, subfolder={json.dumps(name)}{dtype})"
         for name, kind in parts.besides.items()
     ]
-    given = "".join(f", {name}={name}" for name in (*parts.networks, *parts.besides))
+    arguments = "".join(f", {name}={name}" for name in (*parts.networks, *parts.besides))
     if parts.networks:
-        lines.append(f"pipe = diffusers.DiffusionPipeline.from_pretrained({base}{given}{dtype})")
+        lines.append(f"pipe = diffusers.DiffusionPipeline.from_pretrained({base}{arguments}{dtype})")
     else:
-        lines.append(f"pipe = diffusers.{parts.kind.__name__}.from_single_file({file}, config={base}{given}{old})")
+        lines.append(f"pipe = diffusers.{parts.kind.__name__}.from_single_file({file}, config={base}{arguments}{old})")
     return "\n".join(lines)
 
 
@@ -104,7 +104,7 @@ def _parts(model: Model) -> _Parts:
         if not issubclass(kind, FromSingleFileMixin):
             raise ValueError(f"diffusers reads no whole {kind.__name__} from one file; give that of its denoiser alone")
         encoders = {name: getattr(transformers, entry[1]) for name, entry in held.items() if is_text_encoder(name)}
-        besides = {name: one for name, one in encoders.items() if not _has_encoder(names, one)}
+        besides = {name: encoder for name, encoder in encoders.items() if not _has_encoder(names, encoder)}
         return _Parts(kind, besides, {})
     denoiser = next((name for name in DENOISERS if name in held), None)
     network = getattr(diffusers, held[denoiser][1], None) if denoiser else None

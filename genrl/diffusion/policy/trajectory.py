@@ -64,6 +64,7 @@ class Batch:
             "inputs": list(self.inputs),
         }
         pictures = {
+            # A copy: arrays of PIL pictures cannot be written to, of which torch warns.
             f"inputs/{name}/{k}": torch.from_numpy(np.array(picture))
             for name, row in self.inputs.items()
             for k, picture in enumerate(row)
@@ -121,6 +122,7 @@ class Kernel:
         sigma, sigma_next = step.sigma, step.sigma_next
         if self.name == "wan_sde":  # its noise follows the schedule: it has no level, so none of 0 either
             return kernels.wan_sde(x, out, sigma, sigma_next, sigma_max=step.sigma_max)
+        # Without noise each kernel is the Euler step; of one formula for all, deterministic steps agree to the bit.
         if self.name == "ode" or a == 0.0:
             return kernels.ode(x, out, sigma, sigma_next)
         if self.name == "flow_sde":
@@ -173,13 +175,13 @@ class StepRecord:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it but the batch and the kernel's name."""
-        known = {
+        tensors = {
             "step": torch.tensor(self.index),
             "noise_level": torch.tensor(self.kernel.noise_level, dtype=torch.float64),
             "state": self.state,
             "next_state": self.next_state,
         }
-        return known if self.rows is None else known | {"rows": self.rows}
+        return tensors if self.rows is None else tensors | {"rows": self.rows}
 
     @classmethod
     def of(cls, batch: Batch, kernel: str, tensors: Mapping[str, Tensor]) -> Self:

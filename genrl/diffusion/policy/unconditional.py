@@ -41,21 +41,22 @@ class Unconditional:
         """Whether the unconditional prediction comes first of the two."""
         policy = self._policy
         with policy.uncounted():
+            # Only the initial noise is of interest, at which one call is made again with a graph.
             state = policy.roll_out(probe, stop=1).initial
             assert state is not None
             with torch.enable_grad():
                 output = policy.calls.leave_at(probe, Request(0, 1), state).model_output
-        seen, self._seen = self._seen or [], None
+        predictions, self._seen = self._seen or [], None
         name, key = type(policy.pipe).__name__, "trainer.guidance_in_training"
-        if len(seen) != 2:
-            count = "one prediction" if len(seen) == 1 else f"{len(seen)} predictions"
+        if len(predictions) != 2:
+            count = "one prediction" if len(predictions) == 1 else f"{len(predictions)} predictions"
             raise ValueError(f"{key}: {name} makes {count} per step here, not a conditional and an unconditional one")
         # Gradients along one direction, the same in every process, tell the two factors.
         weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
-        one, other = (factor.norm() for factor in torch.autograd.grad(output, seen, weight))
-        if one < other and not self._halves:  # the only call of a step without guidance would be taken for it
+        first_norm, other = (factor.norm() for factor in torch.autograd.grad(output, predictions, weight))
+        if first_norm < other and not self._halves:  # the only call of a step without guidance would be taken for it
             raise ValueError(f"{key}: {name} makes the unconditional prediction in a call before the conditional one")
-        return bool(one < other)
+        return bool(first_norm < other)
 
     def _before(self, module: Any, args: Any) -> None:
         """A call of its own gets no graph, which saves its memory too."""
@@ -81,6 +82,7 @@ class Unconditional:
         parts = list(rows.split(samples))
         if self._seen is not None:
             self._halves = len(parts) > 1
+            # As leaves, so that `_find` can ask for the gradient to each; the network's own graph is not needed.
             parts = [part.detach().requires_grad_() for part in parts]
             self._seen += parts
         elif len(parts) == 2:  # one without guidance

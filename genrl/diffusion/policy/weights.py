@@ -90,6 +90,7 @@ def snapshot_base(weights: Weights, name: str, *, goes_on: bool) -> None:
         )
     weights.snapshot(name)
     for key, value in weights.snapshots[name].items() if goes_on else ():
+        # B A x = 0: the copy is then the base model, and the first factors may stay.
         if ".lora_B." in key:
             value.zero_()
 

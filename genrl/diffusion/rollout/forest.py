@@ -1,4 +1,4 @@
-"""Rollouts as trees (DESIGN 1.2): one pipeline run segment by segment, each shared prefix once.
+"""Rollouts as trees: one pipeline run segment by segment, each shared prefix once.
 
 Slots number the samples of an iteration; the tree of prompt p has the slots p L .. p L + L - 1 of its L leaves, in
 depth-first order. A node is known by its depth and the slot of the first leaf below it, so an edge is (step, slot): the
@@ -168,6 +168,7 @@ class _Forest:
             self.plan.stochastic,
             start=start,
             stop=stop,
+            # Roots have no state yet: the pipeline makes their noise, from the keys of the batch.
             state=None if self.states is None else self._states_of(rows),
             children=branching,
             keep=self.keep,
@@ -194,6 +195,7 @@ class _Forest:
         assert self.states is not None
         sigmas = self.sigmas
         if self.plan.tail is not None:
+            # MixGRPO-Flash: after the window nothing is trained, so these steps may be fewer and of a better solver.
             levels = compressed_tail(sigmas, self.plan.steps - self.plan.tail.steps, self.plan.tail.steps)
             self.states = torch.cat(
                 [self._solve(rows, levels) for rows in torch.arange(len(self.nodes)).split(self.batch_size)]

@@ -76,12 +76,13 @@ class RewardActor:
         """Load the rewards of this configuration (JSON), as in the run that works in `folder` with so many threads."""
         os.chdir(folder)  # paths in a configuration are relative
         torch.set_num_threads(threads)  # rounding depends on it
-        found = Config.model_validate_json(config)
-        set_seed(found.seed)
+        parsed = Config.model_validate_json(config)
+        set_seed(parsed.seed)
         device = "cuda" if connected().get_gpu_ids() else "cpu"
-        labelled = zip(found.reward_labels, found.rewards, strict=True)
-        wanted = [(label, one) for label, one in labelled if one.remote is None]
-        opened = catch(lambda: {label: opened_for(one, device) for label, one in wanted}, 0)
+        labelled = zip(parsed.reward_labels, parsed.rewards, strict=True)
+        local = [(label, settings) for label, settings in labelled if settings.remote is None]
+        # As text: an exception of the reward's own class could not be unpickled where its package is not installed.
+        opened = catch(lambda: {label: opened_for(settings, device) for label, settings in local}, 0)
         if isinstance(opened, Failure):
             return Opened(versions(), {}, opened.error)
         self.rewards = opened
@@ -90,8 +91,8 @@ class RewardActor:
     def score(self, label: str, arguments: Mapping[str, Any]) -> Scored | Failure:
         """What the reward returns; as text what it raises, which may be of no class that the trainer knows."""
         count = _count(arguments)
-        found = catch(lambda: read(self.rewards[label](**arguments), count, label), count)
-        return found if isinstance(found, Failure) else (found.values, found.parts)
+        scores = catch(lambda: read(self.rewards[label](**arguments), count, label), count)
+        return scores if isinstance(scores, Failure) else (scores.values, scores.parts)
 
 
 @dataclass
@@ -119,8 +120,10 @@ class RewardPool:
         self.seats = [self._started() for _ in range(count)]
         self._free: SimpleQueue[Seat] = SimpleQueue()
         try:
-            for found in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
-                check_versions(found)
+            # Asked first and by itself, in seconds: whether a machine is up is not to be confused with how long rewards
+            # load.
+            for versions in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
+                check_versions(versions)
             for opened in self._ray.get([seat.opened for seat in self.seats]):
                 self.takes: dict[str, tuple[str, ...]] = opened.checked().takes
         except self._ray.exceptions.RayError as error:
@@ -137,6 +140,7 @@ class RewardPool:
 
         Raises ServerRaised where the reward raises, and RewardFailed where actors are lost again and again.
         """
+        # The run is ending: nobody reads these, and an error would hide the one that ended it.
         none: Scored = [math.nan] * _count(arguments), {}
         while not self._stopped():
             try:
@@ -179,6 +183,7 @@ class RewardPool:
                 raise RewardFailed(str(error)) from error
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 last = error
+                # It may be alive and only slow, and would hold its memory beside the new one.
                 self._ray.kill(seat.actor)
                 new = self._started()
                 seat.actor, seat.opened = new.actor, new.opened

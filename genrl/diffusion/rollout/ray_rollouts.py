@@ -109,8 +109,8 @@ class RolloutActor:
             self.drawing, values = connected().get(work.order)
             put_back(self.weights.named, values, "the trainer")
             self.version = work.version
-        drawn = self.drawing(self.policy, work.job.batch, work.job.slots, beat=lambda: None)
-        finished = packed(finish(self.policy, drawn, self.config.sampling.batch_size))
+        sampled = self.drawing(self.policy, work.job.batch, work.job.slots, beat=lambda: None)
+        finished = packed(finish(self.policy, sampled, self.config.sampling.batch_size))
         return Part(finished, self.version, self.policy.model_calls - calls, time.perf_counter() - started)
 
 
@@ -139,8 +139,8 @@ class RayRollouts:
         self._options = options
         self.seats = [Seat(self._actor()) for _ in range(count)]
         try:
-            for found in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
-                check_versions(found)
+            for versions in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
+                check_versions(versions)
         except self._ray.exceptions.RayError as error:
             raise ValueError(f"engine: no rollout worker could be started in {START_S:g} s: {error}") from error
         for seat in self.seats:
@@ -170,27 +170,29 @@ class RayRollouts:
     def drawn(self, order: Order, jobs: Iterable[Job], worker: Worker, counted: Callable[[int], None]) -> Finishing:
         """Micro-batches that the actors draw by this order, as they came (`unpacked`). counted: is told the model calls
         of each."""
-        waiting, found = deque(jobs), dict[int, Part]()
+        waiting, parts = deque(jobs), dict[int, Part]()
         positions, losses = [job.position for job in waiting], 0
         for seat in self.seats:
             seat.job = None  # of an iteration that was left
+        # In their own order, whoever was first: sums of gradients round differently in another order.
         for position in positions:
             with worker.timed("sample"):
-                while position not in found:
+                while position not in parts:
                     self._hand_out(waiting, order)
                     job, part = self._hear()
                     worker.beat()
                     if isinstance(part, Exception):
                         losses += 1
                         self._check_losses(losses, part)
+                        # In front: the trainer waits for the positions in order, and this one is the oldest.
                         waiting.extendleft([] if job is None else [job])
                     elif job is not None and part is not None:
                         self._check_version(part.version, order.version)
-                        found[job.position], losses = part, 0
+                        parts[job.position], losses = part, 0
                         self._busy += part.seconds
                         counted(part.model_calls)
                 self._hand_out(waiting, order)
-            yield position, found.pop(position).finished
+            yield position, parts.pop(position).finished
 
     def metrics(self) -> dict[str, float]:
         """Since it was asked the last time, and of the run so far."""
@@ -331,6 +333,8 @@ class Ahead:
     def __init__(self, far: RayRollouts, scorers: Scorers, device: torch.device, closing: Event) -> None:
         self.far, self.scorers, self.device, self.closing = far, scorers, device, closing
         self.underway: dict[int, Underway] = {}
+        # One thread: iterations are drawn one after the other, each by its own weights. torch's number of threads is
+        # per thread.
         self._thread = ThreadPoolExecutor(1, "drawing", torch.set_num_threads, (torch.get_num_threads(),))
 
     def begin(self, config: Config, sheet: Sheet, order: Order, worker: Worker) -> None:
@@ -355,8 +359,8 @@ class Ahead:
     def take(self, iteration: int, worker: Worker, *, running: Mapping[str, Running]) -> tuple[Rollouts, int]:
         """The samples of this iteration, once all are there, and the model calls that they took."""
         underway = self.underway[iteration]
-        drawn = self._heard(underway, worker)
-        rollouts = gathered(underway.sheet, drawn, underway.scoring, worker, running=running)
+        parts = self._heard(underway, worker)
+        rollouts = gathered(underway.sheet, parts, underway.scoring, worker, running=running)
         del self.underway[iteration]
         underway.scoring.__exit__()
         return rollouts, underway.calls
@@ -382,6 +386,8 @@ class Ahead:
                         position, micro_batch = underway.drawn.get(timeout=POLL_S)
                         break
                     except Empty:
+                        # Looked at only with an empty queue: what was drawn before an error is no loss, and none is
+                        # raised in place of it.
                         if underway.work.done():
                             underway.work.result()
             yield position, unpacked(micro_batch, self.device)

@@ -137,13 +137,15 @@ def downsampled(rollouts: Rollouts, keep: int) -> Rollouts:
     the others are NaN, so that advantages are of the kept ones among themselves. Every micro-batch holds whole groups
     of independent samples."""
     groups = int(rollouts.group.max()) + 1
-    kept = max_variance(rollouts.total.view(groups, -1), keep).flatten()
-    slots = set(kept.nonzero()[:, 0].tolist())
+    # The subset with the largest spread of rewards carries the most gradient per sample (PODS); groups lie slot by
+    # slot.
+    selected = max_variance(rollouts.total.view(groups, -1), keep).flatten()
+    slots = set(selected.nonzero()[:, 0].tolist())
     return replace(
         rollouts,
-        mine={position: one.of(slots) for position, one in rollouts.mine.items()},
-        total=torch.where(kept, rollouts.total, math.nan),
-        parts={label: torch.where(kept, values, math.nan) for label, values in rollouts.parts.items()},
+        mine={position: micro_batch.of(slots) for position, micro_batch in rollouts.mine.items()},
+        total=torch.where(selected, rollouts.total, math.nan),
+        parts={label: torch.where(selected, values, math.nan) for label, values in rollouts.parts.items()},
         slots=[[slot for slot in some if slot in slots] for some in rollouts.slots],
     )
 
@@ -200,6 +202,7 @@ def iteration_rows(config: Config, prompts: Sequence[Prompt], iteration: int, kn
 
 def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
     """Slots of the roots of each micro-batch, in the order of training."""
+    # Cut in slot order: the samples of a prompt share a micro-batch, and so one encoding of it.
     cut = [list(roots[s : s + batch_size]) for s in range(0, len(roots), batch_size)]
     # Whole micro-batches are shuffled, never samples: which ones are run together decides their bits.
     order = torch.randperm(len(cut), generator=generator(seed, "micro-batches", iteration)).tolist()
@@ -212,14 +215,15 @@ def tree_micro_batches(
     """Slots of the roots of each micro-batch, and where updates begin. Which trees an update has depends on seed and
     iteration alone; how many are run together (`together`), on the number of processes."""
     order = torch.randperm(len(roots), generator=generator(seed, "micro-batches", iteration)).tolist()
-    found: list[list[int]] = []
+    cut: list[list[int]] = []
     bounds = [0]
     for u in range(updates):
         first, last = (len(roots) * k // updates for k in (u, u + 1))
         some = sorted(roots[k] for k in order[first:last])
-        found += [some[s : s + together] for s in range(0, len(some), together)]
-        bounds.append(len(found))
-    return found, bounds
+        # Each update is cut by itself: a micro-batch that lay across two updates would be stepped on twice.
+        cut += [some[s : s + together] for s in range(0, len(some), together)]
+        bounds.append(len(cut))
+    return cut, bounds
 
 
 @dataclass(frozen=True)
@@ -326,20 +330,20 @@ def drawn_here(
     for job in jobs:
         with torch.no_grad(), worker.fitting():
             with worker.timed("sample"), under():
-                drawn = draw(policy, job.batch, job.slots, beat=beat)
+                samples = draw(policy, job.batch, job.slots, beat=beat)
             with worker.timed("decode"):
-                finished = finish(policy, drawn, size)
+                finished = finish(policy, samples, size)
         yield job.position, finished
 
 
 def handed_on(finishing: Finishing, scoring: Scoring, worker: Worker) -> Iterator[tuple[int, MicroBatch]]:
     """What this process draws, by position, each on its way to the rewards while the next one is drawn."""
-    for number, (position, (drawn, images)) in enumerate(finishing, start=1):
+    for number, (position, (samples, images)) in enumerate(finishing, start=1):
         if worker.scores(number):
-            scoring.add(drawn.slots, images)
+            scoring.add(samples.slots, images)
         yield (
             position,
-            MicroBatch(drawn.slots, drawn.batch, drawn.final, drawn.sigmas, drawn.pieces, to_bytes(images)),
+            MicroBatch(samples.slots, samples.batch, samples.final, samples.sigmas, samples.pieces, to_bytes(images)),
         )
 
 
@@ -352,18 +356,19 @@ def gathered(
     running: Mapping[str, Running],
 ) -> Rollouts:
     """The iteration, once all of it is drawn and scored, in all processes."""
-    mine: dict[int, MicroBatch] = {}
+    micro_batches: dict[int, MicroBatch] = {}
     for position, micro_batch in drawn:
-        mine[position] = micro_batch
+        micro_batches[position] = micro_batch
+        # Processes draw in lockstep, one micro-batch each: the others have just finished as many.
         worker.advance(len(micro_batch.slots) * worker.num_processes)
-    if len(mine) < -(-len(sheet.plan) // worker.num_processes):
+    if len(micro_batches) < -(-len(sheet.plan) // worker.num_processes):
         worker.advance(0)  # another process has one more: meet it where the end is agreed
     with worker.timed("score"), worker.fitting():
         scored = scoring.result()
     components = scoring.scorers.components
     combined = compose.combine(scored.values, components, sheet.group, iteration=sheet.iteration, running=running)
     return Rollouts(
-        mine=mine,
+        mine=micro_batches,
         num_micro_batches=len(sheet.plan),
         prompts=[row.text for row in sheet.rows],
         group=sheet.group,
@@ -384,4 +389,5 @@ def _chunks(count: int, size: int) -> list[list[int]]:
 
 def to_bytes(image: Tensor) -> Tensor:
     """Floats in [0, 1] as uint8; what is not a number is black."""
+    # Clamped before the cast: out of range, a float becomes any byte, and another one on each device.
     return (image.nan_to_num() * 255).round().clamp(0, 255).to(torch.uint8)

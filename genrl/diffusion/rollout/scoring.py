@@ -44,12 +44,12 @@ def check_rows(scorers: Mapping[str, genrl_rewards.Reward], rows: Sequence[Promp
     """Raise ValueError where a reward needs a column that some row lacks, or cannot read its columns in a row."""
     if not rows:
         return
-    known = sorted(set().union(*(row.columns for row in rows)))
+    columns = sorted(set().union(*(row.columns for row in rows)))
     for label, reward in scorers.items():
-        genrl_rewards.check_columns(reward, known, name=label)
-        asked, itself = set(genrl_rewards.needs(reward).columns), inner(reward)
+        genrl_rewards.check_columns(reward, columns, name=label)
+        needed, itself = set(genrl_rewards.needs(reward).columns), inner(reward)
         for row in rows:
-            if lacking := asked - row.columns.keys():
+            if lacking := needed - row.columns.keys():
                 text = f"reward {label!r} asks for the column {min(lacking)!r}, which this row lacks"
                 raise ValueError(f"{source}:{row.line}: {text}")
         if isinstance(itself, ChecksRows):
@@ -122,6 +122,7 @@ def open_scorers(
     offloaded: dict[str, str] = {}
     alone: dict[str, Lock] = {}
     copies: dict[str, int] = {}
+    # Where a later reward is refused, those that were opened before it must not leave their processes behind.
     with ExitStack() as undo:
         for index, (label, settings) in enumerate(zip(config.reward_labels, config.rewards, strict=True)):
             where = str(settings.args.get("device", device))
@@ -132,6 +133,8 @@ def open_scorers(
             undo.callback(genrl_rewards.close, reward)
             opened[label] = reward
             server = inner(reward)
+            # A model in this process or in its own child answers one thread at a time, and so does a cache; servers
+            # queue themselves.
             if not isinstance(server, Remote) or isinstance(server, Isolated) or settings.cache:
                 alone[label] = Lock()
             elif len(server.servers) > 1:
@@ -150,11 +153,11 @@ def open_scorers(
 
 def components(config: Config) -> dict[str, Component]:
     """How each reward of the configuration enters the total."""
-    found: dict[str, Component] = {}
+    by_label: dict[str, Component] = {}
     for label, settings in zip(config.reward_labels, config.rewards, strict=True):
         gate = Gate(**settings.gate.model_dump()) if settings.gate is not None else None
-        found[label] = Component(settings.weight, settings.schedule, settings.normalize, gate)
-    return found
+        by_label[label] = Component(settings.weight, settings.schedule, settings.normalize, gate)
+    return by_label
 
 
 class Scoring:
@@ -222,21 +225,21 @@ class Scoring:
         Raises RewardFailed in all processes together where a reward raised for too many samples, or says itself that
         the run is to stop; and torch.OutOfMemoryError in all of them where one had no memory left.
         """
-        found: list[Found] = []
+        scores_here: list[Found] = []
         with ExitStack() as stack:
             with self._until_all_are_there():
                 if self._background:
-                    found = [item for items in self._worker.results(self.beat) for item in items]
+                    scores_here = [item for items in self._worker.results(self.beat) for item in items]
                 else:
                     stack.enter_context(self.scorers.placed())
                     for slots, images in self._pieces:
                         self._queue(self._ask, self._spread, slots, images)
                     for slots, images in self._pieces:
-                        found += self._ask(self._single, slots, images)
+                        scores_here += self._ask(self._single, slots, images)
                         self.beat()
-                found += self._answers()
-            found += self._of_groups()
-        everything = gather_object([(self._short is not None, found, self._broken)])
+                scores_here += self._answers()
+            scores_here += self._of_groups()
+        everything = gather_object([(self._short is not None, scores_here, self._broken)])
         if any(short for short, _, _ in everything):
             raise self._short or torch.OutOfMemoryError("memory ran out while another process scored")
         scores = [item for _, items, _ in everything for item in items]
@@ -260,32 +263,32 @@ class Scoring:
         if not self._grouped:
             return []
         here = {k: reward for k, reward in self._grouped.items() if k not in self.scorers.copies}
-        there = {k: reward for k, reward in self._grouped.items() if k in self.scorers.copies}
+        copied = {k: reward for k, reward in self._grouped.items() if k in self.scorers.copies}
         groups, pictures = self._whole_groups()
-        found: list[Found] = []
+        scores: list[Found] = []
         with self._until_all_are_there():
             for slots in groups:
-                self._queue(self._ask_group, there, slots, pictures)
+                self._queue(self._ask_group, copied, slots, pictures)
             for slots in groups if here else ():
-                found += self._ask_group(here, slots, pictures)
+                scores += self._ask_group(here, slots, pictures)
                 self.beat()
-            found += self._answers()
-        return found
+            scores += self._answers()
+        return scores
 
     def _whole_groups(self) -> tuple[list[list[int]], dict[int, Tensor]]:
         """Slots of the groups that this process scores, and their pictures. A collective."""
         rank = PartialState().process_index
-        mine = {slot: image for slots, images in self._pieces for slot, image in zip(slots, images, strict=True)}
-        holders = {slot: process for process, slots in enumerate(gather_object([list(mine)])) for slot in slots}
+        pictures = {slot: image for slots, images in self._pieces for slot, image in zip(slots, images, strict=True)}
+        holders = {slot: process for process, slots in enumerate(gather_object([list(pictures)])) for slot in slots}
         members: dict[int, list[int]] = {}
         for slot in sorted(holders):
             members.setdefault(self.group[slot], []).append(slot)
         scored_by = shared_out({group: [holders[s] for s in slots] for group, slots in members.items()})
         for process in sorted(set(scored_by.values())):
-            wanted = [s for s, holder in holders.items() if scored_by[self.group[s]] == process != holder]
-            if wanted:
-                mine |= gathered_on(process, {slot: mine[slot] for slot in wanted if holders[slot] == rank})
-        return [slots for group, slots in sorted(members.items()) if scored_by[group] == rank], mine
+            missing = [s for s, holder in holders.items() if scored_by[self.group[s]] == process != holder]
+            if missing:
+                pictures |= gathered_on(process, {slot: pictures[slot] for slot in missing if holders[slot] == rank})
+        return [slots for group, slots in sorted(members.items()) if scored_by[group] == rank], pictures
 
     def _queue(
         self,
@@ -304,7 +307,7 @@ class Scoring:
         return [item for queue in queues for items in queue.results(self.beat, self.beat) for item in items]
 
     def _ask(self, scorers: Mapping[str, genrl_rewards.Reward], slots: list[int], images: Tensor) -> list[Found]:
-        found: list[Found] = []
+        results: list[Found] = []
         for label, reward in scorers.items():
             columns = {c: [self.rows[s].columns[c] for s in slots] for c in genrl_rewards.needs(reward).columns}
             with self.scorers.alone.get(label, nullcontext()):
@@ -316,8 +319,8 @@ class Scoring:
                     group=[self.group[s] for s in slots],
                     name=label,
                 )
-            found.append((label, slots, scores))
-        return found
+            results.append((label, slots, scores))
+        return results
 
     def _ask_group(
         self, scorers: Mapping[str, genrl_rewards.Reward], slots: list[int], pictures: Mapping[int, Tensor]
@@ -332,19 +335,21 @@ def shared_out(holders: Mapping[int, Sequence[int]]) -> dict[int, int]:
     holders: group -> the processes of its pictures.
     """
     processes = PartialState().num_processes
+    # No process scores more than its share, or all would wait for the one that holds most.
     room = dict.fromkeys(range(processes), -(-len(holders) // processes))
-    found: dict[int, int] = {}
+    scored_by: dict[int, int] = {}
     for group, of_pictures in sorted(holders.items()):
         chosen = max((p for p in room if room[p]), key=lambda p: (of_pictures.count(p), room[p]))
-        found[group] = chosen
+        scored_by[group] = chosen
         room[chosen] -= 1
-    return found
+    return scored_by
 
 
 def gathered_on(process: int, mine: dict[int, Tensor]) -> dict[int, Tensor]:
     """The entries of all processes, on this one; nothing on the others. A collective."""
     state = PartialState()
     parts: list[Any] | None = [None] * state.num_processes if state.process_index == process else None
+    # To the one that scores them alone: pictures of all on all processes would multiply the memory by their number.
     torch.distributed.gather_object(mine, parts, dst=process)
     return {slot: image for part in parts or () for slot, image in part.items()}
 
@@ -403,9 +408,9 @@ def score_metrics(scored: Scored, total: Tensor) -> dict[str, float]:
 
 
 def _mean(values: Tensor) -> float:
-    return float(values.nanmean()) if not bool(values.isnan().all()) else math.nan
+    return float(values.nanmean())
 
 
 def _std(values: Tensor) -> float:
-    kept = values[~values.isnan()]
-    return float(kept.std(correction=0)) if len(kept) else math.nan
+    scores = values[~values.isnan()]
+    return float(scores.std(correction=0)) if len(scores) else math.nan

@@ -63,6 +63,7 @@ def estimate(
     grouped: whether these compare the samples of a prompt, whose spread is then logged.
     """
     iteration = run.iteration
+    # Per sample and before trees: a mean over the leaves of clipped advantages stays inside the clip by itself.
     advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
     if grouped:
         meter.add_spread(group_statistics(rollouts.total, rollouts.group))
@@ -73,11 +74,14 @@ def estimate(
     if settings.layout.tree.contrast:
         advantages = contrasted(run, settings, settings.layout.tree, rollouts)
         rewards = torch.where(advantages != 0, rewards, torch.nan)  # the others have no part in what is above them
+    # NaN until some process fills them in: a value read of a step that none recorded would show itself.
     log_probs = torch.full((steps.plan.steps, rollouts.num_samples), torch.nan)
     if settings.layout.tree.credit != "mean":
         pieces = [piece for micro_batch in rollouts.mine.values() for piece in micro_batch.pieces]
-        mine = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
-        log_probs = run.gather(mine, log_probs)
+        # The likelihood of a path takes the log-probabilities of all its edges, and other processes ran some of the
+        # trees.
+        recorded = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
+        log_probs = run.gather(recorded, log_probs)
     edges = tree_edges(
         settings.layout.tree, steps.plan, steps.trained, rewards, advantages, log_probs,
         clip=settings.advantage_clip, iteration=iteration,
@@ -93,8 +97,10 @@ def estimate(
 def contrasted(run: DiffusionRun, settings: PolicyGradient, tree: Tree, rollouts: Rollouts) -> Tensor:
     """B2-DiffuRL's advantages: scores over the prompt's history, of the best and worst leaf of each split, [N]."""
     history = PromptHistory(8)
+    # In the loop's memory, so that it survives a resume and an undone iteration leaves no trace in it.
     history.rewards = run.loop.memory.setdefault("prompt_history", {})
     scores = history.normalise(rollouts.total, rollouts.prompts)
+    # With the one split that `contrast` allows, the leaves of a split have consecutive slots.
     branch = torch.arange(rollouts.num_samples) // tree.ways
     chosen = branch_extremes(scores, branch, high=0.5, low=-0.5)
     clip = settings.advantage_clip
@@ -128,6 +134,7 @@ def tree_edges(
     tree = trees.grow(plan)
     parent, leaves = tree.parent, tree.num_slots
     scored = ~rewards.isnan()
+    # BranchGRPO standardises the values of each depth itself, so rewards go in; else the advantages of the leaves do.
     score = rewards if settings.normalise == "depth" else torch.where(scored, advantages.double(), torch.nan)
     leaf_values = score.view(-1, leaves)
     if settings.credit == "mean":
@@ -138,16 +145,18 @@ def tree_edges(
     skipped: list[int] = []
     if settings.normalise == "depth":
         values, skipped = normalise_per_depth(values, tree.depth)
+        # These advantages were made here, after `estimate` clipped those of the samples.
         values = values.clamp(-clip, clip)
         skipped = [depth for depth in skipped if depth - 1 in trained]
     counts = leaf_counts(parent, scored.view(-1, leaves))
-    kept = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
+    # An edge below which no leaf has a score has nothing to be credited with.
+    trainable = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
     if settings.prune is not None:
-        kept = kept & unpruned(settings.prune, tree, plan, rewards.view(-1, leaves), iteration)
+        trainable = trainable & unpruned(settings.prune, tree, plan, rewards.view(-1, leaves), iteration)
     moves = leaf_counts(parent, (advantages != 0).view(-1, leaves)) > 0
     return Edges(
-        to_table(values.nan_to_num(0.0) * kept, tree).to(advantages.dtype),
-        to_table(edge_weights(kept, counts, settings.weight), tree).to(advantages.dtype),
+        to_table(values.nan_to_num(0.0) * trainable, tree).to(advantages.dtype),
+        to_table(edge_weights(trainable, counts, settings.weight), tree).to(advantages.dtype),
         to_table(moves, tree),
         skipped,
     )
@@ -156,16 +165,17 @@ def tree_edges(
 def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, iteration: int) -> Tensor:
     """Edges that pruning leaves, bool [P, nodes]. rewards: [P, leaves]."""
     depths = pruned_depths(settings, plan, iteration)
-    kept = depth_pruned(tree.depth, depths).expand(len(rewards), -1)
+    remaining = depth_pruned(tree.depth, depths).expand(len(rewards), -1)
     if settings.width is None:
-        return kept
+        return remaining
     last_split = max(plan.splits)
     if settings.width == "best_sibling":
         good = best_siblings(tree.parent, tree.depth, rewards, last_split=last_split)
     else:
+        # A quarter from either end is the half of the leaves that BranchGRPO keeps.
         good = extreme_leaves(rewards, max(1, rewards.shape[-1] // 4))
     good = good | rewards.isnan().all(-1, keepdim=True)  # without any score there is nothing to choose by, or to train
-    return kept & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
+    return remaining & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
 
 
 def progress_table(tree: trees.Tree, rewards: Tensor) -> Tensor:
@@ -184,5 +194,6 @@ def to_table(values: Tensor, tree: trees.Tree) -> Tensor:
 def from_table(table: Tensor, tree: trees.Tree) -> Tensor:
     """The reverse of `to_table`, [P, nodes]; NaN for roots."""
     grid = table.view(tree.steps, -1, tree.num_slots)
+    # Roots have no edge: their index is only made valid here, and their value replaced below.
     values = grid[(tree.depth - 1).clamp(min=0), :, tree.first_leaf].T
     return torch.where(tree.depth > 0, values, torch.nan)

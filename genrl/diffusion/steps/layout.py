@@ -171,6 +171,8 @@ def stochastic_steps(layout: Layout, window: range | None, *, steps: int) -> tup
 def plan_of(sampling: Sampling, layout: Layout, window: range | None) -> SamplingPlan:
     """How the group of one prompt is sampled. Raises ValueError for a plan that cannot be, naming its field."""
     steps, tree = sampling.num_inference_steps, layout.tree
+    # None in a plan is a deterministic step. A kernel without a level (wan_sde) is stochastic all the same: 0 stands
+    # for it.
     level = layout.noise_level or 0.0
     noise = dict.fromkeys(stochastic_steps(layout, window, steps=steps), level)
     if layout.noise_outside_window:
@@ -179,6 +181,7 @@ def plan_of(sampling: Sampling, layout: Layout, window: range | None) -> Samplin
     ways = 1
     if tree is not None:
         ways = tree.ways
+        # Last, so that branching steps have the level that grows with their depth, not the window's.
         noise |= dict(zip(branching, growing_noise(level, layout.noise_growth, len(branching)), strict=True))
     leaves = ways ** len(branching)
     if sampling.group_size % leaves:
@@ -208,6 +211,7 @@ def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round
     Raises ValueError for a plan that cannot be, or a pruning that leaves no trained step.
     """
     steps, window, prune = sampling.num_inference_steps, layout.window, layout.prune
+    # Where nothing moves with the iteration, one iteration stands for all of the run.
     still = prune is None and (window is None or window.schedule in RANDOM)
     shares: dict[tuple[range | None, tuple[int, ...]], float] = {}
     first: dict[tuple[range | None, tuple[int, ...]], int] = {}
@@ -224,11 +228,12 @@ def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round
             depths = () if prune is None else tuple(pruned_depths(prune, plans[place], iteration))
             shares[place, depths] = shares.get((place, depths), 0.0) + share
             first.setdefault((place, depths), iteration)
-    whole = sum(shares.values())
+    # Shares were added over iterations, or over the places of a random window: they are of either sum.
+    total = sum(shares.values())
     result = []
     for (place, depths), share in shares.items():
         trained = unpruned_steps(stochastic_steps(layout, place, steps=steps), depths)
-        result.append(Round(share / whole, first[place, depths], plans[place], trained))
+        result.append(Round(share / total, first[place, depths], plans[place], trained))
     return result
 
 
@@ -263,6 +268,7 @@ def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Findin
     """What is wrong with how a policy gradient is to sample, and which transitions it is to train. What the arithmetic
     of windows and plans refuses is refused in its words."""
     layout, steps = settings.layout, config.sampling.num_inference_steps
+    # Refused by `too_few_steps` already; the arithmetic of windows would complain of it in words that lead astray.
     if steps < 2:
         return
     is_ddim, window = settings.kernel == "ddim", layout.window
@@ -276,6 +282,7 @@ def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Findin
         text = "the solver of the tail is for flow models, ddim for others; write null"
         yield ("trainer.tail_ratio", "trainer.kernel"), text
     try:
+        # Every plan of the run is made here, so that the one of iteration 900 is refused before the first.
         settings.rounds(config)
     except ValueError as error:
         field, _, text = str(error).partition(": ")

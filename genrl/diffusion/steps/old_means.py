@@ -25,9 +25,11 @@ class OldMeans:
     @torch.no_grad()
     def of(cls, run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, actions: Actions) -> Self:
         """Means of all transitions but those of the first update, whose own evaluation is that."""
+        # In the first update the policy is still the one that sampled, so its loss pass yields these means for free
+        # (`note`).
         later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
         every = [action for micro_batch in later for action in actions[micro_batch.slots[0]]]
-        steps = {one.number: step_of(run, settings, one.piece, one.step) for one in every}
+        steps = {action_of.number: step_of(run, settings, action_of.piece, action_of.step) for action_of in every}
         return cls({number: replayed_before(run, step).mean for number, step in steps.items()})
 
     def known(self, action: Action) -> dict[str, Tensor]:

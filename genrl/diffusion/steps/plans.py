@@ -75,6 +75,7 @@ def choose_kernel(run: DiffusionRun, settings: Stochastic, plan: SamplingPlan) -
     """The configured transition. Raises ValueError where it is not one for what the model predicts, or where the last
     step is to be drawn and has no distribution."""
     is_flow = run.policy.head.parametrisation == "flow"
+    # DDIM is the one kernel of models that predict noise, and no flow's.
     if is_flow == (settings.kernel == "ddim"):
         predicts = "a velocity (flow matching)" if is_flow else run.policy.head.prediction_type
         legal = ", ".join(FLOW_KERNELS[1:]) if is_flow else "ddim"
@@ -88,6 +89,7 @@ def choose_kernel(run: DiffusionRun, settings: Stochastic, plan: SamplingPlan) -
             f"noise; use {plan.steps - 1} or null"
         )
     level = settings.noise_level or 0.0
+    # Only what differs: trees whose noise grows with depth, and steps outside of the window.
     others = {i: plan.noise_levels[i] for i in plan.stochastic if plan.noise_levels[i] != level}
     return Kernel(settings.kernel, level, {i: other for i, other in others.items() if other is not None})
 
@@ -136,8 +138,8 @@ class Comparison(Transition, Protocol):
 def replayed(settings: Transition, policy: Policy, given: Recorded) -> Replayed:
     """The step under the policy as it is: log-probability [B], mean, std and model output of its transition."""
     if given.graph is not None:  # kept from sampling: the same numbers without a second pass
-        kept: Replayed = given.graph
-        return kept
+        result: Replayed = given.graph
+        return result
     return policy.replay(StepRecord.of(given.batch, settings.kernel, given.tensors))
 
 
@@ -148,6 +150,7 @@ def compared_steps(settings: Comparison, policy: Policy, given: Recorded) -> tup
     log_prob = new.log_prob
     first, second, preference = given["pairs"].to(log_prob.device).unbind(1)
     logs = (log_prob[first], reference[first], log_prob[second], reference[second])
+    # D3PO compares two actions of one step, not two samples: every step is a preference pair of its own.
     out = step_preference_loss(*logs, preference, beta=settings.beta, clip=settings.clip_range)
     outside = (log_prob - reference).exp().sub(1.0).abs() > settings.clip_range
     return out, outside, evidence(new)
@@ -169,6 +172,7 @@ def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scale
     """
     if run.replays:
         return
+    # A process without samples has no deviation, but must be there when all compare theirs.
     deviations = [torch.zeros(1)]
     first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
     if first is not None:
@@ -178,12 +182,14 @@ def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scale
                     new = run.policy.replay(piece.trajectory.step(i))
                     # GRPO-Guard's log-ratio is that of densities times the std, its quadratic term aside.
                     size = new.std.flatten() if scaled else 1.0
+                    # expm1, not exp - 1: what is looked for is smaller than the spacing of float32 around 1.
                     deviations.append((size * (new.log_prob - old)).expm1().abs().cpu())
     everyone = gather_object([float(torch.cat(deviations).max())])
     worst = float(torch.tensor(everyone).max())  # tensor: NaN is the largest
     problem = off_policy(worst, clip, compiled=bool(run.config.kernels.compile))
     if problem is not None:
         run.process.progress.say(problem)
+    # Once: a replay that is exact for the first micro-batch is so for all of them, and it costs their sampling again.
     run.replays = True
 
 

@@ -119,8 +119,8 @@ class EveryStep(Stochastic):
         sampling, guidance = config.sampling, guided(config.sampling.guidance_scale)
         images, trained = sampling.images_per_iteration, max(1, sampling.num_inference_steps - 1)
         backward = images * trained * self.optimizer_steps(1) // self.updates * guidance
-        drawn = images * sampling.num_inference_steps * guidance
-        return Calls(float(drawn), 2.0 * backward, float(backward), float(trained))
+        sampled = images * sampling.num_inference_steps * guidance
+        return Calls(float(sampled), 2.0 * backward, float(backward), float(trained))
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
         trained = range(config.sampling.num_inference_steps - 1)
@@ -236,6 +236,7 @@ class PolicyGradient(Stochastic, Updating):
             # of such an SDE (b -> eta sqrt(2 sigma / (1 - sigma)) as dt -> 0); the s of flow_cps does not go with dt.
             reason = "its steps are alpha-bars" if self.kernel == "ddim" else "its noise does not shrink with the step"
             yield keys, f"{self.kernel} has no dt to weight by ({reason}); use gaussian"
+        # Its formula takes the data out of a velocity, x0 = x - sigma v, which a noise prediction is not.
         if self.kl_weight > 0 and self.kl == "x_prediction" and self.kernel == "ddim":
             yield keys, "x_prediction is of a velocity; use mean_square or gaussian"
 
@@ -255,7 +256,7 @@ class PolicyGradient(Stochastic, Updating):
         guidance = guided(config.sampling.guidance_scale)
         train_guidance = guidance if self.guidance_in_training else 1
         rounds = self.rounds(config)
-        drawn = mean_of(config, rounds, lambda one: one.plan.calls) + self.further_samples(config)
+        sampled = mean_of(config, rounds, lambda one: one.plan.calls) + self.further_samples(config)
         trained = mean_of(config, rounds, lambda one: len(one.trained)) / config.sampling.prompts_per_iteration
         replayed = mean_of(config, rounds, lambda one: one.plan.training_calls(one.trained))
         learned = replayed * self.replays_per_state(guidance)
@@ -266,7 +267,7 @@ class PolicyGradient(Stochastic, Updating):
         if self.keep_graph:
             most = max(one.plan.training_calls(one.trained) for one in rounds)
             kept = most * config.sampling.prompts_per_iteration / config.sampling.batch_size
-        return Calls(drawn * guidance, learned, replayed * self.epochs * train_guidance, trained, kept=kept)
+        return Calls(sampled * guidance, learned, replayed * self.epochs * train_guidance, trained, kept=kept)
 
     def further_samples(self, config: Config) -> float:
         """States evaluated in sampling beside those of the rollouts, in an iteration, guidance aside."""
@@ -286,11 +287,11 @@ class PolicyGradient(Stochastic, Updating):
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
         """How the samples of a group come about, for `genrl plan`: the first and the last shape of a run."""
         rounds, replays = self.rounds(config), self.replays_per_state(guidance)
-        for one in dict.fromkeys((rounds[0], rounds[-1])):
+        for shape in dict.fromkeys((rounds[0], rounds[-1])):
             if len(rounds) > 1:
-                trained = ", ".join(map(str, one.trained))
-                yield f"steps {trained} trained, in {one.share:.1%} of the iterations ({len(rounds)} shapes)"
-            yield describe(one.plan, one.trained, calls_per_state=guidance, replays_per_state=replays)
+                trained = ", ".join(map(str, shape.trained))
+                yield f"steps {trained} trained, in {shape.share:.1%} of the iterations ({len(rounds)} shapes)"
+            yield describe(shape.plan, shape.trained, calls_per_state=guidance, replays_per_state=replays)
         tree, prune = self.layout.tree, self.layout.prune
         if (tree is not None and tree.contrast) or (prune is not None and prune.width is not None):
             yield "which leaves are trained depends on their scores: training calls are at most these"
@@ -316,7 +317,8 @@ class Windowed(GroupRelative):
 
 def mean_of(config: Config, rounds: Sequence[Round], count: Callable[[Round], int]) -> float:
     """Mean over the run's iterations of what is counted per prompt, for all prompts of one."""
-    per_prompt = math.fsum(one.share * count(one) for one in rounds)
+    per_prompt = math.fsum(plan_round.share * count(plan_round) for plan_round in rounds)
+    # The shares of the rounds add up to 1 only nearly; without rounding a count would read 79.99999999999999.
     return round(config.sampling.prompts_per_iteration * per_prompt, 6)
 
 

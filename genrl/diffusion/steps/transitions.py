@@ -82,11 +82,13 @@ def collect(run: DiffusionRun, settings: PolicyGradient, steps: Steps, *, scaled
     plan = steps.plan
     together = roots_together(run.config, plan, run.process.replicas) if plan.splits else None
 
+    # Where iterations are drawn ahead, each needs the plan of its own window, not that of the running one.
     def later(iteration: int) -> Draw:
         return sampler(run, settings, Steps.of(run.config, settings, iteration))
 
     leaves = plan.leaves // plan.roots
     rollouts = run.collect(sampler(run, settings, steps), draws=later, leaves=leaves, roots_together=together)
+    # The narrower side decides: rounding beyond it would be clipped as if the policy had moved.
     check_on_policy(run, rollouts, clip=min(settings.clip_bounds), scaled=scaled)
     return rollouts
 
@@ -102,6 +104,7 @@ def actions_of(run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, 
         actions[micro_batch.slots[0]] = []
         for piece in micro_batch.pieces:
             for i, log_prob in piece.trajectory.log_probs.items():
+                # A pruned step, or one whose samples have no score: its passes would add exactly 0.
                 if not bool(edges.weight[i, piece.slots[i]].any()):
                     continue
                 importance = None
@@ -153,6 +156,8 @@ def update(
     run.start_training(settings.epochs * sum(map(len, every.values())))
     for _ in range(settings.epochs):
         for micro_batches, slots in rollouts.updates(settings.updates):
+            # Over the samples of all processes, whose gradients are added up: so the update does not depend on how many
+            # there are.
             divisor = float(edges.weight[:, slots].sum())
             parts = (action for micro_batch in micro_batches for action in every[micro_batch.slots[0]])
             norms = descend(run.loop, settings, run.policy, parts, prepare, loss, divisor=divisor, measure=measured)
@@ -166,17 +171,19 @@ def record(
     policy, i = run.policy, action.step
     step = step_of(run, settings, action.piece, i)
     tables = {"advantage": edges.advantage, "weight": edges.weight, "moves": edges.moves}
-    given = {name: table[i, action.slots].to(policy.device) for name, table in tables.items()}
-    given |= {"old_log_prob": action.old_log_prob, **further}
+    tensors = {name: table[i, action.slots].to(policy.device) for name, table in tables.items()}
+    tensors |= {"old_log_prob": action.old_log_prob, **further}
     if action.importance is not None:  # surrogates are linear in it where they are not clipped
-        given |= {"importance": action.importance, "advantage": given["advantage"] * action.importance}
+        tensors |= {"importance": action.importance, "advantage": tensors["advantage"] * action.importance}
     if settings.kl_weight > 0:
+        # At the policy's own recorded state: the KL of eq. 5 is that of two transitions from one x_t, not of two
+        # rollouts.
         with torch.no_grad(), run.weights.reference():
             reference = policy.replay(step)
-        given["reference"] = getattr(reference, REFERENCE.get(settings.kl, "model_output"))
+        tensors["reference"] = getattr(reference, REFERENCE.get(settings.kl, "model_output"))
     # A kept graph is freed by its one backward pass, so it leaves the trajectory here.
     graph = action.piece.trajectory.graphs.pop(i) if settings.keep_graph else None
-    return Recorded(step.batch, step.tensors() | given, graph)
+    return Recorded(step.batch, step.tensors() | tensors, graph)
 
 
 def penalised(

@@ -96,7 +96,7 @@ def normalise_per_depth(
     A depth of one node, or whose std is below `flat`, gets 0. depth: int64 [N].
     """
     last = int(depth.max())
-    found = torch.zeros_like(values, dtype=torch.float64)
+    advantages = torch.zeros_like(values, dtype=torch.float64)
     skipped = []
     for level in range(last + 1):
         inside = depth == level
@@ -108,8 +108,8 @@ def normalise_per_depth(
             skipped.append(level)
         mean, std = _moments(values[..., inside if alone else depth == last].double())
         centred = (values[..., inside].double() - mean) / (std + eps)
-        found[..., inside] = torch.where((std < flat) | centred.isnan(), 0.0, centred)
-    return DepthNormalised(found, skipped)
+        advantages[..., inside] = torch.where((std < flat) | centred.isnan(), 0.0, centred)
+    return DepthNormalised(advantages, skipped)
 
 
 def edge_weights(trained: Tensor, counts: Tensor, weighting: EdgeWeighting) -> Tensor:
@@ -176,15 +176,16 @@ class PromptHistory:
         """
         values = rewards.detach().double()
         scores = torch.full_like(values, torch.nan)
+        # Each prompt once, whatever number of slots it fills: its history grows by one entry an iteration.
         for prompt in dict.fromkeys(prompts):
             rows = [row for row, name in enumerate(prompts) if name == prompt and not values[row].isnan()]
             if not rows:
                 continue
             past = self.rewards.get(prompt, [])
             now: list[float] = values[rows].tolist()
-            known = torch.tensor([value for stage in [*past, now] for value in stage], dtype=torch.float64)
-            std = known.std() if len(known) > 1 else known.new_zeros(())
-            scores[rows] = (values[rows] - known.mean()) / (std + eps)
+            rewards_so_far = torch.tensor([value for stage in [*past, now] for value in stage], dtype=torch.float64)
+            std = rewards_so_far.std() if len(rewards_so_far) > 1 else rewards_so_far.new_zeros(())
+            scores[rows] = (values[rows] - rewards_so_far.mean()) / (std + eps)
             self.rewards[prompt] = [*past, now][-self.stages :] if self.stages else []
         return scores
 
@@ -197,10 +198,11 @@ def _drawn(edge_log_prob: Tensor) -> Tensor:
 def _log_sibling_weights(parent: Tensor, logits: Tensor) -> Tensor:
     """log softmax of each edge among the children of its parent, [..., N]; 0 for roots."""
     edges = (parent >= 0).nonzero()[:, 0]
-    own = logits[..., edges]
-    mother = parent[edges].expand_as(own)
+    edge_logits = logits[..., edges]
+    mother = parent[edges].expand_as(edge_logits)
     empty = torch.zeros_like(logits)
-    raised = own - empty.scatter_reduce(-1, mother, own, "amax", include_self=False).gather(-1, mother)
+    # Less the largest of the siblings, as in every log-softmax: exp of a log-probability that is a sum would underflow.
+    raised = edge_logits - empty.scatter_reduce(-1, mother, edge_logits, "amax", include_self=False).gather(-1, mother)
     weights = torch.zeros_like(logits)
     weights[..., edges] = raised - empty.scatter_add(-1, mother, raised.exp()).gather(-1, mother).log()
     return weights
@@ -211,6 +213,7 @@ def _softmax_mean(parent: Tensor, leaf_values: Tensor, leaf_logits: Tensor) -> T
     leaf = leaf_values.detach().double()
     scored = ~leaf.isnan()
     logits = torch.where(leaves_below(parent) & scored[..., None, :], leaf_logits[..., None, :], -torch.inf)
+    # A node without a scored leaf has a row of -inf, whose softmax is NaN: that says "no value".
     return (logits.softmax(-1) * torch.where(scored, leaf, 0.0)[..., None, :]).sum(-1)
 
 
@@ -219,15 +222,16 @@ def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     scored = ~values.isnan()
     count = scored.sum(-1, keepdim=True)
     mean = values.nansum(-1, keepdim=True) / count
+    # In two passes: E[x^2] - E[x]^2 cancels where rewards are close to each other.
     squares = torch.where(scored, values - mean, 0.0).square().sum(-1, keepdim=True)
     return mean, (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 def _along_path(parent: Tensor, values: Tensor) -> Tensor:
     """Sum of the edge values from the root to each node, [..., N]; the roots' own entries count as 0."""
-    own = torch.where(parent >= 0, values, 0.0)
-    total, node = own.clone(), parent
+    edge_values = torch.where(parent >= 0, values, 0.0)
+    total, node = edge_values.clone(), parent
     while bool((node >= 0).any()):
-        total = total + torch.where(node >= 0, own[..., node.clamp(min=0)], 0.0)
+        total = total + torch.where(node >= 0, edge_values[..., node.clamp(min=0)], 0.0)
         node = torch.where(node >= 0, parent[node], -1)
     return total

@@ -25,6 +25,7 @@ def valid_transitions(done: Tensor, carried: Tensor) -> Tensor:
 def first_episode_steps(done: Tensor) -> Tensor:
     """Which actions belong to the first episode of their column, the one that ends it included: bool [T, B, C]."""
     flat = done.bool().transpose(1, 2).flatten(0, 1)  # [T C, B]
+    # Less the step itself: the one that ends an episode still belongs to it.
     ended_before = flat.long().cumsum(0) - flat.long() > 0
     return ~ended_before.view(done.shape[0], done.shape[2], done.shape[1]).transpose(1, 2)
 

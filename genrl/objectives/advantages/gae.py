@@ -51,6 +51,7 @@ def gae(
         raise ValueError(f"rewards, flags and values must all have one shape [T, B]; got {sorted(shapes)}")
     factor = torch.as_tensor(discount, dtype=torch.float64, device=rewards.device).expand(rewards.shape)
     now = values.detach().double()
+    # where, not a product: values of rows that only reset may be NaN.
     following = torch.where(terminated.bool(), 0.0, next_values.detach().double())
     delta = rewards.double() + factor * following - now
     carried = torch.where(terminated.bool() | truncated.bool(), 0.0, factor * lam)
@@ -123,9 +124,9 @@ def action_gae(
     """
     shapes = {tuple(t.shape) for t in (n_executed, terminated, truncated, next_values)}
     if rewards.shape != values.shape or shapes != {tuple(rewards.shape[:-1])} or rewards.dim() != 3:
-        found = [list(rewards.shape), list(values.shape), sorted(shapes)]
-        raise ValueError(f"rewards and values must be [T, B, C], flags and next_values [T, B]; got {found}")
-    there = _executed(rewards, n_executed)
+        shapes_got = [list(rewards.shape), list(values.shape), sorted(shapes)]
+        raise ValueError(f"rewards and values must be [T, B, C], flags and next_values [T, B]; got {shapes_got}")
+    executed = _executed(rewards, n_executed)
     paid, now = rewards.double(), values.detach().double()
     done = terminated.bool() | truncated.bool()
     advantages = torch.zeros_like(paid)
@@ -135,11 +136,12 @@ def action_gae(
         following = torch.where(terminated[t].bool(), 0.0, next_values[t].detach().double())
         for j in reversed(range(paid.shape[-1])):
             advantage = paid[t, :, j] + gamma * following - now[t, :, j] + gamma * lam * ahead
-            ahead = torch.where(there[t, :, j], advantage, ahead)
-            following = torch.where(there[t, :, j], now[t, :, j], following)
+            # An action that was not executed hands on what comes after it, undiscounted: it took no time.
+            ahead = torch.where(executed[t, :, j], advantage, ahead)
+            following = torch.where(executed[t, :, j], now[t, :, j], following)
             advantages[t, :, j] = advantage
-    advantages = torch.where(there, advantages, 0.0)
-    return Estimate(advantages, torch.where(there, advantages + now, 0.0))
+    advantages = torch.where(executed, advantages, 0.0)
+    return Estimate(advantages, torch.where(executed, advantages + now, 0.0))
 
 
 def normalise_advantages(advantages: Tensor, valid: Tensor | None = None, *, eps: float, ddof: int = 1) -> Tensor:
@@ -148,18 +150,20 @@ def normalise_advantages(advantages: Tensor, valid: Tensor | None = None, *, eps
     eps 1e-5 in pi_RL, 1e-8 in DPPO; both ddof 1. Fewer than two valid entries have no spread: std 0.
     Raises ValueError where none is valid, and for a NaN among the valid ones.
     """
-    kept = (advantages if valid is None else advantages[valid]).double()
-    if kept.numel() == 0:
+    counted = (advantages if valid is None else advantages[valid]).double()
+    if counted.numel() == 0:
         raise ValueError("no entry is valid: there is no advantage to normalise")
-    if bool(kept.isnan().any()):
+    if bool(counted.isnan().any()):
         raise ValueError("an advantage of a valid entry is NaN: look for a NaN reward or value")
-    spread = kept.std(correction=ddof) if kept.numel() > ddof else kept.new_zeros(())
-    return (advantages.double() - kept.mean()) / (spread + eps)
+    spread = counted.std(correction=ddof) if counted.numel() > ddof else counted.new_zeros(())
+    return (advantages.double() - counted.mean()) / (spread + eps)
 
 
 def _executed(rewards: Tensor, n_executed: Tensor) -> Tensor:
     size = rewards.shape[-1]
     if bool(((n_executed < 0) | (n_executed > size)).any()):
-        found = [int(n_executed.min()), int(n_executed.max())]
-        raise ValueError(f"of chunks of {size} actions between {found[0]} and {found[1]} cannot have been executed")
+        extremes = [int(n_executed.min()), int(n_executed.max())]
+        raise ValueError(
+            f"of chunks of {size} actions between {extremes[0]} and {extremes[1]} cannot have been executed"
+        )
     return executed_mask(n_executed, size)

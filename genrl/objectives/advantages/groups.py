@@ -109,6 +109,7 @@ def gdpo_advantages(rewards: Sequence[Tensor], weights: Sequence[float], group: 
     total = torch.zeros_like(parts[0])
     for part, weight in zip(parts, weights, strict=True):
         total += weight * group_advantages(part, group, scale="group", eps=eps, eps_mode="floor")
+    # Its advantages are 0, which would count as an average sample in the whitening.
     total[torch.stack(parts).isnan().all(0)] = torch.nan
     return group_advantages(total, torch.zeros_like(group), scale="group", eps=eps, eps_mode="floor")
 
@@ -126,6 +127,7 @@ def _checked(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         where = values.isinf().nonzero()[:, 0].tolist()
         raise ValueError(f"the rewards of samples {where} are infinite; a sample without a score must be NaN")
     scored = ~values.isnan()
+    # Numbered densely: slots may be any integers, and sums per group are taken by index.
     index = torch.unique(group, return_inverse=True)[1].to(values.device)
     return torch.where(scored, values, 0.0), index, scored
 

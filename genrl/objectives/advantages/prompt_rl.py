@@ -49,8 +49,9 @@ def rewriter_loss(
     refinement. Strictly on policy: the ratio is 1, its gradient that of l A. Masked tokens may hold anything.
     Gradient through `log_prob` only.
     """
-    kept = mask.bool()
-    new, reference = torch.where(kept, log_prob, 0.0), torch.where(kept, ref_log_prob, 0.0)
+    written = mask.bool()
+    new, reference = torch.where(written, log_prob, 0.0), torch.where(written, ref_log_prob, 0.0)
+    # Its value is 1, its gradient that of log p: on policy there is nothing else to divide by.
     gain = importance_ratio(new, new) * advantage.detach().to(new.dtype)[:, None]
-    loss = torch.where(kept, kl_weight * kl_k3(new, reference) - gain, 0.0)
-    return loss.sum(dim=1) / kept.sum(dim=1).clamp(min=1)
+    loss = torch.where(written, kl_weight * kl_k3(new, reference) - gain, 0.0)
+    return loss.sum(dim=1) / written.sum(dim=1).clamp(min=1)

@@ -30,11 +30,11 @@ def best_siblings(parent: Tensor, depth: Tensor, leaf_values: Tensor, *, last_sp
     """
     values = mean_of_leaves(parent, leaf_values).nan_to_num(-torch.inf)
     children = (depth == last_split + 1).nonzero()[:, 0]
-    kept = torch.zeros_like(values, dtype=torch.bool)
+    is_best = torch.zeros_like(values, dtype=torch.bool)
     for mother in sorted(set(parent[children].tolist())):
         siblings = children[parent[children] == mother]
-        kept.scatter_(-1, siblings[values[..., siblings].argmax(-1, keepdim=True)], True)
-    return kept[..., _ancestors(parent, depth, last_split + 1)[leaf_nodes(parent)]]
+        is_best.scatter_(-1, siblings[values[..., siblings].argmax(-1, keepdim=True)], True)
+    return is_best[..., _ancestors(parent, depth, last_split + 1)[leaf_nodes(parent)]]
 
 
 def extreme_leaves(leaf_values: Tensor, count: int) -> Tensor:
@@ -46,9 +46,10 @@ def extreme_leaves(leaf_values: Tensor, count: int) -> Tensor:
         raise ValueError(f"count: keeping the {count} best and worst leaves leaves nothing to train; use 1 or more")
     scored = ~leaf_values.isnan()
     best = leaf_values.nan_to_num(-torch.inf).argsort(dim=-1, descending=True, stable=True)[..., :count]
+    # Flipped: of equal leaves the first counts as better, so the worst are looked for from the end.
     worst = leaf_values.nan_to_num(torch.inf).flip(-1).argsort(dim=-1, stable=True)[..., :count]
-    kept = torch.zeros_like(scored).scatter(-1, best, True)
-    return kept.scatter(-1, leaf_values.shape[-1] - 1 - worst, True) & scored
+    is_extreme = torch.zeros_like(scored).scatter(-1, best, True)
+    return is_extreme.scatter(-1, leaf_values.shape[-1] - 1 - worst, True) & scored
 
 
 def max_variance(values: Tensor, count: int) -> Tensor:
@@ -63,8 +64,8 @@ def max_variance(values: Tensor, count: int) -> Tensor:
     if not 1 <= count <= size:
         raise ValueError(f"count: {count} samples cannot be kept of groups of {size}")
     flat = values.detach().double().reshape(-1, size)
-    kept = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
-    for row, group in zip(kept, flat, strict=True):
+    selected = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
+    for row, group in zip(selected, flat, strict=True):
         order = group.argsort(stable=True)  # NaN last
         scored = order[: int((~group.isnan()).sum())]
         if len(scored) <= count:
@@ -76,7 +77,7 @@ def max_variance(values: Tensor, count: int) -> Tensor:
         first, second = sums[:, lowest] + sums[:, -1:] - sums[:, len(x) - count + lowest]
         k = int((second / count - (first / count) ** 2).argmax())
         row[scored[:k]] = row[scored[len(x) - count + k :]] = True
-    return kept.view(values.shape)
+    return selected.view(values.shape)
 
 
 def width_pruned(parent: Tensor, depth: Tensor, kept_leaves: Tensor, *, last_split: int) -> Tensor:

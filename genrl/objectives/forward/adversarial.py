@@ -30,6 +30,7 @@ def discriminator_loss(real: Tensor, fake: Tensor, *, kind: DiscriminatorLoss = 
     if kind == "hinge":
         return 0.5 * ((1.0 - real).relu().mean() + (1.0 + fake).relu().mean())
     if kind == "bce":
+        # softplus(-x) is -log sigmoid(x) without the overflow of an exponential.
         return 0.5 * (F.softplus(-real).mean() + F.softplus(fake).mean())
     raise ValueError(f"kind must be 'hinge' or 'bce', got {kind!r}")
 
@@ -51,8 +52,8 @@ def adversary_loss(
         right = (real[0] > fake[0]).double().mean()
         return DiscriminatorOutput(preference_loss(real[0], fake[0]).mean(), float(right))
     loss, *of_patches = (discriminator_loss(r, f, kind=kind) for r, f in zip(real, fake, strict=True))
-    for one in of_patches:
-        loss = loss + patch_weight * one
+    for patch_loss in of_patches:
+        loss = loss + patch_weight * patch_loss
     right = (real[0].detach() > 0).double().mean() + (fake[0].detach() < 0).double().mean()
     return DiscriminatorOutput(loss, float(right) / 2.0)
 

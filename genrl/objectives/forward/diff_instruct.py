@@ -81,6 +81,7 @@ def diff_instruct_star_loss(
     conditional_score: `score_from_noise(noise, sigma)`. weight sigma^2 keeps the loss of order 1 at all levels.
     """
     difference = (score - ref_score).flatten(1)
+    # c keeps the direction finite where the two scores agree, as they do at the start.
     direction = difference / (difference.square().sum(dim=1, keepdim=True) + huber_c**2).sqrt()
     residual = (score - conditional_score).flatten(1)
     product = (direction * residual).sum(dim=1)

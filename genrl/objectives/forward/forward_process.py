@@ -139,6 +139,7 @@ def group_centres(implicit: Tensor, target: Tensor, group: Tensor, *, temperatur
     logits = [torch.zeros_like(aims)] if temperature is None else [aims / temperature, -aims / temperature]
     centres = []
     for logit in logits:
+        # A softmax by hand, since groups differ in size; less the largest, so that no exponential overflows.
         highest = torch.full_like(_group_sum(logit, index), -torch.inf).scatter_reduce(0, index, logit, "amax")
         share = (logit - highest[index]).exp()
         share = share / _group_sum(share, index)[index]
@@ -157,11 +158,11 @@ def crd_loss(
     losses = []
     for centre in centres:
         predicted = beta * (implicit - _like(centre.implicit, implicit))
-        wanted = _like(target.detach(), implicit) - _like(centre.target, implicit)
+        aim = _like(target.detach(), implicit) - _like(centre.target, implicit)
         if kind == "mse":
-            losses.append((predicted - wanted).square())
+            losses.append((predicted - aim).square())
         elif kind == "bce":
-            losses.append(F.binary_cross_entropy_with_logits(predicted, wanted.sigmoid(), reduction="none"))
+            losses.append(F.binary_cross_entropy_with_logits(predicted, aim.sigmoid(), reduction="none"))
         else:
             raise ValueError(f"kind must be 'mse' or 'bce', got {kind!r}")
     return torch.stack(losses).mean(dim=0)
@@ -180,6 +181,7 @@ def reward_adaptive_weight(target: Tensor, kl_weight: float, *, minimum: float =
 def _scaled_error(velocity: Tensor, target: Tensor, adaptive: bool) -> Tensor:
     difference = _difference(velocity, target)
     error = difference.square().mean(dim=1)
+    # Detached: with its gradient the weight would reward large errors.
     return error / difference.detach().abs().mean(dim=1).clamp(min=1e-5) if adaptive else error
 
 

@@ -65,6 +65,7 @@ def diffusion_nft_loss(
     new, old = velocity.to(dtype), old_velocity.detach().to(dtype)
     noisy, clean = noisy.detach().to(dtype), clean.detach().to(dtype)
     time = torch.as_tensor(sigma, dtype=dtype, device=clean.device).reshape(-1, *[1] * (clean.dim() - 1))
+    # The network appears in both: towards the good, and by the reflection at the old policy away from the bad.
     positive = _normalised_error(noisy - time * (beta * new + (1.0 - beta) * old), clean)
     negative = _normalised_error(noisy - time * ((1.0 + beta) * old - beta * new), clean)
     weight = reward_weight.detach().to(clean)
@@ -93,5 +94,6 @@ def ema_decay(step: int, maximum: float = 0.9) -> float:
 
 def _normalised_error(prediction: Tensor, clean: Tensor) -> Tensor:
     difference = (prediction - clean).reshape(clean.shape[0], -1)
+    # In float64, and from 1e-5 up, as in the released code; without gradient, or large errors would be rewarded.
     scale = difference.detach().abs().double().mean(dim=1).clamp(min=1e-5).to(difference.dtype)
     return difference.square().mean(dim=1) / scale

@@ -78,6 +78,7 @@ def step_preference_loss(
     if beta <= 0 or not 0 <= clip < 1:
         raise ValueError(f"beta must be positive and clip in [0, 1), got {beta} and {clip}")
     ratios = [
+        # Clipped as ratios: beyond the bounds a side has a value and no gradient.
         (log_prob - ref.detach()).exp().clamp(1.0 - clip, 1.0 + clip).log()
         for log_prob, ref in ((log_prob_a, ref_log_prob_a), (log_prob_b, ref_log_prob_b))
     ]
@@ -109,8 +110,8 @@ def preference_pairs(rewards: Tensor, group: Tensor, *, ties: bool = False) -> T
     mates = (group[:, None] == group[None, :]) & scored[:, None] & scored[None, :]
     first, second = mates.triu(diagonal=1).nonzero().unbind(dim=1)
     sign = (rewards[first] - rewards[second]).sign().long()
-    kept = (sign != 0) | ties
-    return torch.stack([first, second, sign], dim=1)[kept]
+    decided = (sign != 0) | ties
+    return torch.stack([first, second, sign], dim=1)[decided]
 
 
 def step_winners(scores: Tensor, *, threshold: float) -> tuple[Tensor, Tensor, Tensor]:

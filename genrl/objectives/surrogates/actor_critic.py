@@ -41,6 +41,7 @@ def value_loss(
         return plain
     if old_values is None:
         raise ValueError("a clipped value loss needs the values of the rollout: old_values")
+    # The larger of two losses: the clip may hold the critic back, and never rewards it for moving further off.
     near = old_values.detach() + (values - old_values.detach()).clamp(-clip, clip)
     return torch.maximum(plain, _half_square(returns - near, huber_delta))
 
@@ -51,6 +52,7 @@ def approximate_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     The stop of PPO's epochs: leave an iteration's updates once its mean exceeds a bound (.3 for chunk sums, 1 in DPPO).
     """
     difference = (log_prob - old_log_prob).detach()
+    # expm1: near a ratio of 1, where it is used, exp - 1 loses the digits that decide.
     return difference.expm1() - difference
 
 

@@ -33,15 +33,15 @@ def advantage_weights(q: Tensor, values: Tensor, *, temperature: float, largest:
     if temperature < 0:
         raise ValueError(f"a negative temperature prefers bad actions, got {temperature}")
     exponent = temperature * (q.detach() - values.detach())
+    # One action far better than its state's value would else be the whole batch.
     return torch.exp(exponent).clamp(max=largest)
 
 
 # FISOR: feasibility-guided weighted diffusion cloning for safe offline learning (arXiv 2401.10700).
 #
-# A state is feasible where the best achievable worst violation V_h is at most 0; h is the violation of a state,
-# negative
-# where it is safe (-1) and positive where it is not (25 in the released code). All inputs [N]; `mask` is 0 where the
-# episode terminated, else 1.
+# A state is feasible where the best achievable worst violation V_h is at most 0; h is the violation of a state:
+# negative (-1) where it is safe, positive (25 in the released code) where it is not. All inputs [N]; `mask` is 0 where
+# the episode terminated, else 1.
 
 
 def feasibility_target(violation: Tensor, next_values: Tensor, mask: Tensor, gamma: float) -> Tensor:

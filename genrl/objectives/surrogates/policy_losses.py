@@ -52,6 +52,7 @@ def staleness_weight(
     numbers it is, as every ratio here, the weight of the sample to the power 1/D.
     """
     weight = torch.exp(proximal_log_prob.detach() - behaviour_log_prob.detach())
+    # Dropped, not capped: a capped weight would still push by an action that the policy hardly makes any more.
     return torch.where(weight <= largest, weight, 0.0)
 
 
@@ -82,11 +83,14 @@ def clipped_surrogate(
         raise ValueError(f"a clip range cannot be negative, got {clip_low} below and {clip_high} above 1")
     log_ratio = log_prob - old_log_prob.detach()
     weight = advantage.detach().to(log_ratio.dtype)
+    # With A < 0 the unclipped branch is the loss and wants its gradient, however large: only the other side is held.
     overflows = log_ratio.isfinite() & (log_ratio > LARGEST_LOG_RATIO)
     ratio = torch.exp(log_ratio.masked_fill(overflows & (weight >= 0), LARGEST_LOG_RATIO))
     lowest, highest = 1.0 - clip_low, 1.0 + clip_high
     clipped = torch.clamp(ratio, lowest, highest)  # type: ignore[arg-type]  # two numbers or two tensors
+    # The maximum of two losses is the minimum of PPO's two objectives.
     loss = torch.maximum(-weight * ratio, -weight * clipped)
+    # Where the maximum takes the clipped branch, which is constant: no gradient.
     too_high = (weight > 0) & (ratio > highest)
     too_low = (weight < 0) & (ratio < lowest)
     return SurrogateOutput(loss, ratio, (too_high | too_low).detach())

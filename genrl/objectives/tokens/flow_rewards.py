@@ -29,8 +29,8 @@ class Deviation(NamedTuple):
 def velocity_error(velocity: Velocity, data: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     """`mean_h (v(t x + (1 - t) n, t) - (x - n))^2`, [N], of data x and noise n [N, H] at t [N] in (0, 1)."""
     share = t[:, None]
-    found = velocity(share * data + (1 - share) * noise, t)
-    return (found - (data - noise)).square().mean(-1)
+    predicted = velocity(share * data + (1 - share) * noise, t)
+    return (predicted - (data - noise)).square().mean(-1)
 
 
 def velocity_deviation(velocity: Velocity, data: Tensor, noise: Tensor, times: Sequence[float]) -> Deviation:
@@ -44,11 +44,11 @@ def unlikely_tokens(score: Tensor, mask: Tensor, *, threshold: float, most: int 
     """Unlikeliness, from 0 to 1 between the lowest and the highest score of an answer, [B, T] float64; 0 unless above
     the threshold and, where there are more of these than `most`, among that many highest. An answer whose scores are
     all equal has 0."""
-    kept, values = mask.bool(), score.detach().double()
-    low = torch.where(kept, values, torch.inf).amin(1, keepdim=True)
-    high = torch.where(kept, values, -torch.inf).amax(1, keepdim=True)
+    valid, values = mask.bool(), score.detach().double()
+    low = torch.where(valid, values, torch.inf).amin(1, keepdim=True)
+    high = torch.where(valid, values, -torch.inf).amax(1, keepdim=True)
     spread = high - low
-    share = masked((values - low) / torch.where(spread > 0, spread, 1.0), kept)
+    share = masked((values - low) / torch.where(spread > 0, spread, 1.0), valid)
     share = torch.where(share > threshold, share, 0.0)
     if most is not None and most < share.shape[1]:
         top = share.topk(most, dim=1).indices

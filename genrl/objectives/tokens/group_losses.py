@@ -1,6 +1,6 @@
 """Losses of whole groups, which are no product of advantage, weight and surrogate: Reg-GRPO, REAL, PACS.
 
-score [B] is a row's log-ratio or log-probability with its gradient (`tokens.sequence_log_ratio`, `mean_log_ratio`,
+score [B] is a row's log-ratio or log-probability with its gradient (`tokens.sequence_log_ratio`, `mean_log_ratio`),
 group [B] integers. **Groups must be complete**: a micro-batch that holds half of one is another loss.
 """
 
@@ -79,8 +79,8 @@ def right_answer_loss(
         if balanced:
             same = torch.where(target > 0, target.sum(), number - target.sum())
             weight = number / (2.0 * same) if bool(0 < target.sum() < number) else torch.ones_like(target)
-        found = F.binary_cross_entropy_with_logits(logit, target, weight=weight, reduction="none")
-        losses = losses.index_put((members,), found)
+        row_losses = F.binary_cross_entropy_with_logits(logit, target, weight=weight, reduction="none")
+        losses = losses.index_put((members,), row_losses)
     return losses
 
 

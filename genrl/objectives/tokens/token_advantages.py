@@ -39,6 +39,7 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     """`r - mean of the others of its group`: RLOO (arXiv 2402.14740), [N]. A sample without others gets 0."""
     index, count = _scored_counts(rewards, group)
     size = count[index]
+    # r - mean of the others = (r - mean of all) n / (n - 1): no second pass over the group.
     return group_advantages(rewards, group, scale="none") * size / (size - 1.0).clamp(min=1.0)
 
 
@@ -73,9 +74,9 @@ def over_tokens(rewards: Tensor, lengths: Tensor, group: Tensor, *, eps: float =
     tokens = zero.index_add(0, index, weight)
     centred = torch.where(rewards.isnan(), 0.0, centred - (summed(centred) / tokens.clamp(min=1))[index])
     std = (summed(centred**2) / (tokens - 1).clamp(min=1)).sqrt()
-    found = centred / (std[index] + eps)
-    far = zero.index_add(0, index, (found.abs() >= limit).double()) > 0
-    return torch.where(far[index] | rewards.isnan(), plain, found)
+    scores = centred / (std[index] + eps)
+    far = zero.index_add(0, index, (scores.abs() >= limit).double()) > 0
+    return torch.where(far[index] | rewards.isnan(), plain, scores)
 
 
 def signed(right: Tensor, lengths: Tensor, *, positive: float, negative: float) -> Tensor:
@@ -169,9 +170,9 @@ def batch_normalised(advantage: Tensor, mask: Tensor | None = None, *, eps: floa
     """
     if mask is None:
         return group_advantages(advantage, _one_group(advantage), scale="group", eps=eps, ddof=1)
-    kept = mask.bool()
+    valid = mask.bool()
     result = torch.zeros(mask.shape, dtype=torch.float64, device=advantage.device)
-    result[kept] = group_advantages(advantage[kept], _one_group(advantage[kept]), scale="group", eps=eps, ddof=1)
+    result[valid] = group_advantages(advantage[valid], _one_group(advantage[valid]), scale="group", eps=eps, ddof=1)
     return result
 
 
@@ -224,6 +225,7 @@ def smoothed_advantages(
         visit = before + 1
         new_mean = float(scores.mean())
         new_variance = float(scores.var()) if len(scores) > 1 and bool((scores != scores[0]).any()) else 0.0
+        # The variance of all visits from two variances and the distance of their means (Chan's update).
         variance = (before * std**2 + new_variance + before / visit * (new_mean - mean) ** 2) / visit
         mean, std = (before * mean + new_mean) / visit, variance**0.5
         new = new_scores[members]
@@ -251,11 +253,11 @@ def whitened(values: Tensor, mask: Tensor, *, eps: float = 1e-8, ddof: int = 1) 
     REINFORCE++ (arXiv 2501.03262), whose code divides by the tokens less one (ddof 1); StableReinforce with eps = 0 and
     ddof 0. Values without spread give 0.
     """
-    kept = mask.bool()
+    valid = mask.bool()
     chosen = masked(values.detach().double(), mask)
-    count = kept.sum().clamp(min=1)
+    count = valid.sum().clamp(min=1)
     centred = masked(chosen - chosen.sum() / count, mask)
-    if not bool(kept.any()) or bool((chosen[kept] == chosen[kept][0]).all()):
+    if not bool(valid.any()) or bool((chosen[valid] == chosen[valid][0]).all()):
         return torch.zeros_like(centred)
     return centred / ((centred**2).sum() / (count - ddof) + eps).sqrt()
 

@@ -111,11 +111,11 @@ def turn_leave_one_out(rewards: Tensor, group: Tensor, *, gamma: float) -> Tenso
     0 where there is no turn. A turn that no other episode has keeps its G_k, as in the released code.
     """
     returns = turn_returns(rewards, gamma=gamma)
-    there = ~returns.isnan()
+    has_turn = ~returns.isnan()
     turn = torch.unique(group, return_inverse=True)[1][:, None] * rewards.shape[1] + torch.arange(rewards.shape[1])
     compared = leave_one_out(returns.flatten(), turn.flatten()).view_as(returns)
-    alone = (torch.bincount(turn[there], minlength=int(turn.max()) + 1) == 1)[turn]
-    return torch.where(there, torch.where(alone, returns, compared), 0.0)
+    alone = (torch.bincount(turn[has_turn], minlength=int(turn.max()) + 1) == 1)[turn]
+    return torch.where(has_turn, torch.where(alone, returns, compared), 0.0)
 
 
 # Credit of turns that are compared with an expert's (UI-S1, arXiv 2509.11543). float64, no gradient.
@@ -129,13 +129,13 @@ def semi_online_returns(rewards: Tensor, matched: Tensor, *, gamma: float) -> Te
     of the stretch that the policy walked by itself; that a mismatch is no part of it is its code's reading.
     """
     reward = rewards.detach().double()
-    running, found = torch.zeros(len(reward), dtype=torch.float64), []
+    running, columns = torch.zeros(len(reward), dtype=torch.float64), []
     for k in range(reward.shape[1] - 1, -1, -1):
         running = torch.where(matched[:, k].bool(), reward[:, k] + gamma * running, torch.zeros_like(running))
-        own = torch.where(matched[:, k].bool(), running, reward[:, k])
+        turn_return = torch.where(matched[:, k].bool(), running, reward[:, k])
         running = running.nan_to_num(nan=0.0)
-        found.append(torch.where(reward[:, k].isnan(), torch.nan, own))
-    return torch.stack(found[::-1], 1)
+        columns.append(torch.where(reward[:, k].isnan(), torch.nan, turn_return))
+    return torch.stack(columns[::-1], 1)
 
 
 def semi_online_advantages(
@@ -148,12 +148,12 @@ def semi_online_advantages(
     of R are over episodes, as in the paper; the code takes mean and deviation over all turns of the group.
     """
     returns = semi_online_returns(rewards, matched, gamma=gamma)
-    there = ~rewards.isnan()
-    sums = torch.where(there.any(1), rewards.double().nansum(1), torch.nan)
-    whole = group_advantages(sums, group, scale="group", eps=1e-6, ddof=1)
+    has_turn = ~rewards.isnan()
+    sums = torch.where(has_turn.any(1), rewards.double().nansum(1), torch.nan)
+    of_episode = group_advantages(sums, group, scale="group", eps=1e-6, ddof=1)
     turn = group[:, None] * rewards.shape[1] + torch.arange(rewards.shape[1])
     alone = group_advantages(returns.flatten(), turn.flatten(), scale="group", eps=1e-6, ddof=1).view_as(returns)
-    return torch.where(there, episode * whole[:, None] + step * alone, 0.0)
+    return torch.where(has_turn, episode * of_episode[:, None] + step * alone, 0.0)
 
 
 # Credit of whole utterances from a critic that learns off policy (ArCHer, arXiv 2402.19446, section 3). Each of two

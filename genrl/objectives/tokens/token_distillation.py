@@ -29,6 +29,7 @@ def with_rest(log_rows: Tensor) -> Tensor:
     """Log-probabilities of some tokens [..., K], and of all others together: [..., K + 1]. At least 1e-7 is left for
     these, so that the logarithm is finite."""
     mass = log_rows.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+    # log1p: where the named tokens hold nearly all, 1 - mass would be rounding.
     return torch.cat([log_rows, (-mass.exp()).log1p()], -1)
 
 

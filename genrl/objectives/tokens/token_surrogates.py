@@ -140,9 +140,10 @@ def sequence_token_clip_surrogate(
     high: float = 4e-4,
 ) -> SurrogateOutput:
     """PPO's clip of `sg(s_b) exp(l - sg l)` per token: GSPO-token (arXiv 2507.18071, eq. 13), for advantages [B, T]."""
-    kept = masked(log_prob, mask)
+    token_log_prob = masked(log_prob, mask)
+    # The value is the row's ratio, the gradient the token's own: kept - kept.detach() is 0.
     row = mean_log_ratio(log_prob.detach(), old_log_prob, mask)[:, None]
-    return _clipped(row + (kept - kept.detach()), per_token(advantage, mask), low, high)
+    return _clipped(row + (token_log_prob - token_log_prob.detach()), per_token(advantage, mask), low, high)
 
 
 def geometric_mean_surrogate(
@@ -162,8 +163,8 @@ def geometric_mean_surrogate(
     if advantage.dim() != 1:
         raise ValueError(f"one geometric mean per row needs one advantage per row [B], got {list(advantage.shape)}")
     difference, weight = log_ratio(log_prob, old_log_prob, mask), advantage.detach()[:, None].to(log_prob.dtype)
-    kept = torch.where(weight > 0, difference.clamp(max=high), difference.clamp(min=-low))
-    ratio = row_mean(kept, mask)[:, None].exp()
+    clipped_log_ratio = torch.where(weight > 0, difference.clamp(max=high), difference.clamp(min=-low))
+    ratio = row_mean(clipped_log_ratio, mask)[:, None].exp()
     clipped = ((weight > 0) & (difference > high)) | ((weight < 0) & (difference < -low))
     return SurrogateOutput(-weight * ratio, difference.exp(), clipped)
 
@@ -204,9 +205,9 @@ def cispo_surrogate(
     `clipped` marks the ratios outside of the bounds.
     """
     ratio = log_ratio(log_prob, old_log_prob, mask).detach().exp()
-    kept = ratio.clamp(lowest, highest)
-    loss = kept * score_function_loss(masked(log_prob, mask), per_token(advantage, mask))
-    return SurrogateOutput(loss, ratio, kept != ratio)
+    bounded = ratio.clamp(lowest, highest)
+    loss = bounded * score_function_loss(masked(log_prob, mask), per_token(advantage, mask))
+    return SurrogateOutput(loss, ratio, bounded != ratio)
 
 
 def sapo_surrogate(
@@ -256,6 +257,7 @@ def vespo_surrogate(
     up = (advantage >= 0)[:, None]
     power = torch.where(up, torch.full_like(log_weight, positive[0]), negative[0])
     rate = torch.where(up, torch.full_like(log_weight, positive[1]), negative[1])
+    # In the log: W^k alone overflows for a long answer, and inf times exp(-inf) is NaN.
     phi = torch.exp(rate + power * log_weight - rate * log_weight.exp())
     loss = phi * score_function_loss(masked(log_prob, mask), advantage[:, None])
     return SurrogateOutput(loss, log_weight.exp(), torch.zeros_like(phi, dtype=torch.bool))
@@ -271,6 +273,7 @@ def _clipped(
     drop_above: float | None = None,
 ) -> SurrogateOutput:
     """PPO's clip of `exp(difference)`, with the dual clip and VL-DAC's rule."""
+    # The shared clip takes two log-probabilities: the difference and 0 have the same ratio.
     plain = clipped_surrogate(difference, torch.zeros((), device=difference.device), advantage, low, high)
     loss, clipped = plain.loss, plain.clipped
     weight = advantage.detach().to(loss.dtype)

@@ -19,6 +19,7 @@ FARTHEST = 20.0
 
 def _moved(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(ratio with gradient, old probability, D without gradient), [B, T]; 1, 1 and 0 where masked."""
+    # As verl clamps it: one token of e^80 would be all of the gradient, and nothing clips it here.
     ratio = log_ratio(log_prob, old_log_prob, mask).clamp(-FARTHEST, FARTHEST).exp()
     old = masked(old_log_prob.detach(), mask).exp()
     return ratio, old, (masked(log_prob.detach(), mask).exp() - old).abs()
@@ -50,13 +51,13 @@ def cumulative_mask_surrogate(
     row's .9 quantile of D, in [slack, 2 slack]: `c = min(delta, delta + b W - S)`.
     """
     ratio, _, distance = _moved(log_prob, old_log_prob, mask)
-    kept = mask.bool()
-    place = (kept.cumsum(1) - 1).to(distance.dtype)
-    count = kept.sum(1, keepdim=True)
+    valid = mask.bool()
+    place = (valid.cumsum(1) - 1).to(distance.dtype)
+    count = valid.sum(1, keepdim=True)
     weight = masked(1.0 - (1.0 - last) * place / (count - 1).clamp(min=1), mask)
     far = weight * distance
     # the masked count as no number, so that the quantile is of the row's tokens; a row without any has none to mask
-    tail = torch.where(kept, distance, torch.nan).nanquantile(0.9, dim=1, keepdim=True)
+    tail = torch.where(valid, distance, torch.nan).nanquantile(0.9, dim=1, keepdim=True)
     rate = tail.nan_to_num(nan=0.0).clamp(slack, 2.0 * slack)
     before = rate * (weight.cumsum(1) - weight) - (far.cumsum(1) - far)
     return gated_surrogate(
@@ -91,8 +92,8 @@ def min_p_log_prob(logits: Tensor, tokens: Tensor, *, kappa: float = 0.02) -> Te
     -inf for the others. logits [..., V]."""
     log_p = logits.log_softmax(-1)
     floor = log_p.amax(-1, keepdim=True) + torch.log(torch.tensor(kappa, dtype=log_p.dtype))
-    rest = torch.where(log_p < floor, -torch.inf, log_p)
-    return rest.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    allowed = torch.where(log_p < floor, -torch.inf, log_p)
+    return allowed.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
 
 
 def low_probability_surrogate(
@@ -128,19 +129,19 @@ def low_probability_surrogate(
 def relative_entropy(entropy: Tensor, mask: Tensor, *, share: float = 0.8) -> Tensor:
     """h in [-1, 1], [B, T]: log-entropies less their `share` quantile over all tokens, over their root mean square,
     then over the largest of either sign: HAPO. 0 where masked."""
-    kept = mask.bool()
-    if not bool(kept.any()):
+    valid = mask.bool()
+    if not bool(valid.any()):
         return torch.zeros_like(entropy)
-    known = entropy.detach()[kept].double().clamp(min=1e-12).log()
-    ordered = known.sort().values  # torch.quantile refuses more than 2^24 numbers
+    log_entropy = entropy.detach()[valid].double().clamp(min=1e-12).log()
+    ordered = log_entropy.sort().values  # torch.quantile refuses more than 2^24 numbers
     position = share * (len(ordered) - 1)
     below = min(int(position), len(ordered) - 1)
     quantile = torch.lerp(ordered[below], ordered[min(below + 1, len(ordered) - 1)], position - below)
-    known = known - quantile
-    known = known / known.square().mean().sqrt().clamp(min=1e-12)
-    up, down = known.clamp(min=0).max().clamp(min=1e-12), (-known).clamp(min=0).max().clamp(min=1e-12)
-    scaled = torch.where(known > 0, known / up, known / down)
-    return torch.zeros_like(entropy).masked_scatter(kept, scaled.to(entropy.dtype))
+    log_entropy = log_entropy - quantile
+    log_entropy = log_entropy / log_entropy.square().mean().sqrt().clamp(min=1e-12)
+    up, down = log_entropy.clamp(min=0).max().clamp(min=1e-12), (-log_entropy).clamp(min=0).max().clamp(min=1e-12)
+    scaled = torch.where(log_entropy > 0, log_entropy / up, log_entropy / down)
+    return torch.zeros_like(entropy).masked_scatter(valid, scaled.to(entropy.dtype))
 
 
 def entropy_adaptive(

@@ -24,16 +24,16 @@ def top_entropy(entropy: Tensor, mask: Tensor, *, share: float = 0.2) -> Tensor:
 
     "80/20", forking tokens (arXiv 2506.01939). The quantile interpolates linearly.
     """
-    kept = mask.bool()
-    if not bool(kept.any()):
+    valid = mask.bool()
+    if not bool(valid.any()):
         return torch.zeros_like(entropy)
     # torch.quantile refuses more than 2^24 numbers: interpolate on the sorted ones ourselves
-    chosen = entropy.detach()[kept].double().sort().values
+    chosen = entropy.detach()[valid].double().sort().values
     position = (1.0 - share) * (len(chosen) - 1)
     below = min(int(position), len(chosen) - 1)
     above = min(below + 1, len(chosen) - 1)
     threshold = torch.lerp(chosen[below], chosen[above], position - below)
-    return (kept & (entropy.double() >= threshold)).to(entropy)
+    return (valid & (entropy.double() >= threshold)).to(entropy)
 
 
 def top_of_row(scores: Tensor, mask: Tensor, *, share: float = 0.4) -> Tensor:
@@ -41,12 +41,13 @@ def top_of_row(scores: Tensor, mask: Tensor, *, share: float = 0.4) -> Tensor:
 
     VPPO's mask by visual dependency (.4), SPINE's by entropy (.2).
     """
-    kept = mask.bool()
-    keyed = torch.where(kept, scores.detach().double(), -torch.inf)
+    valid = mask.bool()
+    keyed = torch.where(valid, scores.detach().double(), -torch.inf)
+    # The second sort turns an order into ranks.
     rank = keyed.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     # what rounding adds to an exact product must not make one token more of it
     count = (share * token_count(mask).double() - 1e-9).ceil()
-    return (kept & (rank < count[:, None])).to(scores)
+    return (valid & (rank < count[:, None])).to(scores)
 
 
 def visual_dependency(old_log_prob: Tensor, masked_image_log_prob: Tensor, mask: Tensor) -> Tensor:
@@ -143,20 +144,19 @@ def off_policy_mask(
 # Which tokens drive the entropy down, by their covariance of log-probability and advantage: Clip-Cov and KL-Cov.
 #
 # Both choose tokens of the **whole rollout batch**, without gradient, by the log-probabilities before the update, so
-# that
-# the choice depends on no split into updates and micro-batches. On the first update these are the current ones, as the
-# paper has it; the released code and verl choose anew in every micro-batch.
+# that the choice depends on no split into updates and micro-batches. On the first update these are the current ones, as
+# the paper has it; the released code and verl choose anew in every micro-batch.
 
 
 def token_covariance(old_log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
     """`(l - mean l) (A - mean A)`, means over the tokens of the batch, float64 [B, T]; 0 where masked
     (arXiv 2505.22617). advantage [B] or [B, T]."""
-    kept, count = mask.bool(), mask.bool().sum().clamp(min=1)
+    valid, count = mask.bool(), mask.bool().sum().clamp(min=1)
     centred = []
     for values in (old_log_prob, per_token(advantage, mask).expand(mask.shape)):
-        own = masked(values.detach().double(), mask)
-        centred.append(own - own.sum() / count)
-    return torch.where(kept, centred[0] * centred[1], 0.0)
+        token_values = masked(values.detach().double(), mask)
+        centred.append(token_values - token_values.sum() / count)
+    return torch.where(valid, centred[0] * centred[1], 0.0)
 
 
 def clip_cov_weight(

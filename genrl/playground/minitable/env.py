@@ -46,16 +46,16 @@ class TableHost(Batch):
 
     def observe(self) -> Observation:
         state = self.state
-        seen: Observation = {
+        observation: Observation = {
             "agent_pos": np.concatenate([state.gripper, (state.held >= 0)[:, None].astype(np.float32)], 1),
             "environment_state": state.discs.reshape(self.slots, 6),
             "task_index": state.task,
         }
         if self.image_size:
-            seen["pixels"] = render(state, self.image_size)
+            observation["pixels"] = render(state, self.image_size)
         if self.points:
-            seen["environment_points"] = cloud(state, self.points)
-        return seen
+            observation["environment_points"] = cloud(state, self.points)
+        return observation
 
     def instructions(self) -> list[str]:
         return [INSTRUCTIONS[number] for number in self.state.task]
@@ -76,9 +76,9 @@ def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
     if reading.goals or reading.instruction or reading.proprioception:
         raise ValueError("goals, instruction and proprioception are not for minitable, which has its own")
     limit = MAX_STEPS if reading.max_steps is None else reading.max_steps
-    told = {"tasks": task_numbers(tasks), "chunk": reading.chunk, "image_size": reading.image_size}
-    told |= {"points": reading.points, "max_steps": limit}
-    return Description(TableHost, told, max_steps=limit)  # one task: a table has its own
+    arguments = {"tasks": task_numbers(tasks), "chunk": reading.chunk, "image_size": reading.image_size}
+    arguments |= {"points": reading.points, "max_steps": limit}
+    return Description(TableHost, arguments, max_steps=limit)  # one task: a table has its own
 
 
 class MiniTable(Simulators):
@@ -100,8 +100,8 @@ class MiniTable(Simulators):
         max_steps: int = MAX_STEPS,
         group_size: int = 1,
     ) -> None:
-        told = {"tasks": tasks, "chunk": chunk, "image_size": image_size, "points": points, "max_steps": max_steps}
-        described = Description(TableHost, told, max_steps=max_steps)
+        arguments = {"tasks": tasks, "chunk": chunk, "image_size": image_size, "points": points, "max_steps": max_steps}
+        described = Description(TableHost, arguments, max_steps=max_steps)
         super().__init__(described, Simulation("minitable", num_envs=num_envs, chunk=chunk, group_size=group_size))
 
     @property

@@ -113,9 +113,9 @@ def initial_state(episodes: Keys, tasks: Sequence[int]) -> State:
         between = np.linalg.norm(places[:, :, (0, 0, 1)] - places[:, :, (1, 2, 2)], axis=-1).min(-1)
         from_gripper = np.linalg.norm(places - gripper[open_rows, None, None], axis=-1).min(-1)
         fits = (between >= 0.36) & (from_gripper >= 0.25)
-        found = fits.any(1)
-        discs[open_rows[found]] = places[found, fits.argmax(1)[found]]
-        open_rows, stream = open_rows[~found], stream + 1
+        placed = fits.any(1)
+        discs[open_rows[placed]] = places[placed, fits.argmax(1)[placed]]
+        open_rows, stream = open_rows[~placed], stream + 1
     return State(
         gripper.astype(np.float32),
         discs.astype(np.float32),

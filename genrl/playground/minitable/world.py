@@ -165,8 +165,8 @@ class LatentTable(MiniTable):
                 break
             state = state.replaced(executed, task.step(state.rows(executed), actions[executed, k]))
             at = torch.from_numpy(np.flatnonzero(executed))
-            shown = torch.from_numpy(seen(state.rows(executed)))
-            after = self.world.look(self.latent.rows(at), chunks[at, k], shown)
+            observed = torch.from_numpy(seen(state.rows(executed)))
+            after = self.world.look(self.latent.rows(at), chunks[at, k], observed)
             self.latent.h[at], self.latent.z[at] = after.h, after.z
         if resetting.any():
             at = torch.from_numpy(np.flatnonzero(resetting))
@@ -280,14 +280,14 @@ def play(tables: int, steps: int, *, seed: int, noise: float = 0.3) -> Play:
     aim = np.zeros((tables, 2), dtype=np.float32)
     observations, actions = [seen(state)], []
     for _ in range(steps):
-        there = wanders & (np.linalg.norm(aim - state.gripper, axis=1) < task.REACH)
-        bored = np.where(wanders, there, task.is_success(state)) | (rng.random(tables) < 0.03)
+        arrived = wanders & (np.linalg.norm(aim - state.gripper, axis=1) < task.REACH)
+        bored = np.where(wanders, arrived, task.is_success(state)) | (rng.random(tables) < 0.03)
         state = state._replace(task=np.where(bored, rng.integers(len(PUT), size=tables), state.task))
         wanders = np.where(bored, rng.random(tables) < 1 / 3, wanders)
         near_zone = task.ZONE_CENTRES[rng.integers(3, size=tables)] + rng.normal(0.0, 0.1, (tables, 2))
         anywhere = rng.uniform(-1.0, 1.0, (tables, 2))
-        drawn = np.where(rng.random((tables, 1)) < 0.5, near_zone, anywhere)
-        aim = np.where(bored[:, None], drawn, aim).astype(np.float32)
+        targets = np.where(rng.random((tables, 1)) < 0.5, near_zone, anywhere)
+        aim = np.where(bored[:, None], targets, aim).astype(np.float32)
         action = task.expert(state)
         way = aim - state.gripper
         stroll = np.concatenate(

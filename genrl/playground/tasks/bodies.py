@@ -29,13 +29,13 @@ def solid(body: str) -> np.ndarray:
 def blocks() -> np.ndarray:
     """The codes' blocks, uint8 [1 + 3 * 5 * 8, 8, 8, 8]: nothing, then by body, colour and octant; entries are 0 or the
     colour's place in `COLOURS` + 1."""
-    found = [np.zeros((BLOCK,) * 3, dtype=np.uint8)]
+    shapes = [np.zeros((BLOCK,) * 3, dtype=np.uint8)]
     for body in BODIES:
         octants = (
             solid(body).reshape(2, BLOCK, 2, BLOCK, 2, BLOCK).transpose(0, 2, 4, 1, 3, 5).reshape(8, *(BLOCK,) * 3)
         )
-        found += [(octant * (colour + 1)).astype(np.uint8) for colour in range(len(COLOURS)) for octant in octants]
-    return np.stack(found)
+        shapes += [(octant * (colour + 1)).astype(np.uint8) for colour in range(len(COLOURS)) for octant in octants]
+    return np.stack(shapes)
 
 
 def codes(body: str, colour: str) -> list[int]:

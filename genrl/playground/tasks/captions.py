@@ -41,6 +41,6 @@ def scene(rng: np.random.Generator, split: Split | None) -> Scene:
 
 def text(rng: np.random.Generator, split: Split) -> Question:
     """A caption; the answer that is expected is a picture of it, which `shapes` checks."""
-    found = scene(rng, split)
-    words = caption(found)
-    return Question((words,), words, len(found.things))
+    described = scene(rng, split)
+    words = caption(described)
+    return Question((words,), words, len(described.things))

@@ -40,9 +40,9 @@ def _things(
 ) -> tuple[int, ...]:
     """fixed, and so many others of the pool, such that all together belong to the split."""
     while True:
-        found = (*fixed, *map(int, rng.choice(pool, number, replace=False)))
-        if len(set(found)) == len(found) and held_out(found) == (split == "eval"):
-            return found
+        numbers = (*fixed, *map(int, rng.choice(pool, number, replace=False)))
+        if len(set(numbers)) == len(numbers) and held_out(numbers) == (split == "eval"):
+            return numbers
 
 
 def _of(kind: int) -> list[int]:
@@ -57,8 +57,8 @@ def _two_kinds(rng: np.random.Generator, split: Split, many: int, few: int) -> t
     """So many things of one kind, so few of another; and the first kind."""
     one, other = map(int, rng.permutation(len(KINDS))[:2])
     while True:
-        found = (*rng.choice(_of(one), many, replace=False), *rng.choice(_of(other), few, replace=False))
-        things = tuple(map(int, found))
+        numbers = (*rng.choice(_of(one), many, replace=False), *rng.choice(_of(other), few, replace=False))
+        things = tuple(map(int, numbers))
         if held_out(things) == (split == "eval"):
             return things, one
 
@@ -84,25 +84,25 @@ def _place(rng: np.random.Generator, split: Split) -> Asked:
 
 def _beside(rng: np.random.Generator, split: Split) -> Asked:
     while True:
-        asked, answer = map(int, rng.choice(len(NAMES), 2, replace=False))
-        if not held_out((asked, answer)):
+        wanted_pair, answer = map(int, rng.choice(len(NAMES), 2, replace=False))
+        if not held_out((wanted_pair, answer)):
             break
-    things = _things(rng, split, (asked, answer), list(range(len(NAMES))), int(rng.integers(2, MOST - 1)))
+    things = _things(rng, split, (wanted_pair, answer), list(range(len(NAMES))), int(rng.integers(2, MOST - 1)))
     relation = list(BESIDE)[rng.integers(len(BESIDE))]
     fits = [cell for cell in range(CELLS**2) if _neighbour(cell, relation) is not None]
     cell = int(rng.choice(fits))
     beside = _neighbour(cell, relation)
     assert beside is not None
-    free = [int(one) for one in rng.permutation(CELLS**2) if one not in (cell, beside)]
-    cells = {cell: asked, beside: answer} | dict(zip(free, things[2:], strict=False))
-    return cells, f"what is {relation} the {NAMES[asked]} ?", NAMES[answer], 4
+    free = [int(free_cell) for free_cell in rng.permutation(CELLS**2) if free_cell not in (cell, beside)]
+    cells = {cell: wanted_pair, beside: answer} | dict(zip(free, things[2:], strict=False))
+    return cells, f"what is {relation} the {NAMES[wanted_pair]} ?", NAMES[answer], 4
 
 
 def _neighbour(cell: int, relation: str) -> int | None:
     """The cell that lies so relative to another, None outside of the picture."""
-    found = cell + BESIDE[relation]
-    same_row = found // CELLS == cell // CELLS
-    return found if 0 <= found < CELLS**2 and (same_row or abs(BESIDE[relation]) > 1) else None
+    target = cell + BESIDE[relation]
+    same_row = target // CELLS == cell // CELLS
+    return target if 0 <= target < CELLS**2 and (same_row or abs(BESIDE[relation]) > 1) else None
 
 
 ASKS: dict[str, Callable[[np.random.Generator, Split], Asked]] = {

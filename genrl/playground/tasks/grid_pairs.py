@@ -40,15 +40,15 @@ class Pair(NamedTuple):
 
 def drawn_pair(rng: np.random.Generator, sets: Sequence[object], cells: Sequence[int]) -> Pair:
     """One pair. sets: of each grid; cells: how many each grid has, at least two. Needs two grids."""
-    one = int(rng.integers(len(sets)))
+    number = int(rng.integers(len(sets)))
     if rng.random() < TOGETHER:
-        first, second = rng.choice(cells[one], size=2, replace=False)
-        return Pair((one, int(first)), (one, int(second)))
-    others = [grid for grid in range(len(sets)) if grid != one]
-    close = [grid for grid in others if sets[grid] == sets[one]] if rng.random() < NEAR else []
+        first, second = rng.choice(cells[number], size=2, replace=False)
+        return Pair((number, int(first)), (number, int(second)))
+    others = [grid for grid in range(len(sets)) if grid != number]
+    close = [grid for grid in others if sets[grid] == sets[number]] if rng.random() < NEAR else []
     chosen = close or others
     other = int(chosen[rng.integers(len(chosen))])
-    return Pair((one, int(rng.integers(cells[one]))), (other, int(rng.integers(cells[other]))))
+    return Pair((number, int(rng.integers(cells[number]))), (other, int(rng.integers(cells[other]))))
 
 
 def write_pairs(
@@ -91,8 +91,8 @@ def write_pairs(
 def split(rng: np.random.Generator, sets: Sequence[object], held_out: float) -> tuple[list[int], list[int]]:
     """Grids to train on and held-out ones: whole sets, in random order, until their share is reached."""
     members: dict[object, list[int]] = defaultdict(list)
-    for grid, one in enumerate(sets):
-        members[one].append(grid)
+    for grid, group in enumerate(sets):
+        members[group].append(grid)
     sides: tuple[list[int], list[int]] = ([], [])
     for place in rng.permutation(len(members)):
         sides[len(sides[1]) < held_out * len(sets)].extend(list(members.values())[place])
@@ -106,8 +106,8 @@ def main() -> None:
     arguments.add_argument("--pairs", type=int, default=20_000)
     arguments.add_argument("--held-out", type=float, default=0.1)
     arguments.add_argument("--question", default=CONSISTENT)
-    given = arguments.parse_args()
-    write_pairs(given.grids, given.out, given.pairs, given.held_out, given.question)
+    options = arguments.parse_args()
+    write_pairs(options.grids, options.out, options.pairs, options.held_out, options.question)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def full(rng: np.random.Generator, split: Split) -> Question:
     parts = pieces(view(rng, split))
     while (order := rng.permutation(SIDE**2)).tolist() == [0, 1, 2, 3]:
         pass
-    shown = [parts[k] for k in order]  # piece k of the picture is shown at the place where `order` has k
-    picture = np.vstack([np.hstack(shown[:2]), np.hstack(shown[2:])])
+    shuffled = [parts[k] for k in order]  # piece k of the picture is shown at the place where `order` has k
+    picture = np.vstack([np.hstack(shuffled[:2]), np.hstack(shuffled[2:])])
     answer = np.argsort(order)
     moved = int((answer != np.arange(SIDE**2)).sum())
     return Question(
@@ -90,10 +90,10 @@ def located(rng: np.random.Generator, split: Split, ask: Literal["box", "point"]
     box = [round(float(edge)) for edge in (*corners.min(0), *corners.max(0))]
     middle = [(box[k] + box[k + 2]) // 2 for k in (0, 1)]
     name = f"{thing.colour} {thing.shape}"
-    wanted = "give its box ." if ask == "box" else "give a point in it ."
+    request = "give its box ." if ask == "box" else "give a point in it ."
     answer = " ".join(map(str, box if ask == "box" else middle))
     picture = Image.fromarray(draw(scene, PIXELS))
-    return Question((picture, f"where is the {name} ? {wanted}"), answer, 1, {"box": box})
+    return Question((picture, f"where is the {name} ? {request}"), answer, 1, {"box": box})
 
 
 def box(rng: np.random.Generator, split: Split) -> Question:

@@ -38,7 +38,7 @@ class Consistent:
         grids = GRIDS[self.split]
         sets = [grid // 2 for grid in range(grids)]
         pair = drawn_pair(_rng(self.split, "pair", number), sets, [CELLS] * grids)
-        pictures = [Image.fromarray(cell(self.split, *one)) for one in pair]
+        pictures = [Image.fromarray(cell(self.split, *scene_args)) for scene_args in pair]
         first, second = (caption(Scene("mixed", groups=shown(self.split, grid))) for grid, _ in pair)
         columns = {"first": first, "second": second}
         return Question((*pictures, QUESTION), "yes" if pair.together else "no", 1, columns)
@@ -54,12 +54,12 @@ def shown(split: Split, grid: int) -> tuple[Group, ...]:
     rng = _rng(split, grid)
     if grid % 2:
         other = shown(split, grid - 1)
-        found = other
-        while set(found) == set(other) or any(map(held_out, found)) != (split == "eval"):
-            found = near(rng, other)
+        groups = other
+        while set(groups) == set(other) or any(map(held_out, groups)) != (split == "eval"):
+            groups = near(rng, other)
     else:
-        found = scenes.scene(rng, split).groups
-    return tuple(sorted(found, key=lambda group: (group.colour, group.shape)))
+        groups = scenes.scene(rng, split).groups
+    return tuple(sorted(groups, key=lambda group: (group.colour, group.shape)))
 
 
 @cache
@@ -81,6 +81,6 @@ def near(rng: np.random.Generator, groups: tuple[Group, ...]) -> tuple[Group, ..
         colour = COLOURS[rng.integers(len(COLOURS))]
     else:
         shape = SHAPES[rng.integers(len(SHAPES))]
-    found = (*groups[:changed], Group(count, colour, shape), *groups[changed + 1 :])
-    alike = len({(group.colour, group.shape) for group in found}) < len(found)
-    return groups if alike or sum(group.count for group in found) > 4 else found
+    changed_groups = (*groups[:changed], Group(count, colour, shape), *groups[changed + 1 :])
+    alike = len({(group.colour, group.shape) for group in changed_groups}) < len(changed_groups)
+    return groups if alike or sum(group.count for group in changed_groups) > 4 else changed_groups

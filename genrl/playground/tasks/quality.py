@@ -51,11 +51,11 @@ def rated(rng: np.random.Generator, split: Split) -> Question:
     """A picture and its score, 5 - 4 strength, in steps of a half."""
     picture, step = _scene(rng, split), int(rng.integers(STRENGTHS + 1))
     kind = KINDS[rng.integers(len(KINDS))]
-    shown = degraded(picture, kind, step / STRENGTHS, rng)
+    picture_shown = degraded(picture, kind, step / STRENGTHS, rng)
     # strong degradations are plain to see, weak ones are not
     columns = {"harm": kind if step else "none"}
     return Question(
-        (shown, "how good is this picture , from 1 to 5 ?"), f"{5 - step / 2:.1f}", STRENGTHS - step, columns
+        (picture_shown, "how good is this picture , from 1 to 5 ?"), f"{5 - step / 2:.1f}", STRENGTHS - step, columns
     )
 
 
@@ -66,5 +66,5 @@ def better(rng: np.random.Generator, split: Split) -> Question:
     least = int(rng.integers(STRENGTHS + 1 - apart))
     pictures = [degraded(picture, kind, step / STRENGTHS, rng) for step in (least, least + apart)]
     answer = "AB"[rng.integers(2)]
-    shown = pictures if answer == "A" else pictures[::-1]
-    return Question((*shown, "which picture is better , A or B ?"), answer, STRENGTHS - apart)
+    pair = pictures if answer == "A" else pictures[::-1]
+    return Question((*pair, "which picture is better , A or B ?"), answer, STRENGTHS - apart)

@@ -21,7 +21,7 @@ def scene(rng: np.random.Generator, split: Split) -> Scene:
 
 def number(rng: np.random.Generator, split: Split) -> Question:
     """The answer is the number of shapes; the column `caption` says what is shown."""
-    found = scene(rng, split)
-    things = len(found.things)
-    picture = Image.fromarray(draw(found))
-    return Question((picture, "how many shapes are there ?"), str(things), things, {"caption": caption(found)})
+    counted = scene(rng, split)
+    things = len(counted.things)
+    picture = Image.fromarray(draw(counted))
+    return Question((picture, "how many shapes are there ?"), str(things), things, {"caption": caption(counted)})

@@ -57,11 +57,11 @@ def _count(rng: np.random.Generator, split: Split) -> tuple[Scene, str, str]:
 
 def _most(rng: np.random.Generator, split: Split) -> tuple[Scene, str, str]:
     """Two to four shapes of one colour, and fewer of another."""
-    asked, other = (COLOURS[k] for k in rng.permutation(len(COLOURS))[:2])
+    colour, other = (COLOURS[k] for k in rng.permutation(len(COLOURS))[:2])
     many = int(rng.integers(2, 5))
-    colours = [asked] * many + [other] * int(rng.integers(1, many))
+    colours = [colour] * many + [other] * int(rng.integers(1, many))
     kinds = [(colours[k], SHAPES[rng.integers(len(SHAPES))]) for k in rng.permutation(len(colours))]
-    return scene(rng, split, kinds), "which colour have most shapes ?", asked
+    return scene(rng, split, kinds), "which colour have most shapes ?", colour
 
 
 def _either(rng: np.random.Generator, split: Split) -> tuple[Scene, str, str]:
@@ -78,8 +78,8 @@ QUESTIONS: dict[str, Callable[[np.random.Generator, Split], tuple[Scene, str, st
 
 def _asked(task: Task, rng: np.random.Generator, split: Split) -> Question:
     """A picture of `PICTURE` pixels with its question. The more shapes, the higher the level."""
-    found, question, answer = QUESTIONS[task](rng, split)
-    return Question((Image.fromarray(draw(found, PICTURE)), question), answer, len(found.things))
+    picture, question, answer = QUESTIONS[task](rng, split)
+    return Question((Image.fromarray(draw(picture, PICTURE)), question), answer, len(picture.things))
 
 
 def count(rng: np.random.Generator, split: Split) -> Question:

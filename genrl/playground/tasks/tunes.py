@@ -25,11 +25,11 @@ def frames() -> np.ndarray:
     """The codes' sounds, float32 [25, 800] in [-1, 1]: silence, then by pitch the pure note and the noisy one."""
     time, rng = np.arange(SAMPLES) / RATE, np.random.default_rng(0)
     fade = np.minimum(1, np.minimum(np.arange(SAMPLES), np.arange(SAMPLES)[::-1]) / 40)
-    found = [np.zeros(SAMPLES)]
+    frames_so_far = [np.zeros(SAMPLES)]
     for pitch in range(PITCHES):
         pure = 0.5 * np.sin(2 * np.pi * frequency(pitch) * time)
-        found += [pure * fade, (pure + NOISE * rng.uniform(-0.5, 0.5, SAMPLES)) * fade]
-    return np.stack(found).astype(np.float32)
+        frames_so_far += [pure * fade, (pure + NOISE * rng.uniform(-0.5, 0.5, SAMPLES)) * fade]
+    return np.stack(frames_so_far).astype(np.float32)
 
 
 def pitches(rng: np.random.Generator, course: str, register: str) -> list[int]:

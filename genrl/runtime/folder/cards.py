@@ -31,17 +31,17 @@ def table(rows: Sequence[Mapping[str, float | None]]) -> str:
     for name, value in sorted(last.items()):
         if name.startswith("eval/") and value is not None:
             numbers = [value] if first is None else [first.get(name), value]
-            shown = ["-" if number is None else f"{number:.4g}" for number in numbers]
-            lines.append([as_code(name).replace("|", "\\|"), *shown])
+            cells = ["-" if number is None else f"{number:.4g}" for number in numbers]
+            lines.append([as_code(name).replace("|", "\\|"), *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def write_plain(folder: Path, config: RunConfig, base: str | None, rows: Sequence[Mapping[str, float | None]]) -> None:
     """README.md of an exported policy or vision-language model. base: what it was trained from, None = from nothing."""
-    known = "" if base is None else f"base_model: {json.dumps(base, ensure_ascii=False)}\n"
+    base_model = "" if base is None else f"base_model: {json.dumps(base, ensure_ascii=False)}\n"
     what = "A model" if base is None else as_code(base)
     text = f"""---
-{known}library_name: {config.library}
+{base_model}library_name: {config.library}
 tags: [reinforcement-learning, genrl, {json.dumps(config.trainer.algorithm)}]
 ---
 

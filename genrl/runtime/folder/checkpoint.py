@@ -89,19 +89,19 @@ def save(
     temporary = folder / f"{final.name}.tmp-{os.getpid()}"
     shared = shares.shares_of(tensors)
     try:
-        with _telling(shared) as told:
+        with _telling(shared) as folders:
             _make_folder(folder)
             _remove_leftovers(folder)
             complete, aside = problem(final) is None, None
             if complete and not replace:
                 return final
             _make_folder(temporary)
-            told.append(temporary)
+            folders.append(temporary)
         written = _write_shares(temporary, shared)
         for stem, named in tensors.items():
-            own = {name: tensor for name, tensor in named.items() if name not in shared.get(stem, ())}
-            if own or not named:
-                _write_tensors(temporary / f"{stem}.safetensors", own)
+            tensors_here = {name: tensor for name, tensor in named.items() if name not in shared.get(stem, ())}
+            if tensors_here or not named:
+                _write_tensors(temporary / f"{stem}.safetensors", tensors_here)
         _write_text(temporary / STATE, json.dumps(state, indent=1))
         if extra is not None:
             extra(temporary)
@@ -127,24 +127,24 @@ def save_shares(tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
     shared = shares.shares_of(tensors)
     if not shared:
         return
-    told: list[Path | None] = [None]
-    torch.distributed.broadcast_object_list(told)
-    if told[0] is not None:
+    folders: list[Path | None] = [None]
+    torch.distributed.broadcast_object_list(folders)
+    if folders[0] is not None:
         try:
-            _write_shares(told[0], shared)
+            _write_shares(folders[0], shared)
         except OSError as error:
-            raise CheckpointError(_write_failure(told[0], error)) from error
+            raise CheckpointError(_write_failure(folders[0], error)) from error
 
 
 @contextmanager
 def _telling(shared: Mapping[str, object]) -> Iterator[list[Path]]:
     """The other processes wait for the folder that is appended within the block; for none where there is no save."""
-    told: list[Path] = []
+    folders: list[Path] = []
     try:
-        yield told
+        yield folders
     finally:
         if shared:
-            torch.distributed.broadcast_object_list([told[0] if told else None])
+            torch.distributed.broadcast_object_list([folders[0] if folders else None])
 
 
 def of_step(folder: Path, step: int | None) -> Path:
@@ -168,8 +168,8 @@ def steps(folder: Path) -> list[Path]:
     """Every `step-*` folder, complete or not, newest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def latest(folder: Path) -> Path | None:
@@ -201,14 +201,14 @@ def to_resume(folder: Path) -> Path | None:
     Raises ValueError, and nothing is changed, where there are some and none can be read, or another version of genrl
     wrote the newest: it would be lost by going on from an older one.
     """
-    found = steps(folder)
-    if found and (newer := _other_version(found[0])) is not None:
+    candidates = steps(folder)
+    if candidates and (newer := _other_version(candidates[0])) is not None:
         raise ValueError(
-            f"{found[0]} cannot be read: {newer}. Nothing was changed. If there is an older checkpoint, the run goes "
-            f"on from it once {found[0].name} is moved out of {folder}."
+            f"{candidates[0]} cannot be read: {newer}. Nothing was changed. If there is an older checkpoint, the run "
+            f"goes on from it once {candidates[0].name} is moved out of {folder}."
         )
-    best, skipped = _newest(found)
-    if found and best is None:
+    best, skipped = _newest(candidates)
+    if candidates and best is None:
         listed = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped.items())
         raise ValueError(
             f"no checkpoint in {folder} can be read; nothing was changed:\n{listed}\nPut back what is missing, or "
@@ -275,8 +275,8 @@ def _loaded(path: Path, in_shares: bool) -> Loaded:
     }
     parents = [PurePosixPath(name).parent for name in manifest["files"]]
     for folder in sorted({parent for parent in parents if parent.is_relative_to(SHARDS)}):
-        stem, found = str(folder.relative_to(SHARDS)), shares.read(path / folder)
-        tensors.setdefault(stem, {}).update((n, one if in_shares else one.whole()) for n, one in found.items())
+        stem, shared_tensors = str(folder.relative_to(SHARDS)), shares.read(path / folder)
+        tensors.setdefault(stem, {}).update((n, one if in_shares else one.whole()) for n, one in shared_tensors.items())
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
     return Loaded(path, manifest["step"], tensors, state)
 
@@ -291,16 +291,20 @@ def _is_inside(name: str) -> bool:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    known, checksum, formats = manifest["format"], manifest.get("checksum"), (FORMAT, IN_SHARES)
-    meant = next((one for one in formats if checksum == _checksum(manifest | {"format": one})), known)
+    format_name, checksum, formats = manifest["format"], manifest.get("checksum"), (FORMAT, IN_SHARES)
+    # The checksum tells damage from another version: a flipped digit of `format` would else send people to another
+    # genrl.
+    meant = next(
+        (candidate for candidate in formats if checksum == _checksum(manifest | {"format": candidate})), format_name
+    )
     if meant not in formats:
-        newer = known > max(formats)
+        newer = format_name > max(formats)
         who = "a newer genrl wrote it: update genrl" if newer else "an older genrl wrote it: resume with that"
         raise UnknownFormat(
-            f"it is of format {known}, and this version of genrl reads formats {FORMAT} and {IN_SHARES}; {who}"
+            f"it is of format {format_name}, and this version of genrl reads formats {FORMAT} and {IN_SHARES}; {who}"
         )
     if checksum != _checksum(manifest):
-        other = "" if known == meant else f" (it says format {known}, but was written as format {meant})"
+        other = "" if format_name == meant else f" (it says format {format_name}, but was written as format {meant})"
         raise ValueError(f"it was altered: its checksum is not that of its content{other}")
     if (match := _STEP.fullmatch(path.name)) and int(match[1]) != manifest["step"]:
         raise ValueError(f"it belongs to step {manifest['step']}, but its folder's name says another")
@@ -347,6 +351,7 @@ def _seal(folder: Path, step: int, written: shares.Entries) -> None:
     manifest = {"format": IN_SHARES if written else FORMAT, "step": step, "files": entries}
     _write_text(folder / MANIFEST, json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1))
     _sync(folder / MANIFEST)
+    # A folder's entry is on the disk only when its parent was synced after it.
     inner = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
     for path in [*inner, folder]:
         _sync(path)
@@ -354,14 +359,14 @@ def _seal(folder: Path, step: int, written: shares.Entries) -> None:
 
 def _rotate(folder: Path, step: int, keep: int, spared: int | None) -> None:
     """After the commit, so a failure here costs disk space only and must not stop the training."""
-    kept = 0
+    num_kept = 0
     unwanted = []
     for path in steps(folder):
         later = int(path.name.removeprefix("step-")) > step
         if problem(path, hashes=later) is not None:
             continue
-        if not later and kept < keep:
-            kept += 1
+        if not later and num_kept < keep:
+            num_kept += 1
         elif later or path != of_step(folder, spared):
             unwanted.append(path)
     for path in unwanted:
@@ -401,13 +406,13 @@ def _make_folder(path: Path) -> None:
 
 def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
     _fault(f"write:{path.name}")
-    seen: set[int] = set()  # safetensors refuses tensors which share memory (tied weights)
+    storages: set[int] = set()  # safetensors refuses tensors which share memory (tied weights)
     flat: dict[str, Tensor] = {}
     for name, tensor in named.items():
         plain = local(tensor.detach()).to("cpu").contiguous()
         pointer = plain.untyped_storage().data_ptr()
-        flat[name] = plain.clone() if pointer in seen or plain.untyped_storage().nbytes() != plain.nbytes else plain
-        seen.add(pointer)
+        flat[name] = plain.clone() if pointer in storages or plain.untyped_storage().nbytes() != plain.nbytes else plain
+        storages.add(pointer)
     save_file(flat, path)
 
 

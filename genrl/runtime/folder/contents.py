@@ -29,12 +29,12 @@ _PATHS = ("path", "train", "eval")
 def contents(config: str) -> dict[str, str]:
     """`key: file` -> hash, of every file and folder that a value of this YAML text names, and `key: id` -> commit, of
     what is in the hub's cache."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for key, value in leaves(plain(config)).items():
         for name in value if isinstance(value, list) else [value]:
             if isinstance(name, str) and name and key not in ("output", "trackers") and "\n" not in name:
-                found |= {f"{key}: {file}": digest for file, digest in _named(name, key.endswith(_PATHS))}
-    return found
+                digests |= {f"{key}: {file}": digest for file, digest in _named(name, key.endswith(_PATHS))}
+    return digests
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, str], edited: Mapping[str, object]) -> list[str]:
@@ -53,14 +53,14 @@ def _named(name: str, is_path: bool) -> Iterator[tuple[str, str]]:
     """(file, hash) of what a value names: a file, `file.py:Name`, a folder, or an id in the hub's cache. is_path: the
     value is one; others are folders only where they are written like one, for a `shapes/` may be there by chance."""
     try:
-        whole, code = Path(name).expanduser(), Path(name.partition(".py:")[0] + ".py").expanduser()
-        if whole.is_file():
-            yield name, fingerprint(whole)
+        path, code = Path(name).expanduser(), Path(name.partition(".py:")[0] + ".py").expanduser()
+        if path.is_file():
+            yield name, fingerprint(path)
         elif ".py:" in name and code.is_file():
             yield str(code), fingerprint(code)
-        elif whole.is_dir() and (is_path or os.sep in name):
-            for file in _files(whole):
-                yield f"{name}/{file.relative_to(whole).as_posix()}", fingerprint(file)
+        elif path.is_dir() and (is_path or os.sep in name):
+            for file in _files(path):
+                yield f"{name}/{file.relative_to(path).as_posix()}", fingerprint(file)
         elif name.count("/") == 1:
             yield from _cached(name.partition(":")[0])
     except OSError:  # a name too long to be a file's, or one that may not be read
@@ -95,15 +95,15 @@ def _cached(name: str) -> Iterator[tuple[str, str]]:
 def fingerprint(file: Path) -> str:
     """A hash of a file's size and content; of a large one, of blocks over its whole length, in milliseconds."""
     size = file.stat().st_size
-    found = hashlib.sha256(str(size).encode())
+    digest = hashlib.sha256(str(size).encode())
     with file.open("rb") as stream:
         if size <= WHOLE:
-            found.update(stream.read())
+            digest.update(stream.read())
         else:
             for block in range(BLOCKS):
                 stream.seek(block * (size - BLOCK) // (BLOCKS - 1))
-                found.update(stream.read(BLOCK))
-    return found.hexdigest()[:32]
+                digest.update(stream.read(BLOCK))
+    return digest.hexdigest()[:32]
 
 
 def config_edits(old: str, new: str) -> dict[str, str]:
@@ -124,10 +124,10 @@ def leaves(tree: object, prefix: str = "") -> dict[str, object]:
         tree = dict(enumerate(tree))
     if not isinstance(tree, Mapping):
         return {prefix.rstrip("."): tree}
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for key, value in tree.items():
-        found |= leaves(value, f"{prefix}{key}.")
-    return found
+        values |= leaves(value, f"{prefix}{key}.")
+    return values
 
 
 def _shown(values: Mapping[str, object], key: str) -> str:

@@ -123,10 +123,10 @@ def licence_of(base: str) -> str | None:
     if not local.is_file() and looks_local(base):
         return None
     try:
-        found = ModelCard.load(local if local.is_file() else base, ignore_metadata_errors=True).data.license
+        card = ModelCard.load(local if local.is_file() else base, ignore_metadata_errors=True).data.license
     except (EntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError, ValueError):
         return None
-    return found if isinstance(found, str) else None
+    return card if isinstance(card, str) else None
 
 
 def local_folder(name: str, kind: str = "model") -> Path:
@@ -166,9 +166,9 @@ def fetch(name: str) -> tuple[Path, list[str]]:
         beside = set(hub.list_repo_files(repo, revision=revision))
         overrides = [f"output=runs/{repo.partition('/')[2]}"]
         for keys, text in _texts(content if isinstance(content, dict) else {}):
-            there = str(PurePosixPath(inside).parent / text)
-            if there in beside and keys != "output" and not text.endswith(".py"):
-                here = hub.hf_hub_download(repo, there, revision=revision)
+            target = str(PurePosixPath(inside).parent / text)
+            if target in beside and keys != "output" and not text.endswith(".py"):
+                here = hub.hf_hub_download(repo, target, revision=revision)
                 overrides += [] if keys == "include" else [f"{keys}={here}"]
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()).rstrip(".")

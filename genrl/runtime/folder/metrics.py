@@ -333,11 +333,11 @@ def catalogue() -> dict[str, MetricDoc]:
 def document(key: str, own: Mapping[str, MetricDoc] | None = None) -> MetricDoc:
     """The entry of a logged key, among those of a run (`own`: `logged_by`) or in the catalogue. Raises ValueError where
     there is none."""
-    found = None if own is None else _entry(key, {**own, **_SHARED})
-    if found is None:
-        found = _entry(key, catalogue())
-    if found is not None:
-        return found
+    entry = None if own is None else _entry(key, {**own, **_SHARED})
+    if entry is None:
+        entry = _entry(key, catalogue())
+    if entry is not None:
+        return entry
     raise ValueError(
         f"metric {key!r} has no entry in genrl.runtime.folder.metrics, nor in the method's `metrics`: add its formula "
         "and how to read it"

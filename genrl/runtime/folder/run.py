@@ -160,7 +160,7 @@ def _check_unused(run: Run) -> None:
         return
     others = sorted({str(file.parent) for depth in ("*", "*/*") for file in folder.glob(f"{depth}/run.json")})
     by = run_info(run).get("command")
-    made = f"; made by `{shlex.join(by)}`" if by else ""
+    hint = f"; made by `{shlex.join(by)}`" if by else ""
     if others:
         first = f"it holds other runs ({', '.join(others[:4])}); choose one of its own, as output={folder / 'NAME'}"
     elif any(run.checkpoints.glob("step-*")):
@@ -170,7 +170,7 @@ def _check_unused(run: Run) -> None:
     else:
         first = "no run has made these files (there is no run.json), and none is overwritten; choose another one with "
         first += "output=FOLDER"
-    raise ValueError(f"the run folder {folder} is not empty ({', '.join(used[:4])}{made}): {first}.")
+    raise ValueError(f"the run folder {folder} is not empty ({', '.join(used[:4])}{hint}): {first}.")
 
 
 def resume(folder: Path, config: str, *, step: int, command: Sequence[str], found: Path | None = None) -> list[str]:
@@ -185,8 +185,8 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
     run = Run(folder)
     if not run.config.is_file():
         raise ValueError(f"{folder} holds no run: there is no config.yaml in it. Runs are made by `genrl train FILE`.")
-    kept = found / "config.yaml" if found is not None else run.config
-    before = kept if kept.is_file() else run.config
+    file = found / "config.yaml" if found is not None else run.config
+    before = file if file.is_file() else run.config
     try:
         was = load(before)
         edits = config_edits(dump(was), config)
@@ -248,8 +248,8 @@ def _check_first_save(run: Run, config: str) -> None:
 def _info(run: Run) -> dict[str, Any]:
     """What run.json holds; what a lost one would hold of the resumptions: none yet."""
     try:
-        found: dict[str, Any] = json.loads(run.info.read_text(encoding="utf-8"))
-        if not isinstance(found["resumed"], list):
+        info: dict[str, Any] = json.loads(run.info.read_text(encoding="utf-8"))
+        if not isinstance(info["resumed"], list):
             raise TypeError("`resumed` is no list")
     except FileNotFoundError:
         logger.warning("%s is missing, so how the run was begun is not known; a new one is written", run.info)
@@ -259,16 +259,16 @@ def _info(run: Run) -> dict[str, Any]:
             f"{run.info} cannot be read ({error}). It only tells how the run was begun: repair it, or delete it to go "
             "on without. Nothing was changed."
         ) from None
-    return found
+    return info
 
 
 def run_info(run: Run) -> dict[str, Any]:
     """What run.json holds, for readers; {} where it cannot be read."""
     try:
-        found = json.loads(run.info.read_text(encoding="utf-8"))
+        info = json.loads(run.info.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return info if isinstance(info, dict) else {}
 
 
 def prepare(
@@ -332,9 +332,9 @@ def lock(folder: Path) -> FileLock:
 def _holder(folder: Path) -> str:
     """Which process, as far as its heartbeat tells."""
     try:
-        seen = json.loads((folder / "heartbeat" / "rank-0.json").read_text(encoding="utf-8"))
-        when = datetime.fromtimestamp(seen["time"], UTC).isoformat(timespec="seconds")
-        return f" (process {seen['pid']} on {seen['host']}, which last made progress at {when})"
+        heartbeat = json.loads((folder / "heartbeat" / "rank-0.json").read_text(encoding="utf-8"))
+        when = datetime.fromtimestamp(heartbeat["time"], UTC).isoformat(timespec="seconds")
+        return f" (process {heartbeat['pid']} on {heartbeat['host']}, which last made progress at {when})"
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return ""
 

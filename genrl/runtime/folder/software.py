@@ -14,13 +14,13 @@ DISTRIBUTIONS = {"genrl": "genrl-diffusion"}
 
 def versions() -> dict[str, str]:
     """Versions of Python and the packages which decide the numbers; "-" where one is not installed."""
-    found = {"python": platform.python_version()}
+    packages = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(DISTRIBUTIONS.get(name, name))
+            packages[name] = metadata.version(DISTRIBUTIONS.get(name, name))
         except metadata.PackageNotFoundError:
-            found[name] = "-"
-    return found
+            packages[name] = "-"
+    return packages
 
 
 def git_commit() -> str | None:

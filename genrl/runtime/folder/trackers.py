@@ -59,14 +59,14 @@ def start(name: str, run: Run, config: Mapping[str, object] | None, resumed_from
         tracker = kind(run.folder.name, run.folder)
     else:
         tracker = kind(PROJECT, **_arguments(name, run))
-    known = kept_ids(run).get(name)
+    tracker_id = kept_ids(run).get(name)
     try:
         tracker.start()
     except (Exception, SystemExit) as error:  # each package has its own
         raise ValueError(_not_started(name, error, run)) from error
     if name == "mlflow":
         _keep("mlflow", str(tracker.active_run.info.run_id), run)
-    if config is not None and not (name == "mlflow" and known):  # which refuses another value of a key
+    if config is not None and not (name == "mlflow" and tracker_id):  # which refuses another value of a key
         tracker.store_init_configuration(_flat(config))
     return tracker
 
@@ -78,13 +78,13 @@ def _arguments(name: str, run: Run) -> dict[str, str]:
         case "wandb":
             return {"name": title, "id": _own_id(name, run), "resume": "allow", "dir": str(run.folder)}
         case "swanlab":
-            own = {"experiment_name": title, "id": _own_id(name, run), "resume": "allow"}
-            return own | {"logdir": str(run.folder / "swanlog")}
+            arguments = {"experiment_name": title, "id": _own_id(name, run), "resume": "allow"}
+            return arguments | {"logdir": str(run.folder / "swanlog")}
         case "trackio":  # knows runs by their names, which two folders may share
             return {"name": f"{title}-{_own_id(name, run)[:6]}", "resume": "allow"}
         case "mlflow":  # chooses the id itself
-            known = kept_ids(run).get(name)
-            return {"run_name": title} | ({"run_id": known} if known else {})
+            tracker_id = kept_ids(run).get(name)
+            return {"run_name": title} | ({"run_id": tracker_id} if tracker_id else {})
     return {}
 
 
@@ -101,17 +101,17 @@ def _keep(name: str, value: str, run: Run) -> str:
 def kept_ids(run: Run) -> dict[str, str]:
     """Tracker -> its id of this run, from trackers.json; {} where there is none. Raises ValueError for a broken one."""
     try:
-        found = json.loads(run.trackers.read_text(encoding="utf-8"))
+        ids = json.loads(run.trackers.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        ids = None
+    if not isinstance(ids, dict) or not all(isinstance(value, str) for value in ids.values()):
         raise ValueError(
             f"{run.trackers} cannot be read. It holds the ids by which trackers know this run: repair it, or "
             "delete it, and they begin a new run."
         )
-    return found
+    return ids
 
 
 _LOGINS = {
@@ -123,15 +123,15 @@ _LOGINS = {
 
 
 def _not_started(name: str, error: BaseException, run: Run) -> str:
-    known = kept_ids(run).get(name)
-    if name == "mlflow" and known:
+    tracker_id = kept_ids(run).get(name)
+    if name == "mlflow" and tracker_id:
         return (
-            f"trackers: MLflow does not go on with the run {known} that {run.trackers} names: {error}. Set "
+            f"trackers: MLflow does not go on with the run {tracker_id} that {run.trackers} names: {error}. Set "
             "MLFLOW_TRACKING_URI to the server that has it, or delete that file to begin a new run there."
         )
     how = _LOGINS.get(name, "Log in there as its pages say")
-    said = str(error).strip() or type(error).__name__
-    return f"trackers: {name} does not start: {said}. {how}; or take it out of trackers."
+    reason = str(error).strip() or type(error).__name__
+    return f"trackers: {name} does not start: {reason}. {how}; or take it out of trackers."
 
 
 def log_picture(tracker: Any, step: int, name: str, picture: Image) -> None:
@@ -208,10 +208,10 @@ def _in_markdown(cell: Cell) -> str:
 
 
 def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str | None]:
-    found: dict[str, bool | int | float | str | None] = {}
+    flat: dict[str, bool | int | float | str | None] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flat(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-    return found
+            flat[prefix + key] = value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    return flat

@@ -54,15 +54,16 @@ class Ahead(Generic[T]):
     def take(self, iteration: int, advance: Advance) -> T:
         """Wait for its samples. advance: is told in this thread. Raises what the work raised, and Closed where another
         thread closes this."""
-        underway, told = self.underway[iteration], 0
+        underway, reported = self.underway[iteration], 0
         assert underway.work is not None
         # Waking now and then, for the progress that the other thread only notes: bars and watchdogs belong to this one.
         while not wait([underway.work], timeout=POLL_S).done:
             if self._closing.is_set():
                 raise Closed
-            if (done := underway.done) > told:
-                advance(done - told)
-                told = done
+            if (done := underway.done) > reported:
+                advance(done - reported)
+                reported = done
+        # Before `result`, which may raise: an iteration that failed is not to be found on its way.
         del self.underway[iteration]
         return underway.work.result()
 

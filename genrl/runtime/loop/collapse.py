@@ -68,25 +68,27 @@ def resume(loop: State) -> None:
 
 def note(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     """Remember the figures of an iteration that ends; returns what to log of it."""
-    state, found = _state(loop), {}
+    state, logged = _state(loop), {}
     histories, outside = dict(state["histories"]), list(state["outside"])
     for name in (*HISTORIES, *(f"{name}_mean" for name in TRAINED), *TRAINED):
         value = row.get(name)
         if value is None or not math.isfinite(value):
             continue
+        # A loss may have either sign, and only its size tells of a collapse.
         history = histories[name] = _longer(histories.get(name), abs(value) if name == "loss" else value)
         if name not in HISTORIES:
             continue
         left = has_left(history["values"], history["newest"])
         if left and name not in outside:
-            found[f"{KEY}/{name}"] = value
-        outside = [one for one in outside if one != name] + [name] * left
+            logged[f"{KEY}/{name}"] = value
+        outside = [figure for figure in outside if figure != name] + [name] * left
     loop.memory[KEY] = state | {"histories": histories, "outside": outside}
-    _say(loop, found)
+    _say(loop, logged)
     evaluated = any(name.startswith("eval/") for name in state["figures"])
+    # At checkpoints alone: going back needs one of that moment.
     if not evaluated and loop.iteration % loop.config.checkpoint.every == 0:
-        found |= _without_evaluation(loop, histories)
-    return found | _acted(loop, found)
+        logged |= _without_evaluation(loop, histories)
+    return logged | _acted(loop, logged)
 
 
 def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
@@ -180,12 +182,12 @@ def _judged(loop: State, name: str, score: Score, tolerance: float | None, patie
         low = before["low"] + 1
     figures = state["figures"] | {name: {"best": before["best"], "low": low}}
     loop.memory[KEY] = state | {"figures": figures, "best": before["best"][0], "judge": name}
-    found = {"eval/below_best": top.mean - score.mean} if name.startswith("eval/") else {}
+    row = {"eval/below_best": top.mean - score.mean} if name.startswith("eval/") else {}
     if low == patience:  # said once: again only after it has recovered
         key = f"{KEY}/{SHORT.get(name) or name.partition('/')[2]}"
-        found[key] = top.mean - score.mean
-        _say(loop, {key: found[key]})
-    return found
+        row[key] = top.mean - score.mean
+        _say(loop, {key: row[key]})
+    return row
 
 
 def _acted(loop: State, found: Mapping[str, float]) -> dict[str, float]:
@@ -213,8 +215,9 @@ def _go_back(loop: State, step: int) -> None:
     from genrl.runtime.loop import saving  # here, for the pages use this module, and do without torch
 
     then, now = saving.go_back(loop, step)[KEY], _state(loop)
+    # Halved each time: from the same weights with the same rate it would come to the same end.
     rate, histories = now["rate"] / 2, then["histories"]
-    figures = {name: one | {"low": 0} for name, one in now["figures"].items()}
+    figures = {name: figure | {"low": 0} for name, figure in now["figures"].items()}
     loop.memory[KEY] = now | {"figures": figures, "histories": histories, "outside": [], "rate": rate}
     loop.optimization.slowed = rate
 
@@ -222,8 +225,8 @@ def _go_back(loop: State, step: int) -> None:
 def warnings(columns: Mapping[str, Any]) -> Iterator[str]:
     """What the log says of collapses, for the pages: of each kind the newest. columns: of metrics, by key."""
     for key, column in sorted(columns.items()):
-        if key.startswith(f"{KEY}/") and (known := column.known()):
-            step, value = known[-1]
+        if key.startswith(f"{KEY}/") and (points := column.known()):
+            step, value = points[-1]
             yield described(key, value, step)
 
 

@@ -42,8 +42,8 @@ MEMORY = "prompts"
 
 def of(memory: Mapping[str, Any]) -> Known:
     """What is known by the loop's memory."""
-    known: Known = memory.get(MEMORY, NOTHING)
-    return known
+    entries: Known = memory.get(MEMORY, NOTHING)
+    return entries
 
 
 def looked_at(settings: Selection | None, count: int) -> int:
@@ -71,12 +71,12 @@ def choose(
 
         return sorted(numbers, key=distance)[:most]
 
-    again: list[int] = []
+    replayed: list[int] = []
     if settings.replay is not None:
         due = [int(number) for number, entry in known.items() if _is_due(entry, iteration)]
-        again = nearest(due, int(settings.replay.share * count))
-    rest = [number for number in dict.fromkeys(candidates) if number not in again]
-    chosen = again + nearest(rest, count - len(again))
+        replayed = nearest(due, int(settings.replay.share * count))
+    fresh = [number for number in dict.fromkeys(candidates) if number not in replayed]
+    chosen = replayed + nearest(fresh, count - len(replayed))
     return [chosen[k % len(chosen)] for k in range(count)]
 
 
@@ -95,18 +95,18 @@ def noted(
     values [P, G]: of their samples whether they succeeded (0 or 1), or the total reward; NaN = no score, no evidence.
     An entry is replaced, never changed.
     """
-    found, prior, errors = dict(known), _pooled(known), list[float]()
+    entries, prior, errors = dict(known), _pooled(known), list[float]()
     for number, row in zip(map(str, numbers), values.double(), strict=True):
         scored = row[~row.isnan()]
-        a, b, times, _ = found.get(number, (0.0, 0.0, 0, 0))
+        a, b, times, _ = entries.get(number, (0.0, 0.0, 0, 0))
         more_a, more_b = _evidence(settings, scored)
         # MoPPS: alpha <- d alpha + (1 - d) alpha_0 + successes; a = alpha - alpha_0
-        found[number] = [DISCOUNT * a + more_a, DISCOUNT * b + more_b, times + 1, iteration]
+        entries[number] = [DISCOUNT * a + more_a, DISCOUNT * b + more_b, times + 1, iteration]
         if number in known and len(scored) > 1:
             errors.append(abs(_expected(settings, known[number], prior) - _observed(settings, scored)))
     share = sum(str(number) in known for number in numbers) / len(numbers)
     error = sum(errors) / len(errors) if errors else math.nan
-    return found, {"selection/known": share, "selection/error": error}
+    return entries, {"selection/known": share, "selection/error": error}
 
 
 def _evidence(settings: Selection, scored: Tensor) -> tuple[float, float]:
@@ -126,6 +126,7 @@ def _distance(settings: Selection, entry: Sequence[float], prior: float, source:
     a, b = entry[:2]
     if settings.by == "success":
         return abs(source.betavariate(1 + a, 1 + b) - TARGET)
+    # Minus a draw of the variance (inverse gamma): the largest spread comes first.
     return -(prior + b) / source.gammavariate(2 + a, 1.0)
 
 

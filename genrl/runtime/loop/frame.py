@@ -26,7 +26,7 @@ from genrl.runtime.loop import collapse
 from genrl.runtime.loop.guards import StoppedTogether
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Claim, Process, begin, claim, make_accelerator
-from genrl.runtime.loop.running import Run as Running
+from genrl.runtime.loop.running import TrainingRun
 from genrl.runtime.loop.signals import killed_ranks
 from genrl.runtime.loop.streams import tolerant_streams
 from genrl.runtime.show.report import write_report
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class Kind(NamedTuple):
     """What differs between runs of pipelines, token models and robot policies.
 
-    What it opens is a `running.Run`.
+    What it opens is a `TrainingRun`.
     """
 
     unit: str
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     """(configuration, number of processes): ValueError where they do not fit together."""
     prepare: Callable[[Any, Accelerator], Any]
     """What is loaded, and may raise ValueError, before anything is written."""
-    open: Callable[[Any, Process, Any, ExitStack], Running[Any]]
+    open: Callable[[Any, Process, Any, ExitStack], TrainingRun[Any]]
     """(configuration, process, what was prepared, stack that closes it) -> the run."""
     reopen: Callable[[Any, str, int], Any]
     """(configuration, device, iteration) -> the model without the run (`replay.Reopened`)."""
@@ -59,6 +59,7 @@ class Kind(NamedTuple):
 
 def kind_of(config: RunConfig) -> Kind:
     """The kind of run that a configuration describes: `KIND` of `genrl.<kind>.train`."""
+    # By name: the kinds import this module, and a run of one kind never loads the libraries of the others.
     kind: Kind = import_module(f"genrl.{config.kind}.train").KIND
     return kind
 
@@ -114,8 +115,10 @@ def look(config: RunConfig) -> ContactSheet:
 
 def _opened(
     stack: ExitStack, config: RunConfig, resume: Path | None = None, script: Script | None = None
-) -> tuple[Claim, Process, Running[Any]]:
+) -> tuple[Claim, Process, TrainingRun[Any]]:
     """A run as of `run`, restored where it goes on; the stack closes it."""
+    # Missing packages are told first: they cost no time to find, and would otherwise end the run after the model is
+    # loaded.
     check_trackers(config.trackers)
     check_optimizer(config.optimizer)
     kind = kind_of(config)
@@ -126,6 +129,7 @@ def _opened(
     set_seed(config.seed)  # the global generators too: loading may draw from them
     stack.enter_context(tolerant_streams())
     stack.enter_context(tf32(config.tf32))
+    # The folder is claimed before the slow part, so that a second start into it fails at once and not minutes later.
     claimed = claim(stack, config.output, resume, accelerator)
     stack.enter_context(_naming_killed(claimed.run, accelerator.num_processes))
     # Before anything is written, so that a start which fails here leaves nothing behind.
@@ -144,14 +148,16 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # A lost peer comes as a plain RuntimeError of torch, in the words of whichever transport noticed: only its text
+        # tells it from others. ("onnection": torch writes it with either initial.)
         speechless = processes > 1 and any(word in str(error) for word in ("onnection", "NCCL", "gloo"))
         killed = killed_ranks(run, processes, patience_s=2.0) if speechless else []
         if not killed:
             raise
-        found = checkpoint.latest(run.checkpoints)
+        newest = checkpoint.latest(run.checkpoints)
         how = "No checkpoint was saved."
-        if found is not None:
-            how = f"Go on from {found.name}: genrl resume {run.folder} --nproc {processes}"
+        if newest is not None:
+            how = f"Go on from {newest.name}: genrl resume {run.folder} --nproc {processes}"
         raise RuntimeError(f"killed: {', '.join(killed)}. The other ranks stop. {how}") from error
 
 
@@ -164,6 +170,7 @@ def saved_on_error(loop: Loop) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # A checkpoint that could not be written or read will not be the second time either.
         alone = loop.process.accelerator.num_processes == 1
         tries = not isinstance(error, checkpoint.CheckpointError) and (alone or isinstance(error, StoppedTogether))
         if tries and loop.iteration and loop.can_be_left:
@@ -172,6 +179,7 @@ def saved_on_error(loop: Loop) -> Iterator[None]:
 
 
 def _save_finished(loop: Loop) -> None:
+    # The last checkpoint is of this very moment.
     if loop.saved == loop.iteration and not loop.outdated:
         return
     try:
@@ -183,7 +191,7 @@ def _save_finished(loop: Loop) -> None:
     loop.process.progress.say(f"{loop.iteration} finished iterations are saved")
 
 
-def _train(run: Running[Any], memory_hint: str) -> None:
+def _train(run: TrainingRun[Any], memory_hint: str) -> None:
     """The run's method, and in a run in stages the next ones'."""
     loop = run.loop
     while True:
@@ -191,6 +199,7 @@ def _train(run: Running[Any], memory_hint: str) -> None:
         try:
             settings = run.settings
             code_of(settings).train(run, settings)
+            # A method that came back without an iteration was asked to end: calling it again would go on for ever.
             if loop.iteration == first or loop.iteration not in loop.ends or loop.is_complete:
                 return
             continue
@@ -216,6 +225,7 @@ def shrink(loop: Loop, memory_hint: str) -> None:
     """
     # What did not fit may hang in cycles, until whose end the device keeps it.
     gc.collect()
+    # Gradients of a half-done update belong to micro-batches that are cut anew.
     loop.optimizer.zero_grad(set_to_none=True)
     empty_cache(loop.process.accelerator.device)
     was, *smaller = loop.trained.micro_batch_sizes()
@@ -257,9 +267,10 @@ def say_result(
     how to go on. best: where that of the best evaluation is written beside it, by `write(place, step)`; None = nowhere,
     it is exported by hand."""
     run, say = loop.process.run, loop.process.progress.say
-    known = [row for row in rows if row.get(f"eval/{metric}_mean") is not None]
-    if len(known) > 1:
-        first, last = known[0], known[-1]
+    # Runs that were begun without held-out prompts have rows without the figure.
+    evaluated = [row for row in rows if row.get(f"eval/{metric}_mean") is not None]
+    if len(evaluated) > 1:
+        first, last = evaluated[0], evaluated[-1]
         before, after = first[f"eval/{metric}_mean"], last[f"eval/{metric}_mean"]
         interval = ""
         if last.get(f"eval/{metric}_low") is not None:
@@ -282,8 +293,8 @@ def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], obje
     if not step:
         return "this is the last iteration; no evaluation was better than one before training by more than noise"
     if place is not None:
-        with whole_folder(place) as whole:
-            write(whole, step)
+        with whole_folder(place) as temporary:
+            write(temporary, step)
     where = f"genrl export {loop.process.run.folder} --best" if place is None else str(place)
     best = f"the best by more than noise is {step} ({collapse.best_score(loop):.3f}): {where}"
     return f"this is the last iteration; {best}; `--best` of export, sample, eval and compare takes it"

@@ -28,6 +28,8 @@ def _enter(folder: str | None) -> None:
             os.chdir(folder)
 
 
+# What libraries are known to change behind one's back, and what would change numbers or files; each with its getter and
+# setter.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the current folder": (_folder, _enter),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),

@@ -50,8 +50,9 @@ def any_ranks(flags: Sequence[bool], accelerator: Accelerator | None) -> list[bo
     """`any_rank` of several flags, in one collective."""
     if accelerator is None or accelerator.num_processes == 1:
         return list(flags)
-    own = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
-    return [count > 0 for count in accelerator.reduce(own, reduction="sum").tolist()]
+    # As floats: not every backend sums booleans.
+    counts = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
+    return [count > 0 for count in accelerator.reduce(counts, reduction="sum").tolist()]
 
 
 def non_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -93,7 +94,7 @@ def require_finite(
         )
     place = re.sub(r"[^\w-]+", "-", where)
     folder = dumps / f"step-{step:06d}-{place}-rank-{rank}"
-    found = "; ".join(f"{name}: {_brief(checked[name])}" for name in bad)
+    details = "; ".join(f"{name}: {_brief(checked[name])}" for name in bad)
     dump: Path | None = None
     if batch:
         try:
@@ -109,7 +110,7 @@ def require_finite(
             "the sum over ranks that overflowed."
         )
     raise NonFiniteError(
-        f"stopped before the update of step {step} on rank {rank}: {where} is not finite ({found}). {evidence} "
+        f"stopped before the update of step {step} on rank {rank}: {where} is not finite ({details}). {evidence} "
         "The update was not made. Usual causes: float16 overflow (use bfloat16 or float32), or "
         "optimizer.lr too high (look for grad_norm spikes in metrics.jsonl).",
         dump,
@@ -122,8 +123,8 @@ def read_dump(folder: Path) -> Dump:
     tensors = load_file(folder / "tensors.safetensors")
     parts: dict[str, dict[str, Tensor]] = {"checked": {}, "batch": {}, "results": {}}
     for name, tensor in tensors.items():
-        part, _, rest = name.partition("/")
-        parts[part][rest] = tensor.clone()
+        part, _, tensor_name = name.partition("/")
+        parts[part][tensor_name] = tensor.clone()
     return Dump(record["step"], record["where"], parts["checked"], parts["batch"], parts["results"], record["info"])
 
 
@@ -173,5 +174,6 @@ def _write_dump(
         temporary / "tensors.safetensors",
     )
     (temporary / "dump.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    # An iteration that was done again may stop at the same place: the newest dump is the one that is told of.
     shutil.rmtree(folder, ignore_errors=True)
     return temporary.rename(folder)

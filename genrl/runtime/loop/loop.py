@@ -63,9 +63,10 @@ class Loop(State):
         ends the run."""
         collapse.resume(self)
         if self.iteration == 0 and not self._evaluated:
-            found = self._evaluate()
-            if found:
-                self.process.log.log(0, found)
+            # The model before training, which the last evaluation is compared with.
+            figures = self._evaluate()
+            if figures:
+                self.process.log.log(0, figures)
             self._evaluated = True
             if collapse.to_be_saved(self):
                 self.save()
@@ -111,6 +112,7 @@ class Loop(State):
         """Nothing here draws from the global generators, but a user's reward, simulator or pipeline may: they start
         from the same numbers whether the run was stopped before or not."""
         self.global_settings.put_back()
+        # numpy takes seeds of 32 bits.
         set_seed(derive_seed(self.config.seed, phase, self.iteration, self.process.replica) % 2**32)
 
     def phase(self, name: str, total: int = 0, parts: int = 0) -> None:
@@ -141,10 +143,10 @@ class Loop(State):
         if not self.can_be_left:
             return
         # Both are asked in one exchange: processes that asked different questions would wait for each other for ever.
-        short, asked = any_ranks([out_of_memory, self.process.stop.requested], self.process.accelerator)
+        short, stops = any_ranks([out_of_memory, self.process.stop.requested], self.process.accelerator)
         if short:
             raise MemoryRanOut
-        if asked:
+        if stops:
             raise Interrupted
 
     @contextmanager
@@ -180,6 +182,7 @@ class Loop(State):
 
     def finish(self, metrics: Mapping[str, float]) -> None:
         """End of an iteration: log, and, where due, evaluate and save."""
+        # Before anything is written: a folder that was removed would be made anew, with half of a run in it.
         self.process.check_folder()
         # Figures after n finished iterations have the number n, as checkpoints do: 0 is the model before training.
         self.iteration += 1
@@ -192,6 +195,7 @@ class Loop(State):
         }
         idle.note(self, row)
         row |= collapse.note(self, row)
+        # Evaluation and saving change nothing: from here on the process may leave without undoing the iteration.
         self.optimization.updates = self.optimization.other_updates = 0
         self.unfinished_row = row | _timing_row(self, elapsed)  # until it is written
         if self.evaluates_at(self.iteration):
@@ -226,8 +230,8 @@ class Loop(State):
             return {}
         self._seed_globals("evaluation")
         with self.timed("eval"), self.averaged():
-            found = self.trained.evaluate(self.iteration)
-        return found | collapse.watch(self, found) if found else found
+            figures = self.trained.evaluate(self.iteration)
+        return figures | collapse.watch(self, figures) if figures else figures
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""

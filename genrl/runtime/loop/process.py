@@ -108,17 +108,17 @@ def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accel
 
 def _to_resume(run: Run, accelerator: Accelerator) -> Path | None:
     """`checkpoint.to_resume`, read by the main process alone: the files may be large, and one is enough to judge."""
-    found, problem = None, ""
+    path, problem = None, ""
     if accelerator.is_main_process:
         try:
-            found = checkpoint.to_resume(run.checkpoints)
+            path = checkpoint.to_resume(run.checkpoints)
         except ValueError as error:
             problem = str(error)
     if accelerator.num_processes > 1:
-        found, problem = broadcast_object_list([found, problem])
+        path, problem = broadcast_object_list([path, problem])
     if problem:
         raise ValueError(problem)
-    return found
+    return path
 
 
 def begin(
@@ -147,12 +147,14 @@ def begin(
             found=claimed.found,
             script=script,
         )
+    # No process writes into the folder before the main one has prepared it.
     accelerator.wait_for_everyone()
     stop = stack.enter_context(catch_stop(ends_process=script is None))
+    # NCCL waits for other ranks in a busy loop, which looks like work.
     spins = accelerator.num_processes > 1 and accelerator.device.type != "cpu"
     watchdog = Watchdog(claimed.run, config.distributed.timeout_s, rank=accelerator.process_index, spins=spins)
-    shown = Progress(config.iterations, start=claimed.start, enabled=accelerator.is_main_process, unit=unit)
-    stack.enter_context(shown)
+    progress = Progress(config.iterations, start=claimed.start, enabled=accelerator.is_main_process, unit=unit)
+    stack.enter_context(progress)
     log = MetricLogger(
         claimed.run,
         config.trackers,
@@ -163,7 +165,7 @@ def begin(
     )
     stack.callback(log.finish)
     context, started = config.together, run_folder.run_info(claimed.run).get("started", "")
-    return Process(accelerator, claimed.run, log, shown, watchdog, stop, context, script is not None, text, started)
+    return Process(accelerator, claimed.run, log, progress, watchdog, stop, context, script is not None, text, started)
 
 
 def make_accelerator(timeout_s: float) -> Accelerator:

@@ -87,6 +87,7 @@ class Progress:
         self.done = step
         now = self.clock()
         self.finished.append(now)
+        # A log file is not to grow by a line for every quick iteration.
         due = self.live is not None or now - self.printed >= self.quiet_s or step >= self.iterations
         if self.enabled and due:
             self.printed = now
@@ -130,9 +131,9 @@ class Progress:
 
 def duration(seconds: float) -> str:
     """`45 s`, `3 min 20 s`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    seconds_rounded = round(seconds)
+    if seconds_rounded < 60:
+        return f"{seconds_rounded} s"
+    if seconds_rounded < 3600:
+        return f"{seconds_rounded // 60} min {seconds_rounded % 60:02d} s"
+    return f"{seconds_rounded // 3600} h {seconds_rounded % 3600 // 60:02d} min"

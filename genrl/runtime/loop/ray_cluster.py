@@ -40,16 +40,16 @@ def connected(address: str | None = None) -> Any:
         raise ValueError(f"Ray is not installed: {install('ray')}") from error
     if is_connected():
         return ray
-    key, asked = ("engine.address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
-    if asked is not None and ":" in asked and "://" not in asked:
-        _must_answer(key, asked)
+    key, address_asked = ("engine.address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
+    if address_asked is not None and ":" in address_asked and "://" not in address_asked:
+        _must_answer(key, address_asked)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of clusters that are started here: nothing is sent anywhere
     before = signal.getsignal(signal.SIGTERM)
     try:
         with seeing(gpus_of_workers()):
-            ray.init(address=asked, include_dashboard=False, log_to_driver=False, configure_logging=False)
+            ray.init(address=address_asked, include_dashboard=False, log_to_driver=False, configure_logging=False)
     except Exception as error:  # of no kind of its own; of another version of Ray or Python it names both
-        raise ValueError(f"{key}: {asked or 'no cluster could be started on this machine'}: {error}") from error
+        raise ValueError(f"{key}: {address_asked or 'no cluster could be started on this machine'}: {error}") from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's own would end the run without saving
@@ -68,8 +68,8 @@ def _must_answer(key: str, address: str) -> None:
     problem = ""
     try:
         socket.create_connection((host, int(port)), timeout=10.0).close()
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-        problem = asked.stderr.strip().rpartition("\n")[2] if asked.returncode else ""
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        problem = completed.stderr.strip().rpartition("\n")[2] if completed.returncode else ""
     except (OSError, ValueError) as error:
         problem = str(error)
     except subprocess.TimeoutExpired:
@@ -178,8 +178,8 @@ def check_versions(theirs: Mapping[str, str]) -> None:
     """Raise ValueError where a worker's versions are not those of this process."""
     ours = versions()
     if odd := [name for name in ours if theirs.get(name) != ours[name]]:
-        found = ", ".join(f"{name} {theirs.get(name)} there and {ours[name]} here" for name in odd)
+        differences = ", ".join(f"{name} {theirs.get(name)} there and {ours[name]} here" for name in odd)
         raise ValueError(
-            f"engine: a Ray worker has other versions: {found}; install the same on all nodes, or its samples "
+            f"engine: a Ray worker has other versions: {differences}; install the same on all nodes, or its samples "
             "would be others"
         )

@@ -69,6 +69,7 @@ def replay(folder: Path, run: Path | None = None) -> Replay:
             f"{folder} is no dump: it has no dump.json. A run that was stopped by a number that is not finite has its "
             "dumps in RUN/dumps/step-..."
         )
+    # Dumps lie in RUN/dumps/NAME.
     source_run = Run(run or folder.resolve().parent.parent)
     if not source_run.config.is_file():
         raise ValueError(
@@ -86,24 +87,25 @@ def _computed(dump: Dump, config: RunConfig, source_run: Run) -> Replay:
     opened = kind_of(config).reopen(config, device, dump.step)
     source = _put_weights(opened.weights, dump, source_run)
     settings = class_of(dump.info["settings"]["algorithm"], config.kind).model_validate(dump.info["settings"])
-    known = {name: tensor for name, tensor in dump.batch.items() if not name.startswith("weights/")}
-    batch = opened.batch(dump.info, known)
-    given = {name: tensor.to(device) for name, tensor in known.items() if not name.startswith("inputs/")}
+    tensors = {name: tensor for name, tensor in dump.batch.items() if not name.startswith("weights/")}
+    batch = opened.batch(dump.info, tensors)
+    # Inputs (pictures) stay on the CPU, where processors read them.
+    inputs = {name: tensor.to(device) for name, tensor in tensors.items() if not name.startswith("inputs/")}
     with first_not_finite(opened.modules) as module:
-        made = dict(code_of(settings).loss(settings, opened.policy, Recorded(batch, given)))
-        made["loss"] = made.pop("loss")  # to the end: it is computed from the others
-        (made["loss"].sum() / dump.info["divisor"] * dump.info["loss_scale"]).backward()
+        results_now = dict(code_of(settings).loss(settings, opened.policy, Recorded(batch, inputs)))
+        results_now["loss"] = results_now.pop("loss")  # to the end: it is computed from the others
+        (results_now["loss"].sum() / dump.info["divisor"] * dump.info["loss_scale"]).backward()
     gradients = {name: p.grad for name, p in opened.weights.named.items() if p.grad is not None}
-    made["gradient"] = torch.stack(torch._foreach_norm(list(gradients.values()))).sum()
-    results = {name: tensor.detach() for name, tensor in made.items()}
-    recorded = known | dump.results | dump.checked
+    results_now["gradient"] = torch.stack(torch._foreach_norm(list(gradients.values()))).sum()
+    results = {name: tensor.detach() for name, tensor in results_now.items()}
+    recorded = tensors | dump.results | dump.checked
     return Replay(dump, source, recorded, results, next(iter(module), None), non_finite(gradients))
 
 
 def _put_weights(weights: Weights, dump: Dump, run: Run) -> str:
-    kept = {name.removeprefix("weights/"): t for name, t in dump.batch.items() if name.startswith("weights/")}
-    if kept:
-        weights.restore({"weights": kept})
+    dumped = {name.removeprefix("weights/"): t for name, t in dump.batch.items() if name.startswith("weights/")}
+    if dumped:
+        weights.restore({"weights": dumped})
         return "the dump's: those of the run at that moment"
     for path in checkpoint.steps(run.checkpoints):
         if int(path.name.removeprefix("step-")) <= dump.step and checkpoint.problem(path) is None:
@@ -128,8 +130,8 @@ def first_not_finite(modules: Mapping[str, nn.Module]) -> Iterator[list[str]]:
 
     handles = [
         module.register_forward_hook(watch(f"{component}.{name}" if name else component))
-        for component, whole in modules.items()
-        for name, module in whole.named_modules()
+        for component, root in modules.items()
+        for name, module in root.named_modules()
     ]
     try:
         yield bad

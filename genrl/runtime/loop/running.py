@@ -52,6 +52,8 @@ class Versions:
 
     def note(self, iteration: int, weights: Mapping[str, Tensor]) -> None:
         """Note the weights after so many iterations."""
+        # On the CPU: one set for each iteration of staleness, beside the weights that train, would not fit on the
+        # device. A copy also where they are there already: training goes on writing into them.
         self.weights[iteration] = {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
         for old in [number for number in self.weights if number < iteration - self.staleness]:
             del self.weights[old]
@@ -63,7 +65,7 @@ class Versions:
         self.weights = {int(number): dict(named) for number, named in state.items()}
 
 
-class Run(ABC, Generic[C]):
+class TrainingRun(ABC, Generic[C]):
     """One process of one run: what the frame opens, and what methods train with.
 
     staleness: how many iterations the weights that draw are behind the present ones. retries: whether an iteration in
@@ -156,6 +158,8 @@ class Run(ABC, Generic[C]):
 
     def note_sheet(self, make: Callable[[], sheet.ContactSheet]) -> None:
         """The report opens with what this makes, of what the first iteration showed anyway."""
+        # Of the first iteration alone, which every run has: making a sheet decodes and draws, which later ones need not
+        # pay for.
         if self.is_main and self.iteration == 0:
             sheet.save(make(), self.process.run.samples / sheet.NAME)
 

@@ -34,8 +34,8 @@ def save(loop: State) -> None:
     weights = loop.weights.state()
     _require_finite(loop, weights)
     optimizer, packed = state.pack(loop.optimizer.state_dict())
-    kept, kept_trees = loop.kept.pack()
-    tensors = weights | {"optimizer": optimizer} | kept
+    kept_tensors, kept_trees = loop.kept.pack()
+    tensors = weights | {"optimizer": optimizer} | kept_tensors
     if loop.is_main:
         checkpoint.save(
             process.run.checkpoints,
@@ -55,6 +55,7 @@ def save(loop: State) -> None:
         )
     else:
         checkpoint.save_shares(tensors)
+        # A sharded model is gathered by all: the main process cannot write it without these passes.
         loop.trained.export(None)
     loop.saved, loop.outdated = loop.iteration, False
     # Nobody goes on before the checkpoint is there: what is changed next would go into it.
@@ -63,7 +64,7 @@ def save(loop: State) -> None:
 
 
 def _require_finite(loop: State, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-    named = {f"{stem}/{name}": local(tensor) for stem, one in weights.items() for name, tensor in one.items()}
+    named = {f"{stem}/{name}": local(tensor) for stem, tensors in weights.items() for name, tensor in tensors.items()}
     bad = non_finite(named)
     if any_rank(bool(bad), loop.process.accelerator):
         which = f"{len(bad)} of {len(named)} tensors, e.g. {bad[0]}" if bad else "those of another process"
@@ -85,12 +86,14 @@ def _write_beside(loop: State, folder: Path) -> None:
 
 def restore(loop: State, path: Path) -> None:
     """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
+    # Its files were verified when it was chosen (`checkpoint.to_resume`): hashing them again would double the start.
     loaded = checkpoint.load(path, in_shares=True, hashes=False)
     _fill(loop, loaded)
     loop.optimization.steps, loop.iteration = loaded.state["optimizer_steps"], loaded.step
     loop.saved = loaded.step
     loop.unfinished_row, loop.memory = loaded.state["unfinished_row"], loaded.state["memory"]
     loop.kept.restore(loaded.tensors, loaded.state["kept"])
+    # Memory ran out at the larger size before; a resumed run would only find out again.
     if loop.retries and "batch_size" in loop.memory:
         loop.trained.resize(loop.memory["batch_size"])
 

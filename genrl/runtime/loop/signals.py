@@ -96,6 +96,7 @@ def catch_stop(*, ends_process: bool = True) -> Iterator[Stop]:
             _say("stopped without saving; `genrl resume` goes on from the last checkpoint.")
             if not ends_process:
                 raise KeyboardInterrupt
+            # Not sys.exit, which would wait for threads and for processes that may hang.
             os._exit(128 + number)
 
     caught = [signal.SIGINT, signal.SIGTERM]
@@ -136,12 +137,13 @@ class Watchdog:
         self.file = self.stacks.open("w")
         self.enabled = faulthandler.is_enabled()
         faulthandler.enable(self.file)
+        # -I and -S: without the site packages it starts in milliseconds and needs nothing that may be broken.
         command = [sys.executable, "-I", "-S", "-c", _OUTSIDE, str(os.getpid()), str(self.timeout_s + GRACE_S)]
         self.outside: subprocess.Popen[bytes] | None = None  # it waits for a pipe, which Windows cannot
         if sys.platform != "win32":
-            own = [*command, str(self.stacks)]
+            arguments = [*command, str(self.stacks)]
             # A session of its own: Ctrl-C goes to all processes of a terminal, and would end the one that is to watch.
-            self.outside = subprocess.Popen(own, stdin=subprocess.PIPE, start_new_session=True)
+            self.outside = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
         self.beat("starting", 0)
         self._write_heartbeat()
         self.thread.start()
@@ -163,8 +165,8 @@ class Watchdog:
         self.phase, self.step, self.last = phase, step, time.monotonic()
 
     def _watch(self) -> None:
-        tick, before, seen = min(1.0, self.timeout_s / 10), time.monotonic(), 0.0
-        silent, cpu, told = 0.0, 0.0, False
+        tick, before, last_beat = min(1.0, self.timeout_s / 10), time.monotonic(), 0.0
+        silent, cpu, warned = 0.0, 0.0, False
         while not self.closed.wait(tick):
             self._tell_outside()
             if self.launcher is not None and os.getppid() != self.launcher:
@@ -173,8 +175,8 @@ class Watchdog:
                 os.kill(os.getpid(), signal.SIGTERM)  # `catch_stop`: save and stop
             now = time.monotonic()
             elapsed, before = now - before, now
-            if self.last != seen:
-                seen, silent, cpu, told = self.last, 0.0, time.process_time(), False
+            if self.last != last_beat:
+                last_beat, silent, cpu, warned = self.last, 0.0, time.process_time(), False
                 self._write_heartbeat()
                 continue
             silent += min(elapsed, 2 * tick)  # more than that, and the process was stopped
@@ -183,8 +185,8 @@ class Watchdog:
             computes = not self.spins and time.process_time() - cpu > BUSY * silent
             if not computes or silent > PATIENCE * self.timeout_s:
                 self._end()
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 _say(
                     f"no progress for {self.timeout_s:g} s in {self.phase}, step {self.step}, but the process "
                     f"computes: it has {PATIENCE * self.timeout_s:g} s. For slow phases raise distributed.timeout_s."
@@ -199,7 +201,7 @@ class Watchdog:
 
     def _write_heartbeat(self, *, ended: bool = False) -> None:
         """ended: this process says itself why."""
-        seen = {
+        heartbeat = {
             "ended": ended,
             "phase": self.phase,
             "step": self.step,
@@ -209,7 +211,7 @@ class Watchdog:
         # Others read it at any time, and are never to see half of it.
         half = self.heartbeat.with_suffix(".half")
         with suppress(OSError):  # a full disk must not end the watch
-            half.write_text(json.dumps(seen | {"time": time.time() - (time.monotonic() - self.last)}))
+            half.write_text(json.dumps(heartbeat | {"time": time.time() - (time.monotonic() - self.last)}))
             half.replace(self.heartbeat)
 
     def _end(self) -> None:
@@ -242,16 +244,17 @@ def killed_ranks(run: Run, processes: int, *, patience_s: float = 0.0) -> list[s
     patience_s: how long to wait for one. A process closes its connections, of which the others hear, before it is gone.
     """
     until = time.monotonic() + patience_s
-    while not (found := _killed(run, processes)) and time.monotonic() < until:
+    while not (killed := _killed(run, processes)) and time.monotonic() < until:
         time.sleep(0.05)
-    return found
+    return killed
 
 
 def _killed(run: Run, processes: int) -> list[str]:
     return [
-        f"rank {rank} (process {seen.pid}, {seen.phase} of iteration {seen.step + 1})"
+        f"rank {rank} (process {heartbeat.pid}, {heartbeat.phase} of iteration {heartbeat.step + 1})"
         for rank in range(processes)
-        if (seen := read_heartbeat(run.folder / "heartbeat" / f"rank-{rank}.json")) is not None and seen.was_killed
+        if (heartbeat := read_heartbeat(run.folder / "heartbeat" / f"rank-{rank}.json")) is not None
+        and heartbeat.was_killed
     ]
 
 

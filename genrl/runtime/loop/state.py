@@ -17,7 +17,7 @@ from genrl.runtime.weights.weights import AVERAGE, Weights
 
 
 class Trained(Protocol):
-    """What of a run the loop calls: `running.Run` has these, and says what they do."""
+    """What of a run the loop calls: `TrainingRun` has these, and says what they do."""
 
     def evaluate(self, iteration: int) -> dict[str, float]: ...
     def export(self, folder: Path | None) -> None: ...

@@ -53,25 +53,26 @@ class Tolerant:
 def tolerant_streams() -> Iterator[None]:
     """Within the block standard output and error are `Tolerant`, where they are files, pipes or terminals."""
     before = sys.stdout, sys.stderr
-    made = [Tolerant(one) if isinstance(one, io.TextIOWrapper) else one for one in before]
-    sys.stdout, sys.stderr = made
+    wrapped_streams = [Tolerant(raw) if isinstance(raw, io.TextIOWrapper) else raw for raw in before]
+    sys.stdout, sys.stderr = wrapped_streams
     try:
         yield
     finally:
-        for wrapped, stream in zip(made, before, strict=True):
+        for wrapped, stream in zip(wrapped_streams, before, strict=True):
             if isinstance(wrapped, Tolerant):
                 try:
                     stream.flush()
                 except OSError:  # else the interpreter meets it at its end, and exits with 120
                     _to_nowhere(stream)
-        if sys.stdout is made[0]:  # else somebody has put another one there
+        if sys.stdout is wrapped_streams[0]:  # else somebody has put another one there
             sys.stdout = before[0]
-        if sys.stderr is made[1]:
+        if sys.stderr is wrapped_streams[1]:
             sys.stderr = before[1]
 
 
 def _to_nowhere(stream: TextIO) -> None:
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
+        # The descriptor itself, by which libraries in C and child processes write as well.
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

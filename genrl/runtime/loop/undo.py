@@ -50,14 +50,14 @@ class Undo:
             key: dict(value) if isinstance(value, dict) else deepcopy(value) for key, value in loop.memory.items()
         }
         changing = loop.kept.changing if copies else {}
-        kept = {name: state.copied(thing.state_dict()) for name, thing in changing.items()}
-        return cls(memory, kept, loop.optimizer_steps, copies)
+        states = {name: state.copied(thing.state_dict()) for name, thing in changing.items()}
+        return cls(memory, states, loop.optimizer_steps, copies)
 
     def apply(self, loop: State) -> None:
         """Put it back."""
         loop.memory, loop.optimization.steps = self.memory, self.optimizer_steps
-        for name, kept in self.kept.items():
-            loop.kept.things[name].load_state_dict(kept)
+        for name, saved in self.kept.items():
+            loop.kept.things[name].load_state_dict(saved)
         if self.copies is not None:
             for key, parameter in loop.weights.named.items():
                 # In place: the optimiser, shards and recorded graphs hold these very tensors.
@@ -65,4 +65,5 @@ class Undo:
             loop.weights.snapshots = self.copies.snapshots
             loop.optimizer.load_state_dict(self.copies.optimizer)
         loop.optimization.updates = loop.optimization.other_updates = 0
+        # They are of micro-batches that are cut anew.
         loop.optimization.suspects.clear()

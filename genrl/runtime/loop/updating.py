@@ -110,7 +110,10 @@ def deal(counts: Sequence[int], process: int, parts: int, *keys: int | str) -> I
 def summed(sums: Mapping[str, float]) -> dict[str, float]:
     """Sums by name over all processes, of which some may lack a name."""
     every = gather_object([dict(sums)])
-    return {name: sum(one.get(name, 0.0) for one in every) for name in dict.fromkeys(n for one in every for n in one)}
+    return {
+        name: sum(sums_of.get(name, 0.0) for sums_of in every)
+        for name in dict.fromkeys(n for sums_of in every for n in sums_of)
+    }
 
 
 def require_on_policy(off: float, allowed: float, what: str, *, causes: str) -> None:
@@ -189,13 +192,15 @@ class Meter:
         everyone: list[dict[str, tuple[float, float, float, float]]] = gather_object([totals])
         row = {name: sum(values) / len(values) for name, values in self._notes.items()}
         # In the same order in all processes, of which some may lack a name.
-        for name in sorted({name for one in everyone for name in one}):
-            pieces = [one[name] for one in everyone if name in one]
+        for name in sorted({name for totals_of in everyone for name in totals_of}):
+            pieces = [totals_of[name] for totals_of in everyone if name in totals_of]
             count = sum(p[1] for p in pieces)
+            # fsum, so that the figure does not depend on the order of the processes.
             mean = math.fsum(p[0] for p in pieces) / count
             if name.endswith("/max_abs_dev"):
                 row[name] = max(p[2] for p in pieces)
             elif name.endswith("/std"):
+                # The difference of two sums may come out below 0 by rounding where all values are equal.
                 row[name] = math.sqrt(max(0.0, math.fsum(p[3] for p in pieces) / count - mean**2))
             else:
                 row[name] = mean

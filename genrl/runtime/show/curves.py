@@ -82,12 +82,12 @@ def thin(points: Sequence[Point]) -> list[Point]:
     size = math.ceil(len(points) / _MOST_POINTS)
     if size <= 1:
         return list(points)
-    found: list[Point] = []
+    thinned: list[Point] = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
         values = [value for _, value in part if value is not None]
-        found.append((part[len(part) // 2][0], math.fsum(values) / len(values) if values else None))
-    return found
+        thinned.append((part[len(part) // 2][0], math.fsum(values) / len(values) if values else None))
+    return thinned
 
 
 def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
@@ -128,8 +128,8 @@ def _path(points: Sequence[tuple[float, float | None]]) -> str:
 def _running_mean(values: Sequence[float | None]) -> list[float | None]:
     """Over a window of about a tenth of the curve, centred; at the ends over what there is of it."""
     reach = max(2, len(values) // 20)
-    found: list[float | None] = []
+    means: list[float | None] = []
     for i, value in enumerate(values):
         near = [v for v in values[max(0, i - reach) : i + reach + 1] if v is not None]
-        found.append(None if value is None else math.fsum(near) / len(near))
-    return found
+        means.append(None if value is None else math.fsum(near) / len(near))
+    return means

@@ -75,22 +75,22 @@ def read_mp4(path: Path, seconds: NDArray[np.float64], fps: float) -> Pictures:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     av = import_av()
-    wanted: list[float] = list(seconds)
-    found: list[Pictures] = []
+    times: list[float] = list(seconds)
+    frames: list[Pictures] = []
     near = 0.25 / fps
     try:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
-            container.seek(max(0, int((wanted[0] - near) / stream.time_base)), stream=stream)
+            container.seek(max(0, int((times[0] - near) / stream.time_base)), stream=stream)
             for frame in container.decode(stream):
-                while len(found) < len(wanted) and abs(frame.time - wanted[len(found)]) <= near:
-                    found.append(frame.to_ndarray(format="rgb24"))
-                if len(found) == len(wanted) or frame.time > wanted[len(found)] + near:
+                while len(frames) < len(times) and abs(frame.time - times[len(frames)]) <= near:
+                    frames.append(frame.to_ndarray(format="rgb24"))
+                if len(frames) == len(times) or frame.time > times[len(frames)] + near:
                     break
     except (av.FFmpegError, IndexError) as error:
         raise ValueError(f"{path} cannot be decoded as a video: {error}; fetch the file again") from error
-    if len(found) < len(wanted):
+    if len(frames) < len(times):
         raise ValueError(
-            f"{path} has no frame at {wanted[len(found)]:.4f} s, it is cut off or not of {fps} frames a second"
+            f"{path} has no frame at {times[len(frames)]:.4f} s, it is cut off or not of {fps} frames a second"
         )
-    return np.stack(found)
+    return np.stack(frames)

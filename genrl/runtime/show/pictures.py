@@ -109,10 +109,10 @@ def best_and_worst(
     for i, key in enumerate(group):
         if _is_score(rewards[i]):
             members.setdefault(key, []).append(i)
-    ordered = [sorted(found, key=lambda i: (rewards[i], -i)) for found in members.values() if len(found) > 1]
+    ordered = [sorted(numbers, key=lambda i: (rewards[i], -i)) for numbers in members.values() if len(numbers) > 1]
     if not ordered:
         return None
-    worst, best = [found[0] for found in ordered[:groups]], [found[-1] for found in ordered[:groups]]
+    worst, best = [numbers[0] for numbers in ordered[:groups]], [numbers[-1] for numbers in ordered[:groups]]
     return side_by_side(
         [pictures[i] for i in best],
         [pictures[i] for i in worst],
@@ -172,10 +172,10 @@ def read_samples(path: Path) -> Samples:
 def before_after(folder: Path, *, limit: int = 12) -> Image.Image | None:
     """The first and the last samples of a run beside each other; None where there are not two. Same prompts only, at
     most `limit`, spread evenly over those there are."""
-    found = first_and_last(folder)
-    if len(found) < 2:
+    files = first_and_last(folder)
+    if len(files) < 2:
         return None
-    first, last = found[0], found[-1]
+    first, last = files[0], files[-1]
     shared = [i for i, prompt in enumerate(first.prompts) if last.prompts[i : i + 1] == [prompt]]
     if not shared:
         return None

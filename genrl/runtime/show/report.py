@@ -77,30 +77,30 @@ class Pictures:
 
 def _pictures(run: Run, room: int) -> Pictures:
     """Before and after, best and worst, then the grids from the newest back, while there is room (bytes)."""
-    found = Pictures()
+    pictures = Pictures()
     pair = before_after(run.samples)
-    wanted: list[tuple[str, Image.Image]] = [("Before and after", pair)] if pair is not None else []
+    captioned: list[tuple[str, Image.Image]] = [("Before and after", pair)] if pair is not None else []
     for name, path in media.pictures(run):
         try:
             with Image.open(path) as file:
-                wanted.append((name, file.convert("RGB")))
+                captioned.append((name, file.convert("RGB")))
         except OSError:
-            found.notes.append(f"{path.name} cannot be read.")
-    for i, (name, image) in enumerate(wanted):
+            pictures.notes.append(f"{path.name} cannot be read.")
+    for i, (name, image) in enumerate(captioned):
         kind, data = _encode(image)
         room -= len(data) * 4 // 3 + 500  # base64
         if room < 0:
-            found.notes.append(f"{len(wanted) - i} more pictures are in samples/.")
+            pictures.notes.append(f"{len(captioned) - i} more pictures are in samples/.")
             break
-        found.sheets.append((name, _source(kind, data), image.width))
+        pictures.sheets.append((name, _source(kind, data), image.width))
     for path in media.films(run):
         data = path.read_bytes()
         room -= len(data) * 4 // 3 + 500
         if room < 0:
-            found.notes.append(f"More films are in {path.parent.relative_to(run.folder)}/.")
+            pictures.notes.append(f"More films are in {path.parent.relative_to(run.folder)}/.")
             break
-        found.films.append((path.stem, _source("gif", data)))
-    return found
+        pictures.films.append((path.stem, _source("gif", data)))
+    return pictures
 
 
 def _source(kind: str, data: bytes) -> str:

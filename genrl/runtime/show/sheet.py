@@ -52,8 +52,8 @@ def dimensions(raw: Mapping[str, Tensor], normalised: Mapping[str, Tensor]) -> l
     table = [["dimension", "least", "most", "normalised, least", "most", "mean"]]
     for name, values in normalised.items():
         for place in range(values.shape[-1]):
-            own = raw[name][:, place] if name in raw and place < raw[name].shape[-1] else None
-            ends = ["padded", ""] if own is None else [f"{float(own.min()):.4g}", f"{float(own.max()):.4g}"]
+            column = raw[name][:, place] if name in raw and place < raw[name].shape[-1] else None
+            ends = ["padded", ""] if column is None else [f"{float(column.min()):.4g}", f"{float(column.max()):.4g}"]
             read = values[:, place].float()
             table.append(
                 [f"{name}[{place}]", *ends, *(f"{float(n):.3f}" for n in (read.min(), read.max(), read.mean()))]

@@ -25,16 +25,16 @@ def default_device() -> str:
 
     Raises ValueError where it names one that is not there.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    here = "cpu" if found is None else found.type
-    wanted = os.environ.get(VARIABLE)
-    if wanted is None:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    here = "cpu" if accelerator is None else accelerator.type
+    requested = os.environ.get(VARIABLE)
+    if requested is None:
         return "cpu" if here in NOT_BY_ITSELF else here
-    if wanted not in ("cpu", here):
+    if requested not in ("cpu", here):
         raise ValueError(
-            f"{VARIABLE}={wanted}: there is no such device here; leave it out, or write one of cpu, {here}"
+            f"{VARIABLE}={requested}: there is no such device here; leave it out, or write one of cpu, {here}"
         )
-    return wanted
+    return requested
 
 
 def without_cudnn_attention() -> None:
@@ -69,8 +69,12 @@ def tf32(wanted: bool | None) -> Iterator[None]:
 
 def accelerators() -> list[torch.device]:
     """All accelerators of this machine: cuda:0, cuda:1 ..."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return [] if found is None else [torch.device(found.type, k) for k in range(torch.accelerator.device_count())]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return (
+        []
+        if accelerator is None
+        else [torch.device(accelerator.type, k) for k in range(torch.accelerator.device_count())]
+    )
 
 
 def empty_cache(device: torch.device) -> None:
@@ -90,8 +94,8 @@ def peak_bytes(device: torch.device) -> int:
 
 def total_bytes(device: torch.device) -> int | None:
     """Memory of the device; None where it does not say."""
-    found = _call(device, "mem_get_info", device)
-    return None if found is None else int(found[1])
+    free_and_total = _call(device, "mem_get_info", device)
+    return None if free_and_total is None else int(free_and_total[1])
 
 
 def resident_peak_bytes() -> int:
@@ -100,6 +104,7 @@ def resident_peak_bytes() -> int:
         import resource
     except ImportError:  # Windows
         return int(psutil.Process().memory_info().peak_wset)
+    # macOS counts bytes, Linux KiB.
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

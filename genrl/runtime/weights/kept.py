@@ -46,6 +46,8 @@ class Kept:
         self.things[name] = thing
         if not changes:
             self.unchanging.add(name)
+        # A method makes its parts when it starts, which is after the checkpoint was read: their states wait for them
+        # here.
         if name in self.restored:
             _load(thing, self.restored.pop(name))
         elif before is not None and before is not thing:

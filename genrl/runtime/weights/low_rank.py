@@ -19,8 +19,8 @@ class _Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """input [..., in_features] -> [..., out_features], in its precision."""
-        found: Tensor = functional.linear(input, self.weight.to(input.dtype), _as(self.bias, input))
-        return found
+        output: Tensor = functional.linear(input, self.weight.to(input.dtype), _as(self.bias, input))
+        return output
 
 
 class _Conv2d(nn.Conv2d):
@@ -28,8 +28,8 @@ class _Conv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """input [B, C, H, W] -> [B, out_channels, H', W'], in its precision."""
-        found: Tensor = self._conv_forward(input, self.weight.to(input.dtype), _as(self.bias, input))
-        return found
+        output: Tensor = self._conv_forward(input, self.weight.to(input.dtype), _as(self.bias, input))
+        return output
 
 
 def _as(bias: Tensor | None, input: Tensor) -> Tensor | None:
@@ -47,14 +47,17 @@ def adapted(model: Any, config: LoraConfig, seed: int) -> PeftModel:
     ensure()  # peft looks for a torchvision that may be broken
     from peft import get_peft_model
 
+    # peft draws from the global generator, in the order of the modules.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        made: PeftModel = get_peft_model(model, config)
-    for parameter in made.parameters():
+        peft_model: PeftModel = get_peft_model(model, config)
+    for parameter in peft_model.parameters():
         if parameter.requires_grad:
+            # In float32 whatever the model: steps of 1e-4 of a weight are below half of bfloat16's spacing, and would
+            # be lost.
             parameter.data = parameter.data.float()
-    in_input_precision(made)
-    return made
+    in_input_precision(peft_model)
+    return peft_model
 
 
 def in_input_precision(model: nn.Module) -> None:
@@ -75,6 +78,7 @@ def in_input_precision(model: nn.Module) -> None:
         if layer.get_base_layer().weight.dtype == torch.float16:  # whose range a gradient may leave
             continue
         parts = [*layer.lora_A.values(), *layer.lora_B.values()]
+        # Quantised and fused layers of other libraries compute in their own way.
         if any(type(part) not in (*_ROUNDED, *_ROUNDED.values()) for part in parts):
             continue
         layer.cast_input_dtype_enabled = False

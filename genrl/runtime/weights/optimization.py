@@ -100,13 +100,14 @@ class Optimization:
             (loss.sum() / divisor * self.loss_scale).backward()
         if "loss" in self.suspects:  # its NaN is in the gradients of all that follow
             return
+        # After every micro-batch, not once per step: the dump is to hold the one that did it, not the last.
         checked = {"loss": loss.detach()}
         for group in self.optimizer.param_groups:
             gradients = [local(p.grad) for p in group["params"] if p.grad is not None]
             if gradients:
                 checked[_called(group["name"])] = torch.stack(torch._foreach_norm(gradients)).sum()
-        found = [name for name in non_finite(checked) if name not in self.suspects]
-        if found:
+        newly_bad = [name for name in non_finite(checked) if name not in self.suspects]
+        if newly_bad:
             info = {
                 "settings": settings.model_dump(mode="json"),
                 "divisor": divisor,
@@ -114,7 +115,7 @@ class Optimization:
                 "optimizer_steps": self.steps,
             }
             tensors = {name: value.detach() for name, value in results.items()}
-            self.suspects |= dict.fromkeys(found, Suspect(recorded, checked, tensors, info))
+            self.suspects |= dict.fromkeys(newly_bad, Suspect(recorded, checked, tensors, info))
 
     def step(self, groups: Sequence[str] | None = None) -> dict[str, float]:
         """Sum the gradients over the processes and step these parameter groups, the norm of each clipped by itself.
@@ -126,9 +127,9 @@ class Optimization:
         gradients = self._whole_gradients([p for group in chosen for p in group["params"]])
         norms, parts, first = {}, {}, 0
         for group in chosen:
-            parts[group["name"]] = own = gradients[first : first + len(group["params"])]
+            parts[group["name"]] = group_gradients = gradients[first : first + len(group["params"])]
             first += len(group["params"])
-            norms[group["name"]] = _norm(own)
+            norms[group["name"]] = _norm(group_gradients)
         self._require_finite({_called(name): norm for name, norm in norms.items()})
         self.suspects.clear()
         self.optimizer.zero_grad(set_to_none=True)  # groups that are not stepped keep no gradient either
@@ -167,12 +168,13 @@ class Optimization:
 
     def figures(self) -> dict[str, float]:
         """Figures of the running iteration, to be logged."""
-        found = {"updates": float(self.updates)}
+        row = {"updates": float(self.updates)}
         if isinstance(self.optimizer, Masters) and self.optimizer.applied is not None:
-            found["rounding/applied"] = self.optimizer.applied
-        return found
+            row["rounding/applied"] = self.optimizer.applied
+        return row
 
     def _clip(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], norm: float) -> None:
+        # The 1e-6 is that of torch's clip_grad_norm_.
         scale = min(1.0, self.schedule.settings.max_grad_norm / (norm + 1e-6))
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.mul_(scale)
@@ -187,26 +189,27 @@ class Optimization:
         if self.accelerator.num_processes == 1:
             return gradients
         # FSDP has averaged those of shards; losses are divided by all processes' samples
-        found = [g * self.accelerator.num_processes if isinstance(g, DTensor) else g for g in gradients]
-        own = [k for k, g in enumerate(found) if not isinstance(g, DTensor)]
-        if own:
-            flat = self.accelerator.reduce(torch.cat([found[k].flatten() for k in own]), reduction="sum")
-            for k, piece in zip(own, flat.split([found[k].numel() for k in own]), strict=True):
-                found[k] = piece.view_as(found[k])
-        return found
+        summed = [g * self.accelerator.num_processes if isinstance(g, DTensor) else g for g in gradients]
+        replicated = [k for k, g in enumerate(summed) if not isinstance(g, DTensor)]
+        if replicated:
+            # Flattened into one: many small collectives cost a round trip each.
+            flat = self.accelerator.reduce(torch.cat([summed[k].flatten() for k in replicated]), reduction="sum")
+            for k, piece in zip(replicated, flat.split([summed[k].numel() for k in replicated]), strict=True):
+                summed[k] = piece.view_as(summed[k])
+        return summed
 
     def _require_finite(self, norms: Mapping[str, Tensor]) -> None:
         """Check what is stepped: that a group which is not has no finite gradient is no reason to stop."""
         names = [name for name in ("loss", *norms) if name in self.suspects]
-        kept = self.suspects[names[0]] if names else None
+        suspect = self.suspects[names[0]] if names else None
         tensors: dict[str, Tensor] = {}
         results: Mapping[str, Tensor] = {}
         info: dict[str, Any] = {}
         checked = dict(norms)
-        if kept is not None:
-            checked = {name: value for name, value in kept.checked.items() if name in ("loss", *norms)}
-            dumped, tensors = kept.recorded.dumped()
-            info, results = {**kept.info, **dumped}, kept.results
+        if suspect is not None:
+            checked = {name: value for name, value in suspect.checked.items() if name in ("loss", *norms)}
+            dumped, tensors = suspect.recorded.dumped()
+            info, results = {**suspect.info, **dumped}, suspect.results
             if self.weights.can_be_copied:  # those of a large model are too many; a checkpoint has them nearly
                 tensors |= {f"weights/{key}": whole(p.detach()) for key, p in self.weights.named.items()}
         require_finite(
@@ -231,6 +234,7 @@ def _given(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    # The norm of a shard is one process's part: `whole` adds the parts up, so that all clip alike.
     norm: Tensor = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in gradients]))
     return norm
 
@@ -239,6 +243,7 @@ def scheduled(rate: float, config: Optimizer, step: int, total_steps: int) -> fl
     """Learning rate of the (0-based) optimiser step: linear warm-up, then constant, or falling to the lowest and no
     further."""
     if step < config.warmup_steps:
+        # The first step already has a share of the rate: at 0 it would be computed for nothing.
         return rate * (step + 1) / config.warmup_steps
     done = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
     factor = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}

@@ -39,18 +39,19 @@ class Masters(torch.optim.Optimizer):
             gradient, master = p.grad.float(), self.state[p].get("master")  # type: ignore[union-attr]
             if master is None or not torch.equal(master.to(values.dtype), values):  # or somebody else changed it
                 master = values.float()
+            # torch wants gradient and parameter of one dtype at all times: the gradient is off while the data changes.
             p.grad, p.data = None, master
             p.grad = gradient
         super().step(closure)
         rounded, due = [], []
         for p, values in before.items():
             self.state[p]["master"] = master = p.data
-            wanted, made = master - values, master.to(values.dtype).sub_(values)
-            rounded.append(torch.vdot(made.flatten().float(), wanted.flatten()))
-            due.append(wanted.square().sum())
+            change, rounded_change = master - values, master.to(values.dtype).sub_(values)
+            rounded.append(torch.vdot(rounded_change.flatten().float(), change.flatten()))
+            due.append(change.square().sum())
             p.grad, p.data = None, values.copy_(master)
-        whole = float(torch.stack(due).sum()) if half else 0.0
-        self.applied = (float(torch.stack(rounded).sum()) / whole if whole else 1.0) if half else None
+        total_due = float(torch.stack(due).sum()) if half else 0.0
+        self.applied = (float(torch.stack(rounded).sum()) / total_due if total_due else 1.0) if half else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore as `torch.optim.Optimizer` does, which would round what belongs to a parameter in half precision."""
@@ -87,21 +88,22 @@ def make_optimizer(groups: list[dict[str, Any]], settings: Optimizer, *, lr: flo
             f"optimizer.name: prodigy finds one step size for all parameters, and {names} have rates of their own; "
             "write another optimiser"
         )
-    given: dict[str, Any] = {"lr": settings.lr if lr is None else lr, **settings.args}
+    arguments: dict[str, Any] = {"lr": settings.lr if lr is None else lr, **settings.args}
     kind = _class(settings.name)
     if _takes(kind, "weight_decay"):
-        given["weight_decay"] = settings.weight_decay
+        arguments["weight_decay"] = settings.weight_decay
     if settings.betas is not None:
-        given["betas"] = settings.betas
+        arguments["betas"] = settings.betas
     if (
         settings.name == "adamw"
         and "foreach" not in settings.args
         and all(p.is_cuda for group in groups for p in group["params"])
     ):
-        given = {"fused": True, **given}
+        # One kernel for all parameters; torch takes it for tensors of a GPU only where it is asked for.
+        arguments = {"fused": True, **arguments}
     with contextlib.redirect_stdout(io.StringIO()):  # prodigy says that its decay is decoupled
-        made: Masters = kind(groups, **given)
-    return made
+        optimizer: Masters = kind(groups, **arguments)
+    return optimizer
 
 
 def check_optimizer(settings: Optimizer) -> None:
@@ -114,10 +116,10 @@ def check_optimizer(settings: Optimizer) -> None:
         if key in OWN_KEYS:
             raise ValueError(f"optimizer.args.{key}: has its own key; write optimizer.{key}")
         if not _takes(kind, key):
-            known = [name for name in _parameters(kind) if name not in ("params", *OWN_KEYS)]
-            near = get_close_matches(key, known, n=1, cutoff=0.4)
+            available = [name for name in _parameters(kind) if name not in ("params", *OWN_KEYS)]
+            near = get_close_matches(key, available, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}? " if near else ""
-            takes = f"{hint}it takes: {', '.join(known) or 'none'}"
+            takes = f"{hint}it takes: {', '.join(available) or 'none'}"
             raise ValueError(f"optimizer.args.{key}: {settings.name} has no argument {key!r}; {takes}")
     if settings.betas is not None and not _takes(kind, "betas"):
         raise ValueError(f"optimizer.betas: {settings.name} has no betas; leave them out")
@@ -126,10 +128,11 @@ def check_optimizer(settings: Optimizer) -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     parameter.grad = torch.ones(4, 4)
     try:
+        # torchao compiles its step, which would take longer than all other checks.
         with torch.compiler.set_stance("force_eager"):
-            made = make_optimizer([{"params": [parameter], "name": "policy"}], settings)
-            made.step()
-        json.dumps(state.pack(made.state_dict())[1])
+            optimizer = make_optimizer([{"params": [parameter], "name": "policy"}], settings)
+            optimizer.step()
+        json.dumps(state.pack(optimizer.state_dict())[1])
     except Exception as error:  # noqa: BLE001  another package's code, with values that it may not expect
         raise ValueError(
             f"optimizer.args: {settings.name} fails with {settings.args or 'its defaults'}: "
@@ -144,7 +147,7 @@ def _class(name: str) -> Any:
         return AdamW
     if name == "adamw_8bit":
         return type("AdamW8bit", (Masters, _eager_on_cpu()), {})
-    built_in = {known: found.source for known, found in OPTIMIZERS.items()}
+    built_in = {key: entry.source for key, entry in OPTIMIZERS.items()}
     if ":" in name and not name.rpartition(":")[0].endswith(".py"):
         built_in[name] = name
     try:
@@ -204,6 +207,7 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn: str = "match_rms_adamw",
     ) -> None:
         super().__init__(params, {"lr": lr})
+        # torch's Muon refuses what is no matrix.
         self._muon = torch.optim.Muon(
             [{"params": list(filter(_is_matrix, group["params"]))} for group in self.param_groups],
             weight_decay=weight_decay,
@@ -214,8 +218,8 @@ class Muon(torch.optim.Optimizer):
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
         )
-        rest = [{"params": [p for p in group["params"] if not _is_matrix(p)]} for group in self.param_groups]
-        self._adamw = torch.optim.AdamW(rest, betas=betas, weight_decay=weight_decay)
+        others = [{"params": [p for p in group["params"] if not _is_matrix(p)]} for group in self.param_groups]
+        self._adamw = torch.optim.AdamW(others, betas=betas, weight_decay=weight_decay)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -223,8 +227,8 @@ class Muon(torch.optim.Optimizer):
         parts: tuple[torch.optim.Optimizer, ...] = (self._muon, self._adamw)
         for part in parts:
             part.state = self.state  # loading a state puts another dictionary there
-            for own, group in zip(self.param_groups, part.param_groups, strict=True):
-                group["lr"] = own["lr"]
+            for ours, group in zip(self.param_groups, part.param_groups, strict=True):
+                group["lr"] = ours["lr"]
             part.step()
 
 

@@ -31,6 +31,6 @@ def computed_one_way(model: nn.Module) -> None:
     Where a CPU has AVX512-BF16, bitsandbytes (0.50) repacks the weights of a layer in evaluation and multiplies in
     bfloat16, but not in training: ratios would not begin at 1. It also fails for layers with fewer than 64 inputs.
     """
-    layers: list[Any] = [one for one in model.modules() if hasattr(one, "support_avx512bf16_for_cpu")]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
     for layer in layers:
         layer.support_avx512bf16_for_cpu = False

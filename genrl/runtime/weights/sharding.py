@@ -40,6 +40,7 @@ class Sharding:
         """fsdp: a group is all processes of the run (true), those of one machine (node), or each by itself (false)."""
         if not torch.distributed.is_initialized():  # a process that was started alone
             backend = torch.distributed.get_default_backend_for_device(device)
+            # A group of one in this process's memory: no port, which another run might hold.
             torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         world = torch.distributed.get_world_size()
         size = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if fsdp == "node" else world if fsdp else 1
@@ -73,6 +74,7 @@ def shard(
         check_torch()
     for parameter in whole:
         parameter.data = parameter.data.to(sharding.device)
+    # Pinned memory is copied to a GPU while it computes.
     pinned = sharding.device.type != "cpu"
     waits = CPUOffloadPolicy(pin_memory=pinned) if sharding.offload else OffloadPolicy()
     reduced = None if compute is None else torch.float32

@@ -34,11 +34,11 @@ Entries = dict[str, dict[str, Any]]
 
 def shares_of(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, DTensor]]:
     """Tensors of several processes, by the same names; without empty mappings."""
-    found = {
+    sharded = {
         stem: {name: t for name, t in named.items() if isinstance(t, DTensor) and t.device_mesh.size() > 1}
         for stem, named in tensors.items()
     }
-    return {stem: named for stem, named in found.items() if named}
+    return {stem: named for stem, named in sharded.items() if named}
 
 
 def check_torch() -> None:
@@ -72,11 +72,11 @@ class Shares:
 def read(folder: Path) -> dict[str, Shares]:
     """What `write` wrote there, by name; the files' headers are read, and the tensors where they are asked for."""
     reader = _Reader(str(folder))
-    found = reader.read_metadata().state_dict_metadata
+    entries = reader.read_metadata().state_dict_metadata
     return {
-        name: Shares(name, one.size, one.properties.dtype, reader)
-        for name, one in found.items()
-        if isinstance(one, TensorStorageMetadata)
+        name: Shares(name, stored.size, stored.properties.dtype, reader)
+        for name, stored in entries.items()
+        if isinstance(stored, TensorStorageMetadata)
     }
 
 
@@ -105,13 +105,13 @@ class _Writer(HuggingFaceStorageWriter):
         self.fault(f"write:{self.folder.name}")
         written = super().write_data(plan, planner).value()
         done: Future[Any] = Future()
-        names = sorted({one.storage_data.relative_path for one in written})
+        names = sorted({item.storage_data.relative_path for item in written})
         done.set_result([(name, entry(self.folder / name)) for name in names])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Finish in the main process. Raises OSError where it does not see the others' files."""
-        self.entries.update(one for of_process in results for one in of_process)
+        self.entries.update(file_entry for of_process in results for file_entry in of_process)
         for name, entry in self.entries.items():
             file = self.folder / name
             if not file.is_file() or file.stat().st_size != entry["bytes"]:
@@ -137,6 +137,7 @@ def _files(named: Mapping[str, DTensor]) -> dict[str, int]:
     numbers, number, room = {}, 1, FILE_BYTES
     for name, tensor in named.items():
         size = tensor.to_local().nbytes
+        # A new file, unless this one is empty: a tensor larger than a file's share has one to itself.
         if size > room and room < FILE_BYTES:
             number, room = number + 1, FILE_BYTES
         numbers[name], room = number, room - size

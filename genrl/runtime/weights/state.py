@@ -98,5 +98,6 @@ def _encode_mapping(tree: Mapping[Any, object], path: str, tensors: dict[str, Te
         if not isinstance(key, (str, int)) or isinstance(key, bool):
             raise TypeError(f"cannot store {path or 'the state'}: key {key!r} is neither a string nor an integer")
     pairs = [(key, _encode(value, f"{path}/{key}".lstrip("/"), tensors)) for key, value in tree.items()]
+    # JSON has string keys only, and an optimiser's state is keyed by numbers.
     plain = all(isinstance(key, str) and key not in _MARKS for key in tree)
     return dict(pairs) if plain else {"$dict": [list(pair) for pair in pairs]}

@@ -83,10 +83,10 @@ class Weights:
     def snapshot(self, name: str) -> None:
         """Keep a copy of the present values under `name` (an older one of that name is replaced); of the average in
         float32 at least: in less its small steps would be lost."""
-        kept = {key: p.detach().clone() for key, p in self.named.items()}
+        values = {key: p.detach().clone() for key, p in self.named.items()}
         if name == AVERAGE:
-            kept = {key: value.to(torch.promote_types(value.dtype, torch.float32)) for key, value in kept.items()}
-        self.snapshots[name] = kept
+            values = {key: value.to(torch.promote_types(value.dtype, torch.float32)) for key, value in values.items()}
+        self.snapshots[name] = values
 
     @torch.no_grad()
     def take(self, name: str) -> None:
@@ -96,9 +96,9 @@ class Weights:
     @torch.no_grad()
     def blend(self, name: str, decay: float) -> None:
         """snapshot <- decay * snapshot + (1 - decay) * present values."""
-        kept = list(self.snapshots[name].values())
-        now = [p.detach().to(old.dtype) for p, old in zip(self.parameters, kept, strict=True)]
-        torch._foreach_lerp_(kept, now, 1.0 - decay)
+        snapshot = list(self.snapshots[name].values())
+        now = [p.detach().to(old.dtype) for p, old in zip(self.parameters, snapshot, strict=True)]
+        torch._foreach_lerp_(snapshot, now, 1.0 - decay)
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
@@ -106,25 +106,28 @@ class Weights:
 
         To be left before the backward pass of a forward pass that was made outside of it.
         """
-        kept = self.snapshots[name]
+        snapshot = self.snapshots[name]
         if self.by_copy:
-            with self._exchanged(kept):
+            with self._exchanged(snapshot):
                 yield
             return
         present = {key: p.data for key, p in self.named.items()}
         for key, p in self.named.items():
-            p.data = kept[key].to(p.dtype)
+            p.data = snapshot[key].to(p.dtype)
         try:
             yield
         finally:
             for key, p in self.named.items():
-                if kept[key].dtype == p.dtype:
-                    kept[key] = p.data
+                # What was trained within the block is the snapshot's; a rounded copy (of the average) must not replace
+                # it.
+                if snapshot[key].dtype == p.dtype:
+                    snapshot[key] = p.data
                 p.data = present[key]
 
     @contextmanager
     def lent(self, values: Mapping[str, Tensor]) -> Iterator[None]:
         """Within the block the models run with these values, wherever they are."""
+        # As a snapshot, so that one mechanism, by pointer or by copy, serves both.
         self.snapshots[LENT] = {key: values[key].to(p.device, p.dtype) for key, p in self.named.items()}
         try:
             with self.use(LENT):
@@ -171,9 +174,11 @@ class Weights:
         ours = {stem: named for stem, named in state.items() if stem == "weights" or stem.startswith("snapshot-")}
         shapes = {key: p.shape for key, p in self.named.items()}
         for named in ours.values():
-            found = {key: tensor.shape for key, tensor in named.items()}
-            if found != shapes:  # shapes too: copying would spread an adapter of rank 1 over one of any rank
-                odd = sorted(key for key in found.keys() | shapes.keys() if found.get(key) != shapes.get(key))[:3]
+            saved_shapes = {key: tensor.shape for key, tensor in named.items()}
+            if saved_shapes != shapes:  # shapes too: copying would spread an adapter of rank 1 over one of any rank
+                odd = sorted(
+                    key for key in saved_shapes.keys() | shapes.keys() if saved_shapes.get(key) != shapes.get(key)
+                )[:3]
                 raise ValueError(f"the checkpoint is of another model or adapter: parameters differ, e.g. {odd}")
         for stem, named in ours.items():
             placed = {key: like(named[key], p) for key, p in self.named.items()}

@@ -62,13 +62,13 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
         yield key, f"there is no folder {path}{hint}"
     elif file is None:
         yield key, f"{path} has no config.json: it is neither a policy's folder nor the run of one"
-    elif is_openvla(told := _json(file)):
+    elif is_openvla(openvla_config := _json(file)):
         yield from _openvla(config, file.parent)
         yield from ((key, f"{file.parent} {text}") for text in [weights_problem(file.parent)] if text)
-    elif "output_features" not in told:
+    elif "output_features" not in openvla_config:
         yield key, f"{file} does not describe a policy: it has no output_features"
     else:
-        kind = str(told.get("type"))
+        kind = str(openvla_config.get("type"))
         yield from _own_code(key, kind, "Name", notes)
         if ":" not in kind and (problem := _weights_problem(file.parent)):  # one's own writes what it likes
             yield key, f"{file.parent} {problem}"
@@ -80,34 +80,36 @@ def _policy(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
                 ("sampler", "kind"),
                 f"{path} is of type {kind}, which predicts {predicts}; write {SAMPLERS[predicts]}",
             )
-        executed, held = config.environment.chunk, told.get("chunk_size")
+        executed, held = config.environment.chunk, openvla_config.get("chunk_size")
         if executed is not None and isinstance(held, int) and executed > held:
             yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
 
 
 def _weights_problem(folder: Path) -> str | None:
     """Why the weights of a policy cannot be loaded; its statistics are in files of their own beside them."""
-    one = folder / "model.safetensors"
-    if one.is_file():
-        problem = file_problem(one)
-        return problem and f"{one.name} {problem}"
+    single_file = folder / "model.safetensors"
+    if single_file.is_file():
+        problem = file_problem(single_file)
+        return problem and f"{single_file.name} {problem}"
     shards = (folder / "model.safetensors.index.json").is_file()
     return weights_problem(folder) if shards else "holds no weights: there is no model.safetensors in it"
 
 
 def _openvla(config: VLAConfig, folder: Path) -> Iterator[FileFinding]:
     """What an OpenVLA-OFT needs to be told. A folder of ours says it itself."""
-    sampler, own = config.sampler, _json(folder / "oft.json") if (folder / "oft.json").is_file() else {}
-    told = OFT.model_validate(own | (config.policy.oft.model_dump(exclude_unset=True) if config.policy.oft else {}))
-    wanted = "actions" if any(folder.glob("action_head--*.pt")) else "tokens"
-    if sampler.predicts != wanted:
-        kind = "tokens" if wanted == "tokens" else "regression"
-        yield ("sampler", "kind"), f"{sampler.kind} does not fit {folder}, which predicts {wanted}; write {kind}"
+    sampler, oft_settings = config.sampler, _json(folder / "oft.json") if (folder / "oft.json").is_file() else {}
+    settings = OFT.model_validate(
+        oft_settings | (config.policy.oft.model_dump(exclude_unset=True) if config.policy.oft else {})
+    )
+    predicted = "actions" if any(folder.glob("action_head--*.pt")) else "tokens"
+    if sampler.predicts != predicted:
+        kind = "tokens" if predicted == "tokens" else "regression"
+        yield ("sampler", "kind"), f"{sampler.kind} does not fit {folder}, which predicts {predicted}; write {kind}"
     try:
-        data_set(data_sets(folder), told.unnorm_key, folder)
+        data_set(data_sets(folder), settings.unnorm_key, folder)
     except ValueError as error:
         yield ("policy", "oft", "unnorm_key"), str(error).removeprefix("policy.oft.unnorm_key: ")
-    executed, held = config.environment.chunk, told.chunk
+    executed, held = config.environment.chunk, settings.chunk
     if executed is not None and executed > held:
         yield ("environment", "chunk"), f"{executed} actions cannot be executed of chunks of {held}"
 
@@ -154,10 +156,14 @@ def _simulator(config: VLAConfig, notes: list[str]) -> Iterator[FileFinding]:
     elif name in PACKAGES and importlib.util.find_spec(PACKAGES[name][0]) is None:
         package, extra = PACKAGES[name]
         yield key, f"the package {package} is not installed: {extra if ' ' in extra else install(extra)}"
-    elif not (known := names(SIMULATORS)).count(name) and not any(mark in name for mark in ("/", "-v", ":", ".py")):
-        close = get_close_matches(name, known, n=1)
+    elif not (simulators := names(SIMULATORS)).count(name) and not any(
+        mark in name for mark in ("/", "-v", ":", ".py")
+    ):
+        close = get_close_matches(name, simulators, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        text = f"no environment {name!r}{hint}; there are {', '.join(known)}, gymnasium ids and path/file.py:function"
+        text = (
+            f"no environment {name!r}{hint}; there are {', '.join(simulators)}, gymnasium ids and path/file.py:function"
+        )
         yield key, text
     if workers in ("ray", "ray_simulators") and importlib.util.find_spec("ray") is None:
         yield ("environment", "workers"), f"the package ray is not installed: {install('ray')}"
@@ -189,7 +195,7 @@ def _own_code(key: KeyPath, name: str, example: str, notes: list[str]) -> Iterat
 def _json(file: Path) -> dict[str, Any]:
     """A JSON object; empty where it is broken."""
     try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

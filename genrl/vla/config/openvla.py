@@ -26,13 +26,13 @@ def data_sets(folder: Path) -> dict[str, dict[str, Any]]:
 def data_set(names: Iterable[str], key: str | None, folder: Path) -> str:
     """The name that `unnorm_key` means: itself, itself with _no_noops, as RLinf and SimpleVLA-RL read it, or the only
     one. Raises ValueError naming the nearest ones."""
-    there = sorted(names)
-    if key is None and len(there) == 1:
-        return there[0]
+    available = sorted(names)
+    if key is None and len(available) == 1:
+        return available[0]
     for name in (key, f"{key}_no_noops"):
-        if name in there:
+        if name in available:
             return str(name)
-    shown = get_close_matches(key or "", there, n=3, cutoff=0.0) if key else there[:3]
-    found = f"found {key!r}" if key else "nothing is written"
-    text = f"must name one of the {len(there)} data sets that {folder} has statistics of, {found}"
-    raise ValueError(f"policy.oft.unnorm_key: {text}; the nearest: {', '.join(shown) or 'none'}")
+    listed = get_close_matches(key or "", available, n=3, cutoff=0.0) if key else available[:3]
+    problem = f"found {key!r}" if key else "nothing is written"
+    text = f"must name one of the {len(available)} data sets that {folder} has statistics of, {problem}"
+    raise ValueError(f"policy.oft.unnorm_key: {text}; the nearest: {', '.join(listed) or 'none'}")

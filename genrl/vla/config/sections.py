@@ -45,14 +45,14 @@ class NewPolicy(Section):
 
     def problems(self, sampled: str) -> Iterator[Finding]:
         """A type that cannot be made, or that predicts something else than the sampler needs, `sampled`."""
-        known = [name for name in names(POLICIES) if name not in PUBLISHED]
+        trainable = [name for name in names(POLICIES) if name not in PUBLISHED]
         predicts = PREDICTS.get(self.type, sampled)
         if self.type in PUBLISHED:
             yield ("policy.new.type",), f"{self.type} is a published policy: write its folder as policy.path"
-        elif self.type not in known and ".py" not in self.type:
-            close = get_close_matches(self.type, known, n=1, cutoff=0.5)
+        elif self.type not in trainable and ".py" not in self.type:
+            close = get_close_matches(self.type, trainable, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}? " if close else ""
-            text = f"found {self.type!r}; {hint}they are: {', '.join(known)}; or name a file: path/file.py:Name"
+            text = f"found {self.type!r}; {hint}they are: {', '.join(trainable)}; or name a file: path/file.py:Name"
             yield ("policy.new.type",), text
         elif predicts != sampled:
             text = f"{self.type} predicts {predicts}; write sampler.kind: {SAMPLERS[predicts]}"

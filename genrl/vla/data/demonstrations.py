@@ -60,14 +60,14 @@ def demonstrated(
     Raises ValueError for a simulator without an expert.
     """
     if name not in EXPERTS.built_in:
-        known = ", ".join(EXPERTS.built_in)
+        experts = ", ".join(EXPERTS.built_in)
         raise ValueError(
-            f"demonstrations.expert: {name} has no scripted expert; give a dataset instead ({known} have one)"
+            f"demonstrations.expert: {name} has no scripted expert; give a dataset instead ({experts} have one)"
         )
     how: dict[str, Any] = {"seed": seed, "max_steps": max_steps, "image_size": image_size, "points": points}
     how |= {"cameras": cameras} if cameras else {}
-    shown: Shown = find(name, EXPERTS)(tasks, count, **how)
-    return shown
+    show: Shown = find(name, EXPERTS)(tasks, count, **how)
+    return show
 
 
 OPENPI = {STATE: "state", ACTION: "actions"}
@@ -80,8 +80,8 @@ World = Any
 def world_of(config: VLAConfig, default: Sequence[str] = ()) -> World:
     """The world of a configuration; default: its tasks, where the configuration names none."""
     env = config.environment
-    made: World = find(env.name, WORLDS)(env.tasks or default, env.max_steps)
-    return made
+    world: World = find(env.name, WORLDS)(env.tasks or default, env.max_steps)
+    return world
 
 
 Look = Callable[[], NDArray[Any]]
@@ -115,11 +115,11 @@ def expert_episodes(
     """
     names: dict[str, Sequence[str]] = {IMAGES + camera: [camera] for camera in cameras}
     for task in tasks:
-        env, found, attempt = make(task), 0, 0
-        while found < count:
+        env, won, attempt = make(task), 0, 0
+        while won < count:
             if attempt >= 5 * count + 5:
                 raise RuntimeError(
-                    f"the expert of {task} succeeded in {found} of {attempt} episodes of at most {max_steps} steps: "
+                    f"the expert of {task} succeeded in {won} of {attempt} episodes of at most {max_steps} steps: "
                     "allow more steps"
                 )
             key = episode_keys(seed, np.array([0xE]), np.array([attempt]))[0]
@@ -129,7 +129,7 @@ def expert_episodes(
             episode = _episode(env, expert(env), int(key >> np.uint64(33)), max_steps, look)
             attempt += 1
             if episode is not None:
-                found += 1
+                won += 1
                 yield episode
         env.close()
 
@@ -142,8 +142,8 @@ def _episode(env: Any, act: Act, seed: int, max_steps: int, look: dict[str, Look
     for _ in range(max_steps):
         states.append(observation["agent_pos"].astype(np.float32))
         surroundings.append(observation["environment_state"].astype(np.float32))
-        for name, seen in look.items():
-            shown[name].append(seen())
+        for name, value in look.items():
+            shown[name].append(value())
         actions.append(np.clip(act(observation), -1.0, 1.0).astype(np.float32))
         observation, _, _, _, info = env.step(actions[-1])
         if info["success" if "success" in info else "is_success"]:
@@ -178,15 +178,17 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     steps = recorded(config)
     if steps is not None:
         inputs = tuple(name for name in inputs if name != ENVIRONMENT or config.environment.proprioception)
-        shown = _recorded(config, steps, inputs)
+        demonstrated_steps = _recorded(config, steps, inputs)
     elif source.dataset is not None:
-        shown = _dataset(config, source.dataset, inputs)
+        demonstrated_steps = _dataset(config, source.dataset, inputs)
     else:
         cameras = [name.removeprefix(IMAGES) for name in inputs if name.startswith(IMAGES)]
-        shown = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0, cameras)
-    words = vocabulary(shown.texts)
-    told = partial(tokenise, words=words) if policy is None else policy.tokenise
-    frames = episode_frames(shown.episodes, told, inputs=inputs, horizon=reader.horizon, rest=shown.rest)
+        demonstrated_steps = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0, cameras)
+    words = vocabulary(demonstrated_steps.texts)
+    tokens_of = partial(tokenise, words=words) if policy is None else policy.tokenise
+    frames = episode_frames(
+        demonstrated_steps.episodes, tokens_of, inputs=inputs, horizon=reader.horizon, rest=demonstrated_steps.rest
+    )
     return frames, words
 
 
@@ -220,9 +222,9 @@ def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
         raise ValueError(f"demonstrations.dataset: {text}: give demonstrations of environment.name")
     # a policy may learn all that a world can say; elsewhere what the demonstrations say is all that is known
     texts = [*dataset.tasks.values(), *(() if world is None else world.known)]
-    own = {other: name for name, other in stored.items()} | ({camera: IMAGE} if IMAGE in inputs else {})
+    renamed = {other: name for name, other in stored.items()} | ({camera: IMAGE} if IMAGE in inputs else {})
     episodes = (
-        episode._replace(columns={own.get(key, key): value for key, value in episode.columns.items()})
+        episode._replace(columns={renamed.get(key, key): value for key, value in episode.columns.items()})
         for episode in dataset.read(columns)
     )
     return Shown(texts, episodes, None if world is None else world.rest)
@@ -244,8 +246,8 @@ def _recorded(config: VLAConfig, steps: Steps, inputs: Sequence[str]) -> Shown:
         raise ValueError("demonstrations.dataset: files of steps hold no pictures; write policy.new.image_size: 0")
     if env.instruction is None:
         raise ValueError("environment.instruction: files of steps hold no sentences; write the one of the task")
-    told = episodes_of(steps, instruction=env.instruction, proprioception=env.proprioception)
-    return Shown([env.instruction], told, None)
+    recorded_episodes = episodes_of(steps, instruction=env.instruction, proprioception=env.proprioception)
+    return Shown([env.instruction], recorded_episodes, None)
 
 
 def _expert(config: VLAConfig, image_size: int, points: int, cameras: Sequence[str]) -> Shown:

@@ -49,19 +49,19 @@ def episode_frames(
     All of it is in memory: F H W 3 bytes for each camera. Raises ValueError for a rest of another width.
     """
     columns = [name for name in inputs if name != TOKENS]
-    found: dict[str, list[NDArray[Any]]] = {name: [] for name in (*columns, ACTION, ACTION_IS_PAD)}
+    columns_of: dict[str, list[NDArray[Any]]] = {name: [] for name in (*columns, ACTION, ACTION_IS_PAD)}
     instructions: list[str] = []
     for episode in episodes:
         for name in columns:
-            found[name].append(episode.columns[name])
+            columns_of[name].append(episode.columns[name])
         own = episode.columns[ACTION].astype(np.float32)
         actions, beyond = chunks(own, horizon, None if rest is None else rest(own))
-        found[ACTION].append(actions)
-        found[ACTION_IS_PAD].append(beyond)
+        columns_of[ACTION].append(actions)
+        columns_of[ACTION_IS_PAD].append(beyond)
         instructions += episode.instructions
     if rest is not None:
-        del found[ACTION_IS_PAD]
-    frames = {name: _tensor(np.concatenate(found.pop(name))) for name in list(found)}
+        del columns_of[ACTION_IS_PAD]
+    frames = {name: _tensor(np.concatenate(columns_of.pop(name))) for name in list(columns_of)}
     if TOKENS in inputs:
         texts = list(dict.fromkeys(instructions))
         number = {text: place for place, text in enumerate(texts)}
@@ -80,8 +80,8 @@ def dataset_frames(
 ) -> Batch:
     """`episode_frames` of a data set, or of some of its episodes. Raises as `Dataset.read`, too."""
     columns = [name for name in inputs if name != TOKENS]
-    shown = dataset.read([*columns, ACTION], episodes)
-    return episode_frames(shown, tokenise, inputs=inputs, horizon=horizon, rest=rest)
+    dataset_episodes = dataset.read([*columns, ACTION], episodes)
+    return episode_frames(dataset_episodes, tokenise, inputs=inputs, horizon=horizon, rest=rest)
 
 
 def chunks(
@@ -93,20 +93,20 @@ def chunks(
     """
     place = np.arange(len(actions))[:, None] + np.arange(horizon)
     beyond = place >= len(actions)
-    found = actions[np.minimum(place, len(actions) - 1)]
+    chunk = actions[np.minimum(place, len(actions) - 1)]
     if rest is not None:
         if len(rest) != actions.shape[1]:
             raise ValueError(f"rest has {len(rest)} numbers, the actions of the data set {actions.shape[1]}")
-        found[beyond] = np.asarray(rest, dtype=np.float32)
-    return found, beyond
+        chunk[beyond] = np.asarray(rest, dtype=np.float32)
+    return chunk, beyond
 
 
 def frame_statistics(frames: Batch) -> Statistics:
     """`normalise.statistics` of every float entry of some frames; the std of states is `STD_FLOOR` at least."""
-    found = {name: with_least_spread(statistics(value)) for name, value in frames.items() if value.is_floating_point()}
-    for name in found.keys() - {ACTION}:
-        found[name]["std"] = found[name]["std"].clamp(min=STD_FLOOR)
-    return found
+    stats = {name: with_least_spread(statistics(value)) for name, value in frames.items() if value.is_floating_point()}
+    for name in stats.keys() - {ACTION}:
+        stats[name]["std"] = stats[name]["std"].clamp(min=STD_FLOOR)
+    return stats
 
 
 def _tensor(values: NDArray[Any]) -> Tensor:

@@ -117,25 +117,27 @@ def _minari(file: Any, path: Path, success_key: str | None, cost_key: str | None
     for number in range(len(file)):
         at = f"episode_{number}"
         group = _entry(file, at, path)
-        seen = _finite(_vectors(_entry(group, "observations", path), f"{at}/observations", path), at, path)
+        observations = _finite(_vectors(_entry(group, "observations", path), f"{at}/observations", path), at, path)
         action = _finite(_vectors(_entry(group, "actions", path), f"{at}/actions", path), at, path)
         count = len(action)
-        if len(seen) != count + 1:
+        if len(observations) != count + 1:
             raise ValueError(
-                f"{path}: {at} has {count} actions, so {count + 1} observations, but {len(seen)} are there"
+                f"{path}: {at} has {count} actions, so {count + 1} observations, but {len(observations)} are there"
             )
-        told = {name: np.asarray(_entry(group, name, path)[()]) for name in ("rewards", "terminations", "truncations")}
-        told |= {key: _info(group, key, at, count, path) for key in (success_key, cost_key) if key is not None}
-        for name, values in told.items():
+        columns = {
+            name: np.asarray(_entry(group, name, path)[()]) for name in ("rewards", "terminations", "truncations")
+        }
+        columns |= {key: _info(group, key, at, count, path) for key in (success_key, cost_key) if key is not None}
+        for name, values in columns.items():
             if values.shape != (count,):
                 raise ValueError(f"{path}: {at}/{name} is {list(values.shape)}, with {count} actions")
         zero = np.zeros(count, dtype=np.float32)
-        success = told[success_key].astype(np.bool_) if success_key is not None else zero > 0
-        cost = _finite(told[cost_key], at, path) if cost_key is not None else zero
-        terminated = told["terminations"].astype(np.bool_)
-        done = terminated | told["truncations"].astype(np.bool_)
-        reward = _finite(told["rewards"], at, path)
-        parts.append(_ended([seen[:-1], action, reward, cost, seen[1:], terminated, success, done]))
+        success = columns[success_key].astype(np.bool_) if success_key is not None else zero > 0
+        cost = _finite(columns[cost_key], at, path) if cost_key is not None else zero
+        terminated = columns["terminations"].astype(np.bool_)
+        done = terminated | columns["truncations"].astype(np.bool_)
+        reward = _finite(columns["rewards"], at, path)
+        parts.append(_ended([observations[:-1], action, reward, cost, observations[1:], terminated, success, done]))
     return Steps(*(np.concatenate(values) for values in zip(*parts, strict=True)))
 
 
@@ -147,9 +149,9 @@ def _ended(columns: list[Any]) -> Steps:
     steps = Steps(*columns)._replace(done=done)
     before: NDArray[Any] = np.cumsum(steps.success) - steps.success
     first = np.concatenate([[0], np.flatnonzero(done)[:-1] + 1])
-    kept: NDArray[np.bool_] = before == before[first][steps.episode]
+    same_start: NDArray[np.bool_] = before == before[first][steps.episode]
     ended = steps._replace(terminated=steps.terminated | steps.success, done=done | steps.success)
-    every: list[Any] = [values[kept] for values in ended]
+    every: list[Any] = [values[same_start] for values in ended]
     return Steps(*every)
 
 

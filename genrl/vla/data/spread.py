@@ -41,24 +41,24 @@ def data_statistics(config: VLAConfig) -> Statistics:
         for name in numbers:
             columns[name].append(episode.columns[name])
     read = {name: torch.from_numpy(np.concatenate(value)).float() for name, value in columns.items()}
-    found = {name: with_least_spread(statistics(value)) for name, value in read.items()}
-    own = {IMAGE if name == source.camera else name: value for name, value in pictures.items()}
-    return {config.policy.rename.get(name, name): value for name, value in {**own, **found}.items()}
+    stats = {name: with_least_spread(statistics(value)) for name, value in read.items()}
+    renamed = {IMAGE if name == source.camera else name: value for name, value in pictures.items()}
+    return {config.policy.rename.get(name, name): value for name, value in {**renamed, **stats}.items()}
 
 
 def normalised(policy: Any, frames: Batch) -> dict[str, Tensor]:
     """The numbers of frames as the policy reads and imitates them, [F, D] by name."""
     robot: Any = getattr(policy, "robot", None)
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     for name in (STATE, ENVIRONMENT):
         if name in getattr(robot, "vectors", ()) and name in frames:
-            found[name] = robot.vector(frames, name, torch.device("cpu"))
+            values[name] = robot.vector(frames, name, torch.device("cpu"))
         elif robot is None and name in policy.stats and name in frames:
-            found[name] = normalise(frames[name].cpu(), policy.stats[name], MODES["STATE" if name == STATE else "ENV"])
+            values[name] = normalise(frames[name].cpu(), policy.stats[name], MODES["STATE" if name == STATE else "ENV"])
     actions = policy.normalised(frames[ACTION][:, :1])  # every action is the first of some chunk
     if actions.is_floating_point():
-        found[ACTION] = actions.flatten(0, -2)
-    return {name: value.flatten(0, -2) for name, value in found.items()}
+        values[ACTION] = actions.flatten(0, -2)
+    return {name: value.flatten(0, -2) for name, value in values.items()}
 
 
 def check_spread(policy: Policy, frames: Batch) -> None:

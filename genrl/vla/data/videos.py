@@ -45,17 +45,17 @@ def write_clips(
     fps: frames per second of the clips. size: height of a picture in pixels.
     moments: pictures per row of the sheet. Returns the files. Raises ValueError for a clip without frames.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     chosen: list[Clip] = []
     for success in (True, False):
         for number, clip in enumerate([clip for clip in clips if clip.success == success][:each]):
             frames = captioned(clip, size)
             name = f"{_outcome(clip)}-{number:02d}"
-            found.append(write_gif(folder / f"{name}.gif", frames, fps))
+            files.append(write_gif(folder / f"{name}.gif", frames, fps))
             chosen.append(clip)
     if chosen:
-        found.append(save_png(contact_sheet(chosen, moments=moments), folder / "sheet.png"))
-    return found
+        files.append(save_png(contact_sheet(chosen, moments=moments), folder / "sheet.png"))
+    return files
 
 
 def captioned(clip: Clip, size: int = 240) -> Pictures:
@@ -111,8 +111,8 @@ def write_gif(path: Path, frames: Pictures, fps: float) -> Path:
     Above 50 frames a second some are left out: viewers show a gif of more in slow motion.
     """
     stride = math.ceil(fps / _GIF_FPS)
-    shown = [*range(0, len(frames) - 1, stride), len(frames) - 1]
-    pictures = [Image.fromarray(frames[number]) for number in shown]
+    frame_numbers = [*range(0, len(frames) - 1, stride), len(frames) - 1]
+    pictures = [Image.fromarray(frames[number]) for number in frame_numbers]
     # One palette for all frames, of eight of them: colours that do not flicker.
     sample = np.concatenate(frames[np.unique(np.linspace(0, len(frames) - 1, 8).round().astype(int))])
     palette = Image.fromarray(sample).quantize(256)

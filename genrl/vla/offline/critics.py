@@ -110,6 +110,7 @@ def train_iql(
     for step in range(steps):
         index = torch.randint(len(transitions.reward), (settings.batch_size,), generator=generator(seed, "iql", step))
         batch = take(transitions, index)
+        # The smaller of two slow copies: errors of Q that look like good actions would be what V leans to.
         q_slow = critics.slow_q(batch.observation, batch.action).amin(0)
         value = critics.v(batch.observation)
         value_loss = iql.expectile_loss(q_slow - value, settings.expectile).mean()

@@ -25,13 +25,14 @@ def stepper(run: VLARun, settings: Any, loss: Loss, sampler: Sampler | None = No
     def step(recorded: Recorded) -> Mapping[str, Tensor]:
         loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
         acting = run.acting if sampler is None else Acting(run.policy, sampler)
-        found: dict[str, Tensor] = {}
+        figures: dict[str, Tensor] = {}
 
         def measure(part: Recorded, results: Results, _: Recorded) -> None:
-            found.update({name: value.detach().cpu() for name, value in results.items()})
+            figures.update({name: value.detach().cpu() for name, value in results.items()})
 
+        # One part: these losses are means over a batch that was sampled as a whole.
         descend(loop, settings, acting, [recorded], lambda one: one, loss, groups=["policy"], measure=measure)
-        return found
+        return figures
 
     return step
 

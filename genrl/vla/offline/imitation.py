@@ -73,11 +73,11 @@ def cloning_errors(policy: Policy, given: Recorded) -> Tensor:
 
 def own_loss(policy: Imitates, context: Batch, actions: Tensor, given: Recorded) -> Tensor:
     """The part [] of a policy's own loss that these frames have: of all actions, and of all frames."""
-    whole = actions.new_ones(actions.shape[:2], dtype=torch.bool)
-    valid = given["valid"].to(actions.device) if "valid" in given else whole
-    found = policy.errors(context, actions, valid, named(given, "noise/"))
-    mean = torch.where(valid, found.actions, 0.0).sum() / valid.sum().clamp(min=1)
-    return mean * float(given["share"]) + found.frames.mean() * float(given["share_of_frames"])
+    all_valid = actions.new_ones(actions.shape[:2], dtype=torch.bool)
+    valid = given["valid"].to(actions.device) if "valid" in given else all_valid
+    errors = policy.errors(context, actions, valid, named(given, "noise/"))
+    mean = torch.where(valid, errors.actions, 0.0).sum() / valid.sum().clamp(min=1)
+    return mean * float(given["share"]) + errors.frames.mean() * float(given["share_of_frames"])
 
 
 def recorded_frames(
@@ -91,17 +91,18 @@ def recorded_frames(
     here = index[mine]
     actions = policy.normalised(frames[ACTION][here])
     padded = frames[ACTION_IS_PAD][index] if ACTION_IS_PAD in frames else torch.zeros(len(index), 1, dtype=torch.bool)
+    # By what counts, not by rows: processes with more padding have less of the mean.
     share = int((~padded[mine]).sum()) / max(1, int((~padded).sum()))
-    shown = {name: frames[name] for name in (*policy.inputs, SEEN) if name in frames}
-    tensors = {f"observation/{name}": value for name, value in rows(shown, here).items()}
+    inputs = {name: frames[name] for name in (*policy.inputs, SEEN) if name in frames}
+    tensors = {f"observation/{name}": value for name, value in rows(inputs, here).items()}
     tensors |= {"actions": actions, "share": torch.tensor(share, dtype=torch.float64)}
     if isinstance(policy, Imitates):
-        drawn = policy.loss_noise(len(index), rng)
-        tensors |= {f"noise/{name}": value[mine] for name, value in drawn.items()}
+        random = policy.loss_noise(len(index), rng)
+        tensors |= {f"noise/{name}": value[mine] for name, value in random.items()}
         tensors["share_of_frames"] = torch.tensor(len(here) / len(index), dtype=torch.float64)
     else:
-        drawn = noise_and_levels(policy, (len(index), *actions.shape[1:]), rng, alpha_bars)
-        tensors |= drawn | {name: drawn[name][mine] for name in ("noise", "level")}
+        random = noise_and_levels(policy, (len(index), *actions.shape[1:]), rng, alpha_bars)
+        tensors |= random | {name: random[name][mine] for name in ("noise", "level")}
     if ACTION_IS_PAD in frames or not len(here):
         tensors["valid"] = ~padded[mine]
     return Recorded(None, tensors)
@@ -119,8 +120,8 @@ def imitation_loss(policy: Policy, given: Recorded) -> Tensor:
     square = matching_error(policy, context, actions, noise, given["level"], given["alpha_bars"]) ** 2
     if "valid" not in given:
         return square.mean() * share
-    kept = given["valid"].to(device)[..., None].expand(square.shape)
-    return torch.where(kept, square, 0.0).sum() / kept.sum().clamp(min=1) * share
+    counted = given["valid"].to(device)[..., None].expand(square.shape)
+    return torch.where(counted, square, 0.0).sum() / counted.sum().clamp(min=1) * share
 
 
 def observation_of(given: Recorded) -> Batch:
@@ -136,16 +137,17 @@ def imitation_updates(run: VLARun, settings: Any, frames: Batch, loss: Loss) -> 
     acting = Acting(policy, None)
     alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 1)
     loop.phase("training", settings.steps_per_iteration * settings.batch_size)
-    mine, meter, losses = slice(process, None, processes), Meter(), list[float]()
+    my_rows, meter, losses = slice(process, None, processes), Meter(), list[float]()
 
     def measure(part: Tensor, results: Results, recorded: Recorded) -> None:
         losses.append(float(results["loss"].detach()))
 
     with loop.timed("train"):
         for _ in range(settings.steps_per_iteration):
+            # Keyed by optimiser steps: a resumed run goes on with the next batch.
             rng = generator(run.config.seed, "imitation", loop.optimizer_steps)
             index = torch.randint(len(frames[ACTION]), (settings.batch_size,), generator=rng)
-            prepare = partial(recorded_frames, policy, frames, rng=rng, alpha_bars=alpha_bars, mine=mine)
+            prepare = partial(recorded_frames, policy, frames, rng=rng, alpha_bars=alpha_bars, mine=my_rows)
             norms = descend(
                 loop, settings, acting, [index], prepare, loss, groups=["policy"], done=len, measure=measure
             )
@@ -182,9 +184,9 @@ def imitate(
         loss = imitation_loss(policy, recorded_frames(policy, frames, index, rng, alpha_bars))
         if not bool(loss.isfinite()):
             raise FloatingPointError(f"the loss of step {step} is {loss.item()}: lower the learning rate")
-        found = step_beside(optimiser, loss, grad_clip)
+        loss_value = step_beside(optimiser, loss, grad_clip)
         schedule.step()
-        yield found
+        yield loss_value
 
 
 def mean_of_last(losses: Iterator[float], count: int = 50) -> float:

@@ -63,10 +63,10 @@ def advantage_of(
     the data and `critic_steps`."""
     steps, how = settings.critic_steps, Learning(GAMMA, batch_size=batch_size)
     figures = train_iql(critics, data, how, steps=steps, seed=run.config.seed)
-    found = followed(run, "learning critics", steps, figures, "critic")
+    metrics = followed(run, "learning critics", steps, figures, "critic")
     won, advantage = successful(data), critics.advantage(data.observation, data.action).cpu()
-    found["data/success_mean"] = float(data.success.sum()) / settings.episodes
-    return advantage, found | {gap: float(advantage[won].mean() - advantage[~won].mean())}
+    metrics["data/success_mean"] = float(data.success.sum()) / settings.episodes
+    return advantage, metrics | {gap: float(advantage[won].mean() - advantage[~won].mean())}
 
 
 def weighted_cloning(acting: Acting, given: Recorded) -> Tensor:
@@ -82,13 +82,14 @@ def regress(
     advantage [N] of the data's chunks; figures: logged with every iteration.
     """
     config, loop, policy = run.config, run.loop, run.policy
+    # `advantage_weights` takes Q and V: the advantage stands for both.
     device, nothing = loop.process.accelerator.device, torch.zeros_like(advantage)
     weight = iql.advantage_weights(advantage, nothing, temperature=settings.temperature, largest=LARGEST_WEIGHT)
     alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)
     step = stepper(run, settings, loss)
     for _ in loop.iterations():
         loop.phase("training", settings.steps_per_iteration)
-        own = Meter()
+        meter = Meter()
         with loop.timed("train"):
             for _ in range(settings.steps_per_iteration):
                 rng = generator(config.seed, "regression", loop.optimizer_steps)
@@ -96,6 +97,6 @@ def regress(
                 batch = take(data, index)
                 actions, paid = batch.action.to(device), weight[index].to(device)
                 recorded = recorded_chunks(policy, batch.observation, actions, alpha_bars, rng, paid)
-                own.note({"loss/policy": step(recorded)["loss"].item()})
+                meter.note({"loss/policy": step(recorded)["loss"].item()})
                 loop.advance(1)
-        loop.finish(dict(figures) | own.result() | {"lr": loop.lr})
+        loop.finish(dict(figures) | meter.result() | {"lr": loop.lr})

@@ -17,8 +17,8 @@ FROM_DATA: Row = ("learns", "from data", "see docs/vla_offline.md")
 
 def from_demonstrations(config: VLAConfig, algorithm: str) -> Iterator[Finding]:
     """Methods that imitate need exactly one source of demonstrations."""
-    shown = config.demonstrations
-    if shown is None or (shown.expert is None) == (shown.dataset is None):
+    demonstrations = config.demonstrations
+    if demonstrations is None or (demonstrations.expert is None) == (demonstrations.dataset is None):
         text = "imitates: write `expert: N`, or `dataset: FOLDER`, and not both (null takes one out)"
         yield ("demonstrations",), f"{algorithm} {text}"
 

@@ -98,24 +98,24 @@ def play(
     """
     raw, _ = env.reset(seed=seed)
     steps: list[dict[str, Tensor]] = []
-    seen = [observe(raw, env, reads)]
+    observations = [observe(raw, env, reads)]
     resetting = torch.zeros(env.num_envs, dtype=torch.bool)
     over = torch.zeros(env.num_envs, dtype=torch.bool)
     count = torch.zeros(env.num_envs, dtype=torch.int64)
     for t in range(decisions):
-        chunk = behave(seen[-1], t)
+        chunk = behave(observations[-1], t)
         raw, _, terminated, truncated, info = env.step(chunk[:, : env.chunk].numpy().astype(np.float32))
-        told = {name: torch.from_numpy(np.array(info[name])) for name in ("rewards", "n_executed")}
+        result = {name: torch.from_numpy(np.array(info[name])) for name in ("rewards", "n_executed")}
         costs = torch.from_numpy(np.array(info.get("costs", np.zeros_like(info["rewards"]))))
         ended = torch.from_numpy(np.array(terminated | truncated))
-        smdp = chunk_rewards(told["rewards"], told["n_executed"], gamma=gamma, mode="smdp")
+        smdp = chunk_rewards(result["rewards"], result["n_executed"], gamma=gamma, mode="smdp")
         steps.append(
             {
                 "action": chunk.float(),
                 "reward": smdp.reward.float(),
                 "discount": smdp.discount.float(),
                 "cost": costs.float().amax(1),
-                "n_executed": told["n_executed"],
+                "n_executed": result["n_executed"],
                 "terminated": torch.from_numpy(np.array(terminated)),
                 "done": ended,
                 "success": torch.from_numpy(np.array(info["is_success"])),
@@ -124,17 +124,17 @@ def play(
                 "dropped": torch.from_numpy(np.array(info.get("dropped", np.zeros(env.num_envs, dtype=np.bool_)))),
             }
         )
-        seen.append(observe(raw, env, reads))
+        observations.append(observe(raw, env, reads))
         over |= ended & one_episode
         count = count + ended.long()
         resetting = ended
         if one_episode and bool(over.all()):
             break
-    kept, dropped = (torch.stack([step.pop(name) for step in steps]) for name in ("kept", "dropped"))
-    kept &= ~dropped_episodes(dropped, torch.stack([step["done"] for step in steps]))
-    joined = {name: torch.stack([step[name] for step in steps])[kept] for name in steps[0]}
-    now = {name: value[kept] for name, value in joined_batches(seen[:-1], torch.stack).items()}
-    following = {name: value[kept] for name, value in joined_batches(seen[1:], torch.stack).items()}
+    counted, dropped = (torch.stack([step.pop(name) for step in steps]) for name in ("kept", "dropped"))
+    counted &= ~dropped_episodes(dropped, torch.stack([step["done"] for step in steps]))
+    joined = {name: torch.stack([step[name] for step in steps])[counted] for name in steps[0]}
+    now = {name: value[counted] for name, value in joined_batches(observations[:-1], torch.stack).items()}
+    following = {name: value[counted] for name, value in joined_batches(observations[1:], torch.stack).items()}
     if TOKENS in now:  # an instruction belongs to its episode, also in the final observation
         following[TOKENS] = now[TOKENS]
     return Transitions(observation=now, next_observation=following, **joined)
@@ -143,8 +143,8 @@ def play(
 def observe(raw: dict[str, NDArray[Any]], env: Environment, reads: Reader) -> Batch:
     """What `reads` reads of an environment's observation, by the policy's names."""
     named = {ENVIRONMENT_NAMES[name]: value for name, value in raw.items() if name in ENVIRONMENT_NAMES}
-    found = {name: torch.from_numpy(np.array(named[name])) for name in reads.inputs if name != TOKENS}
-    return found | ({TOKENS: reads.tokenise(env.task_description)} if TOKENS in reads.inputs else {})
+    observation = {name: torch.from_numpy(np.array(named[name])) for name in reads.inputs if name != TOKENS}
+    return observation | ({TOKENS: reads.tokenise(env.task_description)} if TOKENS in reads.inputs else {})
 
 
 @torch.no_grad()
@@ -155,31 +155,31 @@ def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Tran
     the chain is missing (one random step): nobody knows the chunk then; draw all, or use `play`.
     """
     assert isinstance(rollout.sampler, Denoising)  # no other sampler's chunk is in its record
-    kept, last = rollout.valid, rollout.sampler.steps - 1
-    now = {name: value[:-1][kept] for name, value in rollout.observations.items()}
-    following = {name: value[1:][kept] for name, value in rollout.observations.items()}
-    chunk, reached = rollout.next_states[:, :, -1][kept], rollout.step_index[..., -1][kept]
+    valid, last = rollout.valid, rollout.sampler.steps - 1
+    now = {name: value[:-1][valid] for name, value in rollout.observations.items()}
+    following = {name: value[1:][valid] for name, value in rollout.observations.items()}
+    chunk, reached = rollout.next_states[:, :, -1][valid], rollout.step_index[..., -1][valid]
     if bool((reached == last - 1).all()):
-        index, drawn = torch.full_like(reached, last), torch.zeros(len(reached))
-        chunk = rollout.sampler.transition(policy, policy.encode(now), chunk, index, drawn).mean
+        index, noisy = torch.full_like(reached, last), torch.zeros(len(reached))
+        chunk = rollout.sampler.transition(policy, policy.encode(now), chunk, index, noisy).mean
     elif not bool((reached == last).all()):
         raise ValueError("the rollout does not hold its chunks: draw all denoising steps, or record it by `play`")
     smdp = chunk_rewards(rollout.rewards, rollout.n_executed, gamma=gamma, mode="smdp")
     if TOKENS in now:
         following[TOKENS] = now[TOKENS]
-    slots = torch.arange(kept.shape[1])
+    slots = torch.arange(valid.shape[1])
     return Transitions(
         observation=now,
         action=policy.actions(chunk).cpu().float(),
-        reward=smdp.reward[kept].float(),
-        discount=smdp.discount[kept].float(),
+        reward=smdp.reward[valid].float(),
+        discount=smdp.discount[valid].float(),
         cost=torch.zeros(len(reached)),
         next_observation=following,
-        n_executed=rollout.n_executed[kept],
-        terminated=rollout.terminated[kept],
-        done=rollout.done[kept],
-        success=rollout.success[kept],
-        episode=(rollout.episode * len(slots) + slots)[kept],
+        n_executed=rollout.n_executed[valid],
+        terminated=rollout.terminated[valid],
+        done=rollout.done[valid],
+        success=rollout.success[valid],
+        episode=(rollout.episode * len(slots) + slots)[valid],
     )
 
 
@@ -201,10 +201,10 @@ def from_steps(
     now, following = (
         {
             name: torch.from_numpy(values)
-            for name, values in split(seen, env.proprioception).items()
+            for name, values in split(observations, env.proprioception).items()
             if name in reads.inputs
         }
-        for seen in (steps.observation, steps.next_observation[final])
+        for observations in (steps.observation, steps.next_observation[final])
     )
     if TOKENS in reads.inputs:
         assert env.instruction is not None  # `setup.frames_of` refuses files without one

@@ -60,12 +60,12 @@ class ACTConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            wanted = type(ACTConfig.__dataclass_fields__[name].default)
-            if wanted is int and (type(value) is not int or value < 1):
+            kind = type(ACTConfig.__dataclass_fields__[name].default)
+            if kind is int and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}")
-            if wanted is bool and value not in (False, True):
+            if kind is bool and value not in (False, True):
                 raise ValueError(f"{name} must be true or false, found {value!r}")
-            if wanted is float and (type(value) not in (int, float) or not 0 <= value < math.inf):
+            if kind is float and (type(value) not in (int, float) or not 0 <= value < math.inf):
                 raise ValueError(f"{name} must be a number from 0 on, found {value!r}")
         if self.vision_backbone not in DEPTHS:
             raise ValueError(f"vision_backbone must be one of {sorted(DEPTHS)}, found {self.vision_backbone!r}")
@@ -113,7 +113,7 @@ class ACT(PublishedPolicy):
         """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
         model, device = self.model, self.model.action_head.weight.device
         vectors = {
-            own: self.robot.vector(observation, name, device) for name, own in sorted(self.robot.vectors.items())
+            width: self.robot.vector(observation, name, device) for name, width in sorted(self.robot.vectors.items())
         }
         tokens = [model.encoder_robot_state_input_proj(vectors[STATE])[:, None]]
         if ENVIRONMENT in vectors:
@@ -123,8 +123,8 @@ class ACT(PublishedPolicy):
             maps = model.encoder_img_feat_input_proj(model.backbone(self.robot.picture(observation, name, device)))
             tokens.append(maps.flatten(2).mT)
             places.append(_cells(maps.shape[2], maps.shape[3], self.config.dim_model).to(device))
-        seen = torch.cat(tokens, 1)
-        return {"tokens": seen, "positions": torch.cat(places).expand_as(seen), "state": vectors[STATE]}
+        tokens_seen = torch.cat(tokens, 1)
+        return {"tokens": tokens_seen, "positions": torch.cat(places).expand_as(tokens_seen), "state": vectors[STATE]}
 
     def regressed(self, context: Batch) -> Tensor:
         """The normalised actions [B, H, A] of each context."""
@@ -158,8 +158,8 @@ class ACT(PublishedPolicy):
         first = model.encoder_1d_feature_pos_embed.weight[:1].expand(rows, 1, -1)
         places = torch.cat([first, context["positions"]], 1)
         queries = model.decoder_pos_embed.weight.expand(rows, -1, -1)
-        found: Tensor = model.action_head(model.decoder(queries, model.encoder(tokens, places), places))
-        return found
+        actions: Tensor = model.action_head(model.decoder(queries, model.encoder(tokens, places), places))
+        return actions
 
     def _latent(self, state: Tensor, actions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log variance [B, L] of the latent that makes these actions."""
@@ -173,8 +173,8 @@ class ACT(PublishedPolicy):
             1,
         )
         absent = functional.pad(~valid, (2, 0))
-        told: Tensor = model.vae_encoder(tokens, model.vae_encoder_pos_enc.expand(rows, -1, -1), absent)[:, 0]
-        mean, log_variance = model.vae_encoder_latent_output_proj(told).chunk(2, 1)
+        encoded: Tensor = model.vae_encoder(tokens, model.vae_encoder_pos_enc.expand(rows, -1, -1), absent)[:, 0]
+        mean, log_variance = model.vae_encoder_latent_output_proj(encoded).chunk(2, 1)
         return mean, log_variance
 
     @contextmanager
@@ -192,11 +192,11 @@ class ACT(PublishedPolicy):
     @classmethod
     def new(cls, inputs: Inputs, action_dim: int, stats: Statistics, settings: NewPolicy) -> ACT:
         """A policy with fresh weights, its picture network's those that `settings`, the section `policy.new`, name."""
-        known = sorted(ACTConfig.__dataclass_fields__.keys() - {"chunk_size"})
-        for name in settings.args.keys() - set(known):
-            near = difflib.get_close_matches(name, known, n=1)
+        arguments = sorted(ACTConfig.__dataclass_fields__.keys() - {"chunk_size"})
+        for name in settings.args.keys() - set(arguments):
+            near = difflib.get_close_matches(name, arguments, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"policy.new.args: act has no {name!r}; {hint}it has {', '.join(known)}")
+            raise ValueError(f"policy.new.args: act has no {name!r}; {hint}it has {', '.join(arguments)}")
         try:
             config = ACTConfig(chunk_size=settings.horizon, **settings.args)
         except ValueError as error:
@@ -206,9 +206,9 @@ class ACT(PublishedPolicy):
         folder = _new_folder(config, inputs, action_dim, stats)
         policy = cls(config, Robot(folder))
         if (begun := config.pretrained_backbone_weights) is not None:
-            key, wanted = "policy.new.args.pretrained_backbone_weights", TORCHVISION[config.vision_backbone]
-            if begun != wanted or not inputs.image:
-                raise ValueError(f"{key} must be null or, with pictures, {wanted}; found {begun!r}")
+            key, weights = "policy.new.args.pretrained_backbone_weights", TORCHVISION[config.vision_backbone]
+            if begun != weights or not inputs.image:
+                raise ValueError(f"{key} must be null or, with pictures, {weights}; found {begun!r}")
             policy.model.backbone.load_state_dict(pretrained(config.vision_backbone, key))
         policy.folder, policy.layout = folder, lerobot.new_layout(policy)
         return policy.eval()
@@ -238,7 +238,7 @@ def _new_folder(config: ACTConfig, inputs: Inputs, action_dim: int, stats: Stati
     if inputs.image:
         shapes[IMAGE] = {"type": "VISUAL", "shape": [3, inputs.image, inputs.image]}
         used[IMAGE] = {name: torch.tensor(numbers)[:, None, None] for name, numbers in IMAGENET.items()}
-    told = {
+    settings = {
         "type": "act",
         "n_obs_steps": 1,
         "input_features": shapes,
@@ -246,7 +246,7 @@ def _new_folder(config: ACTConfig, inputs: Inputs, action_dim: int, stats: Stati
         "normalization_mapping": _MODES,
         "n_action_steps": config.chunk_size,
     }
-    return lerobot.new_folder(told | asdict(config), used)
+    return lerobot.new_folder(settings | asdict(config), used)
 
 
 class _Network(nn.Module):
@@ -314,18 +314,18 @@ class _Layer(nn.Module):
         """x, places [B, n, D]; absent bool [B, n]; seen, seen_places [B, m, D]."""
 
         def itself(x: Tensor) -> Tensor:
-            asked = x + places
-            found: Tensor = self.self_attn(asked, asked, x, key_padding_mask=absent, need_weights=False)[0]
-            return found
+            query = x + places
+            attended: Tensor = self.self_attn(query, query, x, key_padding_mask=absent, need_weights=False)[0]
+            return attended
 
         def across(x: Tensor) -> Tensor:
             assert seen is not None and seen_places is not None
-            found: Tensor = self.multihead_attn(x + places, seen + seen_places, seen, need_weights=False)[0]
-            return found
+            attended: Tensor = self.multihead_attn(x + places, seen + seen_places, seen, need_weights=False)[0]
+            return attended
 
         def inner(x: Tensor) -> Tensor:
-            found: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
-            return found
+            attended: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+            return attended
 
         parts = (itself, across, inner) if self.reads else (itself, inner)
         norms = (self.norm1, self.norm2, self.norm3) if self.reads else (self.norm1, self.norm2)
@@ -345,8 +345,8 @@ class _Encoder(nn.Module):
     def forward(self, x: Tensor, places: Tensor, absent: Tensor | None = None) -> Tensor:
         for layer in self.layers:
             x = layer(x, places, absent)
-        found: Tensor = self.norm(x)
-        return found
+        output: Tensor = self.norm(x)
+        return output
 
 
 class _Decoder(nn.Module):
@@ -361,8 +361,8 @@ class _Decoder(nn.Module):
         x = torch.zeros_like(queries)
         for layer in self.layers:
             x = layer(x, queries, None, seen, places)
-        found: Tensor = self.norm(x)
-        return found
+        output: Tensor = self.norm(x)
+        return output
 
 
 def _places(count: int, size: int) -> Tensor:

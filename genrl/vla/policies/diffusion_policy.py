@@ -88,9 +88,9 @@ class DiffusionPolicy(PublishedPolicy):
                     if config.use_separate_rgb_encoder_per_camera
                     else _RgbEncoder(config, size)
                 )
-            seen = 2 * config.spatial_softmax_num_keypoints * cameras + sum(robot.widths.values())
-            self.diffusion["unet"] = _Unet(config, robot.action_dim, config.n_obs_steps * seen)
-        self._features = config.n_obs_steps * seen
+            num_features = 2 * config.spatial_softmax_num_keypoints * cameras + sum(robot.widths.values())
+            self.diffusion["unet"] = _Unet(config, robot.action_dim, config.n_obs_steps * num_features)
+        self._features = config.n_obs_steps * num_features
         self._alpha_bars = cosine_alpha_bars(config.num_train_timesteps)
 
     @property
@@ -115,8 +115,8 @@ class DiffusionPolicy(PublishedPolicy):
             self._history(self.robot.picture(observation, name, device), 3, name) for name in self.robot.pictures
         ]
         if pictures:
-            found: Any = self.diffusion["rgb_encoder"]
-            encoders = found if isinstance(found, nn.ModuleList) else [found] * len(pictures)
+            encoder: Any = self.diffusion["rgb_encoder"]
+            encoders = encoder if isinstance(encoder, nn.ModuleList) else [encoder] * len(pictures)
             seen = [e(self._framed(p.flatten(0, 1))) for e, p in zip(encoders, pictures, strict=True)]
             vectors[1:1] = [features.view(-1, steps, features.shape[-1]) for features in seen]
         return self.context(torch.cat(vectors, 2).flatten(1))
@@ -128,11 +128,11 @@ class DiffusionPolicy(PublishedPolicy):
     def noise(self, context: Batch, x: Tensor, timestep: Tensor) -> Tensor:
         past, timestep = self.config.n_obs_steps - 1, timestep.to(x.device)
         unet: Any = self.diffusion["unet"]
-        told: Tensor = unet(x.float().roll(past, 1), timestep, context["features"]).roll(-past, 1)
+        predicted: Tensor = unet(x.float().roll(past, 1), timestep, context["features"]).roll(-past, 1)
         if self.config.prediction_type == "epsilon":
-            return told
+            return predicted
         bar = self._alpha_bars.to(x.device)[timestep].float()[:, None, None]
-        return (x - bar.sqrt() * told) / (1.0 - bar).sqrt()
+        return (x - bar.sqrt() * predicted) / (1.0 - bar).sqrt()
 
     def read_by_critic(self, context: Batch) -> Tensor:
         return context["features"]
@@ -196,8 +196,8 @@ class _RgbEncoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         pool: Any = self.pool
         maps = pool.nets(self.backbone(x)).flatten(2)
-        found: Tensor = self.out((maps.softmax(-1) @ pool.pos_grid).flatten(1))
-        return functional.relu(found)
+        features: Tensor = self.out((maps.softmax(-1) @ pool.pos_grid).flatten(1))
+        return functional.relu(features)
 
 
 class _Block(nn.Module):
@@ -211,8 +211,8 @@ class _Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.block(x)
-        return found
+        output: Tensor = self.block(x)
+        return output
 
 
 class _Residual(nn.Module):
@@ -226,15 +226,15 @@ class _Residual(nn.Module):
         self.residual_conv = nn.Identity() if before == after else nn.Conv1d(before, after, 1)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        told = self.cond_encoder(condition)[..., None]
+        scale_and_shift = self.cond_encoder(condition)[..., None]
         inner = self.conv1(x)
         if self.scales:
-            scale, shift = told.chunk(2, 1)
+            scale, shift = scale_and_shift.chunk(2, 1)
             inner = scale * inner + shift
         else:
-            inner = inner + told
-        found: Tensor = self.conv2(inner) + self.residual_conv(x)
-        return found
+            inner = inner + scale_and_shift
+        output: Tensor = self.conv2(inner) + self.residual_conv(x)
+        return output
 
 
 class _Unet(nn.Module):
@@ -288,5 +288,5 @@ class _Unet(nn.Module):
         for stage in self.up_modules:
             first, second, up = stage
             x = up(second(first(torch.cat([x, skips.pop()], 1), condition), condition))
-        found: Tensor = self.final_conv(x).transpose(1, 2)
-        return found
+        predicted: Tensor = self.final_conv(x).transpose(1, 2)
+        return predicted

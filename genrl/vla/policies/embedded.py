@@ -77,11 +77,11 @@ class EmbeddedPolicy(nn.Module):
     @classmethod
     def new(cls, inputs: Inputs, action_dim: int, stats: Statistics, settings: NewPolicy) -> Self:
         """A policy with fresh weights. settings: of the section `policy.new`."""
-        known = {field.name for field in fields(cls.Config)} - {*_COMMON, "critic"}
-        if unknown := settings.args.keys() - known:
-            raise ValueError(f"policy.new.args: {settings.type} has no {sorted(unknown)}; it has {sorted(known)}")
-        own = {"train_steps": settings.train_steps} if "train_steps" in known else {}
-        policy = cls(cls.Config(inputs, action_dim, settings.horizon, **(own | settings.args)), stats)
+        arguments = {field.name for field in fields(cls.Config)} - {*_COMMON, "critic"}
+        if unknown := settings.args.keys() - arguments:
+            raise ValueError(f"policy.new.args: {settings.type} has no {sorted(unknown)}; it has {sorted(arguments)}")
+        defaults = {"train_steps": settings.train_steps} if "train_steps" in arguments else {}
+        policy = cls(cls.Config(inputs, action_dim, settings.horizon, **(defaults | settings.args)), stats)
         policy.name = settings.type
         return policy
 
@@ -91,21 +91,22 @@ class EmbeddedPolicy(nn.Module):
 
         Raises ValueError for a noise head where its kind has none.
         """
-        wanted = {"critic": critic, "noise_head": noise_head}
+        heads = {"critic": critic, "noise_head": noise_head}
         if "noise_head" not in {field.name for field in fields(self.config)}:
             if noise_head != "none":
                 raise ValueError("sampler.kind: this policy has no noise head; choose a sampler that learns no noise")
-            del wanted["noise_head"]
-        config = replace(self.config, **wanted)
+            del heads["noise_head"]
+        config = replace(self.config, **heads)
         if config == self.config:
             return self
         with seeded(seed, "heads"):
             new = type(self)(config, self.stats)
-        there, old = new.state_dict(), self.state_dict()
+        fresh, old = new.state_dict(), self.state_dict()
         for setting, head in (("noise_head", "noise_head."), ("critic", "value_head.")):
-            if setting in wanted and getattr(self.config, setting) != wanted[setting]:
+            if setting in heads and getattr(self.config, setting) != heads[setting]:
                 old = {name: value for name, value in old.items() if not name.startswith(head)}
-        new.load_state_dict(there | {name: value for name, value in old.items() if name in there})
+        # Made anew with the heads and filled from the old one: heads whose shape changed keep their fresh weights.
+        new.load_state_dict(fresh | {name: value for name, value in old.items() if name in fresh})
         new.name = self.name
         return new.to(next(self.parameters()).device)
 
@@ -121,6 +122,7 @@ class EmbeddedPolicy(nn.Module):
 
     def value(self, context: Batch) -> Tensor:
         """Raises ValueError where the policy was made without a critic."""
+        # Detached: the critic's loss is not to move what the policy sees by.
         values: Tensor = critic_of(self)(context["features"].detach())
         return values
 
@@ -143,9 +145,9 @@ class EmbeddedPolicy(nn.Module):
             "chunk_size": self.horizon,
             "vocabulary": list(self.config.inputs.vocabulary),
         }
-        own = {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in _COMMON}
+        settings = {f.name: getattr(self.config, f.name) for f in fields(self.config) if f.name not in _COMMON}
         weights = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
-        stats = {f"{name}.{key}": value.cpu() for name, found in self.stats.items() for key, value in found.items()}
+        stats = {f"{name}.{key}": value.cpu() for name, stat in self.stats.items() for key, value in stat.items()}
         write(folder / "model.safetensors", weights)
         for processor, step in _PROCESSORS.items():
             state = f"{processor}_step_0_{step}.safetensors"
@@ -153,7 +155,8 @@ class EmbeddedPolicy(nn.Module):
             write(folder / state, stats)
             steps = [{"registry_name": step, "config": how, "state_file": state}]
             write(folder / f"{processor}.json", {"name": processor, "steps": steps})
-        write(folder / "config.json", config | own)
+        # Last: a folder with this file is complete.
+        write(folder / "config.json", config | settings)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device | str, adapt: Adapt | None) -> Self:
@@ -167,12 +170,12 @@ class EmbeddedPolicy(nn.Module):
             )
         sizes = {name: int(feature["shape"][0]) for name, feature in config["input_features"].items()}
         image = config["input_features"].get(IMAGE, {"shape": [0]})["shape"][-1]
-        told = {"environment": sizes.get(ENVIRONMENT, 0), "image": int(image), "points": sizes.get(POINTS, 0)}
-        inputs = Inputs(sizes[STATE], tuple(config["vocabulary"]), **told)
+        widths = {"environment": sizes.get(ENVIRONMENT, 0), "image": int(image), "points": sizes.get(POINTS, 0)}
+        inputs = Inputs(sizes[STATE], tuple(config["vocabulary"]), **widths)
         action, horizon = int(config["output_features"][ACTION]["shape"][0]), int(config["chunk_size"])
-        own = {f.name: config[f.name] for f in fields(cls.Config) if f.name not in _COMMON and f.name in config}
-        own["critic"] = int(own["critic"])  # true or false in the first folders
-        policy = cls(cls.Config(inputs, action, horizon, **own), _statistics(folder))
+        settings = {f.name: config[f.name] for f in fields(cls.Config) if f.name not in _COMMON and f.name in config}
+        settings["critic"] = int(settings["critic"])  # true or false in the first folders
+        policy = cls(cls.Config(inputs, action, horizon, **settings), _statistics(folder))
         policy.name = config["type"]
         weights = load_file(existing(folder, "model.safetensors"))
         try:
@@ -184,14 +187,14 @@ class EmbeddedPolicy(nn.Module):
 
 def _features(inputs: Inputs) -> dict[str, dict[str, Any]]:
     """LeRobot's description: pictures channels first, as it hands them to a policy."""
-    found: dict[str, dict[str, Any]] = {STATE: {"type": "STATE", "shape": [inputs.state]}}
+    features: dict[str, dict[str, Any]] = {STATE: {"type": "STATE", "shape": [inputs.state]}}
     if inputs.environment:
-        found[ENVIRONMENT] = {"type": "ENV", "shape": [inputs.environment]}
+        features[ENVIRONMENT] = {"type": "ENV", "shape": [inputs.environment]}
     if inputs.image:
-        found[IMAGE] = {"type": "VISUAL", "shape": [3, inputs.image, inputs.image]}
+        features[IMAGE] = {"type": "VISUAL", "shape": [3, inputs.image, inputs.image]}
     if inputs.points:
-        found[POINTS] = {"type": "ENV", "shape": [inputs.points, 3]}
-    return found
+        features[POINTS] = {"type": "ENV", "shape": [inputs.points, 3]}
+    return features
 
 
 def _statistics(folder: Path) -> Statistics:
@@ -236,14 +239,15 @@ class TinyFlowVLA(EmbeddedPolicy):
         self.expert = ResidualMLP(numbers + _TIME + _PREFIX, _EXPERT, 2, nn.SiLU())
         self.norm = nn.LayerNorm(_EXPERT)
         self.out = nn.Linear(_EXPERT, numbers)
+        # At first the velocity is 0 and a chunk is its noise: nothing large that training would have to unlearn.
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
         if config.critic:
             self.value_head = value_head(self.encoder.size, _PREFIX, 2, nn.SiLU(), config.critic)
         if config.noise_head != "none":
-            seen = _EXPERT if config.noise_head == "expert" else _TIME + _PREFIX
+            head_input = _EXPERT if config.noise_head == "expert" else _TIME + _PREFIX
             self.noise_head = nn.Sequential(
-                nn.Linear(seen, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, numbers)
+                nn.Linear(head_input, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, numbers)
             )
 
     def context(self, features: Tensor) -> Batch:
@@ -265,8 +269,8 @@ class TinyFlowVLA(EmbeddedPolicy):
         return self._read(thought, x), raw.view(x.shape)
 
     def _think(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
-        told = torch.cat([x.flatten(1).float(), sinusoidal(sigma, _TIME, longest=1.0), context["prefix"]], 1)
-        thought: Tensor = self.norm(self.expert(told))
+        expert_input = torch.cat([x.flatten(1).float(), sinusoidal(sigma, _TIME, longest=1.0), context["prefix"]], 1)
+        thought: Tensor = self.norm(self.expert(expert_input))
         return thought
 
     def _read(self, thought: Tensor, x: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ def check_statistics(inputs: Inputs, action_dim: int, stats: Statistics) -> None
     points = 3 if inputs.points else 0
     widths = {STATE: inputs.state, ENVIRONMENT: inputs.environment, POINTS: points, ACTION: action_dim}
     for name, width in widths.items():
-        found = {key: tuple(v.shape) for key, v in stats.get(name, {}).items() if key != "count"}
-        if width and (not found or set(found.values()) != {(width,)}):
-            raise ValueError(f"{name} needs statistics of shape [{width}] (normalise.statistics); found {found}")
+        shapes = {key: tuple(v.shape) for key, v in stats.get(name, {}).items() if key != "count"}
+        if width and (not shapes or set(shapes.values()) != {(width,)}):
+            raise ValueError(f"{name} needs statistics of shape [{width}] (normalise.statistics); found {shapes}")
 
 
 class ResidualMLP(nn.Module):
@@ -53,6 +53,7 @@ class ResidualMLP(nn.Module):
 def value_head(inputs: int, width: int, blocks: int, activation: nn.Module, values: int = 1) -> nn.Sequential:
     """A critic on features [B, F]: [B, values], 0 before training."""
     last = nn.Linear(width, values)
+    # A critic that begins at 0 predicts no return, which is nearer to sparse rewards than random values are.
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(ResidualMLP(inputs, width, blocks, activation), nn.LayerNorm(width), last)
@@ -76,8 +77,8 @@ class PointEncoder(nn.Module):
         self.project = nn.Sequential(nn.Linear(widths[-1], CLOUD), nn.LayerNorm(CLOUD))
 
     def forward(self, points: Tensor) -> Tensor:
-        found: Tensor = self.project(self.each(points).amax(1))
-        return found
+        features: Tensor = self.project(self.each(points).amax(1))
+        return features
 
 
 class ObservationEncoder(nn.Module):
@@ -123,8 +124,8 @@ class ObservationEncoder(nn.Module):
         device, language = self.words.weight.device, self.hear(observation[TOKENS])
         parts = [language, normalise(observation[STATE].to(device), self.stats[STATE], MODES["STATE"])]
         if self.inputs.environment:
-            told = observation[ENVIRONMENT].to(device)
-            parts.append(normalise(told, self.stats[ENVIRONMENT], MODES["ENV"]))
+            environment = observation[ENVIRONMENT].to(device)
+            parts.append(normalise(environment, self.stats[ENVIRONMENT], MODES["ENV"]))
         if self.inputs.looks:
             parts.append(observation[SEEN].to(device) if SEEN in observation else self.see(observation, language))
         if self.inputs.seen:
@@ -134,9 +135,10 @@ class ObservationEncoder(nn.Module):
     def hear(self, tokens: Tensor) -> Tensor:
         """Features of instructions int64 [B, L]: [B, `LANGUAGE`]."""
         tokens = tokens.to(self.words.weight.device)
-        there = (tokens > 0).float()[..., None]
-        said: Tensor = self.language((self.words(tokens) * there).sum(1) / there.sum(1).clamp(min=1.0))
-        return said
+        is_word = (tokens > 0).float()[..., None]
+        # A mean over the words that are there: padding must not make an instruction weaker.
+        features: Tensor = self.language((self.words(tokens) * is_word).sum(1) / is_word.sum(1).clamp(min=1.0))
+        return features
 
     def see(self, observation: Batch, language: Tensor) -> Tensor:
         """What there is to look at under what the instruction says, [B, `LANGUAGE`]: [B, `sees`]."""
@@ -158,7 +160,10 @@ class ObservationEncoder(nn.Module):
             scale, shift = film(language)[:, :, None, None].chunk(2, 1)
             x = functional.relu(norm(convolution(x)) * (1.0 + scale) + shift)
         maps = self.keypoints(x)
+        # Where a map is high, as a mean position: the arm needs places, not what is there.
         weight = maps.flatten(2).softmax(-1).view(maps.shape)
         place = torch.linspace(-1.0, 1.0, maps.shape[-1], device=maps.device)
-        found: Tensor = self.picture(torch.cat([(weight.sum(2) * place).sum(-1), (weight.sum(3) * place).sum(-1)], 1))
-        return found
+        features: Tensor = self.picture(
+            torch.cat([(weight.sum(2) * place).sum(-1), (weight.sum(3) * place).sum(-1)], 1)
+        )
+        return features

@@ -28,11 +28,11 @@ FIRST_STEPS = "first_steps"
 
 def policy_class(name: str) -> Any:
     """The class of a policy by name. Raises ValueError for an unknown one, and one that lacks what policies need."""
-    found = find(name, POLICIES)
-    if not isinstance(found, type) or (lacks := missing(found)):
-        what = f"has no {', '.join(lacks)}" if isinstance(found, type) else "is no class"
+    kind = find(name, POLICIES)
+    if not isinstance(kind, type) or (lacks := missing(kind)):
+        what = f"has no {', '.join(lacks)}" if isinstance(kind, type) else "is no class"
         raise ValueError(f"{name} {what}: genrl.vla.policies.policy says what a policy defines")
-    return found
+    return kind
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
@@ -69,11 +69,11 @@ def load_first_steps(folder: Path, steps: int, first: int, *, device: torch.devi
     place = folder / FIRST_STEPS
     if not place.is_dir():
         return None
-    told = json.loads(existing(place, "sampler.json").read_text())
-    if (told["steps"], told["ft_denoising_steps"]) != (steps, steps - first):
+    settings = json.loads(existing(place, "sampler.json").read_text())
+    if (settings["steps"], settings["ft_denoising_steps"]) != (steps, steps - first):
         raise ValueError(
-            f"{folder} does the last {told['ft_denoising_steps']} of {told['steps']} denoising steps, and "
-            f"{place} the first ones; write sampler.steps: {told['steps']} and sampler.ft_denoising_steps: "
-            f"{told['ft_denoising_steps']}, found {steps} and {steps - first}"
+            f"{folder} does the last {settings['ft_denoising_steps']} of {settings['steps']} denoising steps, and "
+            f"{place} the first ones; write sampler.steps: {settings['steps']} and sampler.ft_denoising_steps: "
+            f"{settings['ft_denoising_steps']}, found {steps} and {steps - first}"
         )
     return load_policy(place, device=device)

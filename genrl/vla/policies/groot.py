@@ -55,9 +55,9 @@ class Attention(nn.Module):
         """x [B, T, W], other [B, S, V], mask bool [B, S] -> [B, T, W]."""
         query = heads(self.to_q, x, self.size)
         key, value = heads(self.to_k, other, self.size), heads(self.to_v, other, self.size)
-        whole = key.new_ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask[:, None, None]
-        found: Tensor = self.to_out(attend(query, key, value, whole))
-        return found
+        full_mask = key.new_ones(1, 1, 1, 1, dtype=torch.bool) if mask is None else mask[:, None, None]
+        attended: Tensor = self.to_out(attend(query, key, value, full_mask))
+        return attended
 
 
 class Block(GradientCheckpointingLayer):
@@ -81,8 +81,8 @@ class Block(GradientCheckpointingLayer):
             normed = normed * (1.0 + scale) + shift
         x = x + self.attn1(normed, normed if other is None else other, mask)
         hidden = functional.gelu(self.ff["up"](self.norm3(x)), approximate="tanh")
-        found: Tensor = x + self.ff["down"](hidden)
-        return found
+        output: Tensor = x + self.ff["down"](hidden)
+        return output
 
 
 class PerRobot(nn.Module):
@@ -134,14 +134,14 @@ class Groot(PublishedFlow):
         """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
         head: Any = self.action_head
         device = head["model"]["proj_out_2"].weight.device
-        seen, valid, image = self._read_prompt(observation, device)
-        seen = head["vlln"](seen.to(head["model"]["proj_out_2"].weight.dtype))
+        embedded, valid, image = self._read_prompt(observation, device)
+        embedded = head["vlln"](embedded.to(head["model"]["proj_out_2"].weight.dtype))
         for block in head["vl_self_attention"]["transformer_blocks"]:
-            seen = block(seen, None, valid)
+            embedded = block(embedded, None, valid)
         numbers = self.robot.state(observation, device, self.config["max_state_dim"])
         hidden = functional.relu(head["state_encoder"]["layer1"](numbers[:, None], self.number))
         state = head["state_encoder"]["layer2"](hidden, self.number)
-        return {"seen": seen, "valid": valid, "image": image, "state": state}
+        return {"seen": embedded, "valid": valid, "image": image, "state": state}
 
     def read_by_critic(self, context: Batch) -> Tensor:
         return torch.cat([masked_mean(context["seen"], context["valid"]), context["state"][:, 0]], 1).float()
@@ -157,16 +157,16 @@ class Groot(PublishedFlow):
         starts = (tokens[0] == place).nonzero()[:, 0].tolist() if len(tokens) else []
         if len(starts) != len(shown) or not bool((tokens[:, starts] == place).all()):
             raise ValueError(f"the prompt has {len(starts)} pictures, the policy shows {len(shown)}: use its tokenise")
-        pieces, kept, before = [], [], 0
+        pieces, masks, before = [], [], 0
         for start, (patches, _) in zip(starts, shown, strict=True):
             count = patches.shape[1] // self.eye.merge**2
             pieces += [tokens[:, before:start], tokens[:, start : start + 1].expand(-1, count)]
-            kept += [there[:, before:start], there[:, start : start + 1].expand(-1, count)]
+            masks += [there[:, before:start], there[:, start : start + 1].expand(-1, count)]
             before = start + 1
-        ids, valid = torch.cat([*pieces, tokens[:, before:]], 1), torch.cat([*kept, there[:, before:]], 1)
+        ids, valid = torch.cat([*pieces, tokens[:, before:]], 1), torch.cat([*masks, there[:, before:]], 1)
         image = ids == place
         grid = torch.tensor([[1, *size] for _, size in shown], device=device).repeat(len(ids), 1)
-        found = backbone(
+        hidden = backbone(
             input_ids=ids,
             attention_mask=valid.long(),
             pixel_values=torch.cat([patches for patches, _ in shown], 1).flatten(0, 1),
@@ -174,7 +174,7 @@ class Groot(PublishedFlow):
             mm_token_type_ids=image.int(),
             use_cache=False,
         )
-        return found.last_hidden_state, valid, image
+        return hidden.last_hidden_state, valid, image
 
     def hidden(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
         """The DiT's output for the actions, float32 [B, H, W]."""
@@ -194,19 +194,19 @@ class Groot(PublishedFlow):
         time = embedder["linear_1"](_waves(step, 256, 127, sine_first=False).to(dtype))
         time = embedder["linear_2"](functional.silu(time))
         hidden = torch.cat([context["state"].to(dtype), actions], 1)
-        seen, valid, image = context["seen"].to(dtype), context["valid"], context["image"]
+        embedded, valid, image = context["seen"].to(dtype), context["valid"], context["image"]
         every = 2 * self.config["attend_text_every_n_blocks"]
         for number, block in enumerate(model["transformer_blocks"]):
             if number % 2:
                 hidden = block(hidden, None, None, time)
             elif self.config["use_alternate_vl_dit"]:
-                hidden = block(hidden, seen, valid & (~image if number % every == 0 else image), time)
+                hidden = block(hidden, embedded, valid & (~image if number % every == 0 else image), time)
             else:
-                hidden = block(hidden, seen, valid, time)
+                hidden = block(hidden, embedded, valid, time)
         shift, scale = model["proj_out_1"](functional.silu(time))[:, None].chunk(2, -1)
         hidden = functional.layer_norm(hidden, hidden.shape[-1:], eps=1e-6) * (1.0 + scale) + shift
-        found: Tensor = model["proj_out_2"](hidden)
-        return found[:, -self.horizon :].float()
+        output: Tensor = model["proj_out_2"](hidden)
+        return output[:, -self.horizon :].float()
 
     def _read(self, hidden: Tensor) -> Tensor:
         decoder: Any = self.action_head["action_decoder"]
@@ -222,19 +222,21 @@ class Groot(PublishedFlow):
     def errors(self, context: Batch, actions: Tensor, valid: Tensor, noise: Batch) -> Errors:
         """Flow matching by LeRobot's mask: of the robot's own numbers alone, as most of the 132 only pad an action, and
         of the `taught` steps, whose error is scaled so that its mean over all steps is theirs; others are 0."""
-        drawn, level = noise["noise"].to(actions.device), noise["level"].to(actions.device)
+        noise_drawn, level = noise["noise"].to(actions.device), noise["level"].to(actions.device)
         counted = valid & (torch.arange(self.horizon, device=valid.device) < self.taught)
         actions, share = actions * counted[..., None], level[:, None, None]
-        found = self.velocity(context, share * drawn + (1.0 - share) * actions, level) - (drawn - actions)
-        wrong = found[..., : self.robot_action_dim].square().mean(-1) * counted
+        velocity_errors = self.velocity(context, share * noise_drawn + (1.0 - share) * actions, level) - (
+            noise_drawn - actions
+        )
+        wrong = velocity_errors[..., : self.robot_action_dim].square().mean(-1) * counted
         return Errors(wrong * (self.horizon / self.taught), wrong.new_zeros(len(wrong)))
 
     @classmethod
     def load(cls, path: Path, device: torch.device | str, adapt: Adapt | None) -> Groot:
         """The policy of a LeRobot folder, in evaluation mode; what its configuration freezes has no gradient."""
         folder = lerobot.read_folder(path, adapt)
-        told = folder.config
-        if told.get("use_relative_actions"):
+        config = folder.config
+        if config.get("use_relative_actions"):
             raise ValueError(f"{path}/config.json: use_relative_actions must be false: they are not supported")
         sizes, robot = base_sizes(folder), GrootRobot(folder)
         vlm = backbone_config(folder, sizes)
@@ -244,7 +246,7 @@ class Groot(PublishedFlow):
         policy = cls(sizes, robot, prompts, Eye(folder, vlm), vlm, embodiment(folder))
         policy.fill(folder, weights, metadata, own_name, [r"backbone\.language_model\.norm\.weight"])
         policy._place_waves(vlm)
-        policy._freeze(told)
+        policy._freeze(config)
         return policy.ready(device)
 
     def _place_waves(self, vlm: Any) -> None:
@@ -302,32 +304,37 @@ def _backbone(vlm: Any) -> nn.Module:
 
     model: Any = Qwen3VLModel(vlm)
     model.language_model.norm = nn.Identity()
-    found: nn.Module = model
-    return found
+    backbone: nn.Module = model
+    return backbone
 
 
 def _head(config: dict[str, Any]) -> dict[str, nn.Module]:
     robots, width, hidden = config["max_num_embodiments"], config["input_embedding_dim"], config["hidden_size"]
-    seen, actions, told = config["backbone_embedding_dim"], config["max_action_dim"], config["diffusion_model_cfg"]
-    count, size = told["num_attention_heads"], told["attention_head_dim"]
+    context_dim, actions, diffusion = (
+        config["backbone_embedding_dim"],
+        config["max_action_dim"],
+        config["diffusion_model_cfg"],
+    )
+    count, size = diffusion["num_attention_heads"], diffusion["attention_head_dim"]
     linear: Callable[[int, int], PerRobot] = lambda inputs, outputs: PerRobot(robots, inputs, outputs)  # noqa: E731
     own = count * size
     blocks = [
-        Block(own, count, size, other=None if number % 2 else seen, timed=True) for number in range(told["num_layers"])
+        Block(own, count, size, other=None if number % 2 else context_dim, timed=True)
+        for number in range(diffusion["num_layers"])
     ]
     embedder = {"linear_1": nn.Linear(256, own), "linear_2": nn.Linear(own, own)}
     model = {
         "timestep_encoder": nn.ModuleDict({"timestep_embedder": nn.ModuleDict(embedder)}),
         "transformer_blocks": nn.ModuleList(blocks),
         "proj_out_1": nn.Linear(own, 2 * own),
-        "proj_out_2": nn.Linear(own, told["output_dim"]),
+        "proj_out_2": nn.Linear(own, diffusion["output_dim"]),
     }
     top = config.get("vl_self_attention_cfg") or {"num_layers": 0}
     above = [
-        Block(seen, top["num_attention_heads"], top["attention_head_dim"], timed=False)
+        Block(context_dim, top["num_attention_heads"], top["attention_head_dim"], timed=False)
         for _ in range(top["num_layers"])
     ]
-    found: dict[str, nn.Module] = {
+    parts: dict[str, nn.Module] = {
         "model": nn.ModuleDict(model),
         "state_encoder": nn.ModuleDict(
             {"layer1": linear(config["max_state_dim"], hidden), "layer2": linear(hidden, width)}
@@ -336,9 +343,9 @@ def _head(config: dict[str, Any]) -> dict[str, nn.Module]:
             {"W1": linear(actions, width), "W2": linear(2 * width, width), "W3": linear(width, width)}
         ),
         "action_decoder": nn.ModuleDict({"layer1": linear(hidden, hidden), "layer2": linear(hidden, actions)}),
-        "vlln": nn.LayerNorm(seen) if config["use_vlln"] else nn.Identity(),
+        "vlln": nn.LayerNorm(context_dim) if config["use_vlln"] else nn.Identity(),
         "vl_self_attention": nn.ModuleDict({"transformer_blocks": nn.ModuleList(above)}),
     }
     if config["add_pos_embed"]:
-        found["position_embedding"] = nn.Embedding(config["max_seq_len"], width)
-    return found
+        parts["position_embedding"] = nn.Embedding(config["max_seq_len"], width)
+    return parts

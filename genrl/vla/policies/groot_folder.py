@@ -73,18 +73,20 @@ def base_sizes(folder: Folder) -> dict[str, Any]:
     """Sizes of the base model, by its own names. Raises FileNotFoundError where they are not known, and ValueError
     for a part that is not supported."""
     name = str(folder.config.get("base_model_path") or f"{PUBLISHED}-3B")
-    found = _inside(folder, name)
-    if found is None and not name.startswith(PUBLISHED):
+    config = _inside(folder, name)
+    if config is None and not name.startswith(PUBLISHED):
         raise FileNotFoundError(
             f"{folder.path}/config.json: put the config.json of the base model {name!r} into {folder.path}/base and "
             "write base_model_path: ./base"
         )
-    sizes = SIZES | (found or {})
+    sizes = SIZES | (config or {})
     for part in ("diffusion_model_cfg", "vl_self_attention_cfg"):
-        told = sizes.get(part) or {}
-        wrong = [k for k, value in FIXED.items() if k in told and told[k] != value]
+        part_sizes = sizes.get(part) or {}
+        wrong = [k for k, value in FIXED.items() if k in part_sizes and part_sizes[k] != value]
         if wrong:
-            raise ValueError(f"{folder.path}: {part}.{wrong[0]} must be {FIXED[wrong[0]]!r}, found {told[wrong[0]]!r}")
+            raise ValueError(
+                f"{folder.path}: {part}.{wrong[0]} must be {FIXED[wrong[0]]!r}, found {part_sizes[wrong[0]]!r}"
+            )
     if not sizes["diffusion_model_cfg"].get("interleave_self_attention") or sizes["state_history_length"] != 1:
         raise ValueError(f"{folder.path}: interleave_self_attention must be true and state_history_length 1")
     return sizes
@@ -130,13 +132,13 @@ def backbone_config(folder: Folder, sizes: dict[str, Any]) -> Any:
 def embodiment(folder: Folder) -> int:
     """The number of the robot, by the names in the folder. Raises ValueError for an unknown name."""
     pack = folder.step(GROOT_PACK)
-    known: dict[str, int] = pack.get("embodiment_mapping", {})
+    numbers: dict[str, int] = pack.get("embodiment_mapping", {})
     tag = pack.get("embodiment_tag", folder.config.get("embodiment_tag"))
-    if tag not in known:
-        near = difflib.get_close_matches(str(tag), sorted(known), n=1, cutoff=0.0)
+    if tag not in numbers:
+        near = difflib.get_close_matches(str(tag), sorted(numbers), n=1, cutoff=0.0)
         hint = f"; the nearest one is {near[0]!r}" if near else ""
         raise ValueError(f"{folder.path}/policy_preprocessor.json: embodiment_tag {tag!r} is not in the mapping{hint}")
-    return int(known[tag])
+    return int(numbers[tag])
 
 
 class GrootRobot(Robot):
@@ -166,16 +168,16 @@ class GrootRobot(Robot):
         if not wanted:
             return {names[name]: name for name in sorted(names)}
         aliases = {"wrist_image": "image2"}
-        found = []
+        ordered = []
         for key in wanted:
             either = (f"observation.images.{key}", f"observation.images.{aliases.get(key, key)}")
-            found += [name for name in dict.fromkeys(either) if name in names][:1]
-        if not found and names:
+            ordered += [name for name in dict.fromkeys(either) if name in names][:1]
+        if not ordered and names:
             raise ValueError(
                 f"{self.path}: none of its cameras {sorted(names)} is one of {list(wanted)}, which it was trained "
                 f"with; name them by policy.rename, e.g. observation.image: observation.images.{wanted[0]}"
             )
-        return {names[name]: name for name in found}
+        return {names[name]: name for name in ordered}
 
     def normalise(self, value: Tensor, name: str) -> Tensor:
         if self.modes[name] == "IDENTITY":
@@ -224,10 +226,10 @@ class GrootRobot(Robot):
         if len(decode) != 1:
             raise ValueError(f"{folder.path}/policy_postprocessor.json must have one of {[GROOT_UNPACK, GROOT_DECODE]}")
         self.gripper: int | None = None
-        told = decode[0].get("config", {})
+        config = decode[0].get("config", {})
         groups = {ACTION: self.action_dim}
         if decode[0]["registry_name"] == GROOT_DECODE:
-            stats[ACTION], groups = _grouped(told, folder.path)
+            stats[ACTION], groups = _grouped(config, folder.path)
         else:
             stats[ACTION] = _statistics(folder, decode[0]).get(ACTION, {})
         transform = folder.config.get("action_decode_transform")
@@ -257,11 +259,11 @@ class GrootRobot(Robot):
 
 
 def _statistics(folder: Folder, step: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
+    stats: dict[str, dict[str, Tensor]] = {}
     for key, value in folder.states.get(step.get("state_file", ""), {}).items():
         feature, _, statistic = key.rpartition(".")
-        found.setdefault(feature, {})[statistic] = value.flatten().float()
-    return found
+        stats.setdefault(feature, {})[statistic] = value.flatten().float()
+    return stats
 
 
 def _grouped(told: dict[str, Any], path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -306,11 +308,11 @@ class GrootPrompts(Prompts):
         empty = [row for row, text in enumerate(texts) if not text.strip()]
         if empty:
             raise ValueError(f"row {empty[0]} has no instruction: the environment must give a task_description")
-        shown = [{"type": "image"}] * self.pictures
+        images = [{"type": "image"}] * self.pictures
         written = []
         for text in texts:
-            said = plain(text) if self.plain else text
-            message = {"role": "user", "content": [*shown, {"type": "text", "text": said}]}
+            instruction = plain(text) if self.plain else text
+            message = {"role": "user", "content": [*images, {"type": "text", "text": instruction}]}
             written.append(self.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=False))
         return super().__call__(written)
 
@@ -361,18 +363,18 @@ class Eye:
         """Patches [B, rows columns, 3 frames patch patch] of pictures [B, 3, H, W] in Qwen's order, neighbours that are
         merged side by side, each shown `frames` times; and (rows, columns). Raises ValueError for sizes that Qwen would
         resize once more."""
-        shown = self.resized(picture)
-        height, width = shown.shape[-2:]
+        sized = self.resized(picture)
+        height, width = sized.shape[-2:]
         cell = self.patch * self.merge
         if height % cell or width % cell:
             raise ValueError(f"pictures become {height} x {width}, which must be multiples of {cell}: show square ones")
         rows, columns = height // self.patch, width // self.patch
-        split = (shown / 255.0 - 0.5) / 0.5
-        split = split.view(len(shown), 3, rows // self.merge, self.merge, self.patch, columns // self.merge, self.merge,
+        split = (sized / 255.0 - 0.5) / 0.5
+        split = split.view(len(sized), 3, rows // self.merge, self.merge, self.patch, columns // self.merge, self.merge,
                            self.patch)  # fmt: skip
         split = split.permute(0, 2, 5, 3, 6, 1, 4, 7).unsqueeze(6)
         split = split.expand(*split.shape[:6], self.frames, self.patch, self.patch)
-        return split.reshape(len(shown), rows * columns, -1), (rows, columns)
+        return split.reshape(len(sized), rows * columns, -1), (rows, columns)
 
 
 def bicubic(picture: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -380,9 +382,9 @@ def bicubic(picture: Tensor, size: tuple[int, ...]) -> Tensor:
     torchvision does it there for LeRobot; elsewhere bytes are not supported."""
     if tuple(picture.shape[-2:]) == size:
         return picture
-    shown = picture.to(torch.uint8) if picture.device.type == "cpu" else picture
-    found = functional.interpolate(shown, list(size), mode="bicubic", align_corners=False, antialias=True)
-    return found.float().clamp(0.0, 255.0).round()
+    pixels = picture.to(torch.uint8) if picture.device.type == "cpu" else picture
+    resized = functional.interpolate(pixels, list(size), mode="bicubic", align_corners=False, antialias=True)
+    return resized.float().clamp(0.0, 255.0).round()
 
 
 def by_area(picture: Tensor, edge: int) -> Tensor:
@@ -415,9 +417,9 @@ def _area(size: int, wanted: int, grows: bool) -> Tensor:
 
 def _inside(folder: Folder, name: str) -> dict[str, Any] | None:
     """config.json of a folder of this name inside of the policy's, which is written back with it; None without."""
-    own = folder.path / name / "config.json"
-    if not own.is_file() or not own.resolve().is_relative_to(folder.path.resolve()):
+    file = folder.path / name / "config.json"
+    if not file.is_file() or not file.resolve().is_relative_to(folder.path.resolve()):
         return None
-    found: dict[str, Any] = json.loads(own.read_text())
-    folder.beside[f"{name}/config.json"] = found
-    return found
+    content: dict[str, Any] = json.loads(file.read_text())
+    folder.beside[f"{name}/config.json"] = content
+    return content

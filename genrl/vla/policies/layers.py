@@ -71,6 +71,7 @@ def with_lora(policy: nn.Module, lora: PolicyLoRA, seed: int) -> None:
     from genrl.vla.policies.groot import Block
     from genrl.vla.policies.transformer import Layer
 
+    # By name from the policy's own layers: names alone (q_proj) would also match the eyes, which stay frozen.
     linear = [
         f"{name}.{inner}"
         for name, layer in policy.named_modules()
@@ -132,8 +133,8 @@ def hold(policy: Any, sharding: Sharding, *, adapters: bool) -> None:
     backward pass. adapters: what is trained stays whole in every process."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes into it here
     stacks = layers_of(policy)
-    whole = [parameter for parameter in policy.parameters() if parameter.requires_grad and adapters]
-    shard(policy, [layer for stack in stacks for layer in stack], sharding, whole=whole)
+    unsharded = [parameter for parameter in policy.parameters() if parameter.requires_grad and adapters]
+    shard(policy, [layer for stack in stacks for layer in stack], sharding, whole=unsharded)
     reshard_layers(policy, after_forward=True)
     for name in (name for name in PASSES if hasattr(policy, name)):
         register_fsdp_forward_method(policy, name)

@@ -155,28 +155,30 @@ def place(
     names: file key -> own name; unused: patterns (full match, own names) of tensors that are only kept.
     Raises ValueError naming keys that are unknown, missing or of another shape, and the nearest one.
     """
-    own = {name: value for name, value in module.state_dict().items() if not name.startswith(HEADS)}
+    expected = {name: value for name, value in module.state_dict().items() if not name.startswith(HEADS)}
     layout = Layout({}, {}, {}, metadata)
-    found: dict[str, Tensor] = {}
+    placed: dict[str, Tensor] = {}
     unknown: list[str] = []
     for key, value in weights.items():
         name = names(key)
-        if name in own:
-            if name in found and not torch.equal(found[name], value):
+        if name in expected:
+            if name in placed and not torch.equal(placed[name], value):
                 raise ValueError(f"{path}/model.safetensors: {key} is another tensor than its alias {name}")
-            layout.keys[key], layout.dtypes[key], found[name] = name, value.dtype, value
+            layout.keys[key], layout.dtypes[key], placed[name] = name, value.dtype, value
         elif any(re.fullmatch(pattern, name) for pattern in unused):
             layout.unused[key] = value
         else:
             unknown.append(key)
-    missing = sorted(own.keys() - found.keys())
+    missing = sorted(expected.keys() - placed.keys())
     where = f"{path}/model.safetensors does not fit {path}/config.json"
     if unknown or missing:
-        raise ValueError(f"{where}: {_difference(unknown, missing, weights, own, names)}")
+        raise ValueError(f"{where}: {_difference(unknown, missing, weights, expected, names)}")
     for key, name in layout.keys.items():
-        if weights[key].shape != own[name].shape:
-            raise ValueError(f"{where}: {key} has shape {list(weights[key].shape)}, it needs {list(own[name].shape)}")
-    module.load_state_dict(found, strict=False, assign=True)
+        if weights[key].shape != expected[name].shape:
+            raise ValueError(
+                f"{where}: {key} has shape {list(weights[key].shape)}, it needs {list(expected[name].shape)}"
+            )
+    module.load_state_dict(placed, strict=False, assign=True)
     return layout
 
 
@@ -196,7 +198,7 @@ def new_folder(config: dict[str, Any], stats: Statistics) -> Folder:
             device,
         ],
     }
-    processors = {name: {"name": name, "steps": found} for name, found in steps.items()}
+    processors = {name: {"name": name, "steps": listed} for name, listed in steps.items()}
     folder = Folder(Path("policy.new"), config, processors, {})
     _replace_statistics(folder, stats)
     return folder
@@ -212,9 +214,9 @@ def save_folder(path: Path, folder: Folder, layout: Layout, state: Mapping[str, 
     """Write a folder back. state: all weights by their own names. A tensor keeps the dtype of its file where that
     changes no number of it."""
     path.mkdir(parents=True, exist_ok=True)
-    own = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    write(path / "model.safetensors", stored(layout, own) | layout.unused, layout.metadata)
-    write_heads(path, own)
+    weights = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    write(path / "model.safetensors", stored(layout, weights) | layout.unused, layout.metadata)
+    write_heads(path, weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(path / "tokenizer")
     for name, tensors in folder.states.items():
@@ -279,7 +281,7 @@ def _rename(folder: Folder, rename: Mapping[str, str]) -> None:
 
 
 def _replace_statistics(folder: Folder, stats: Statistics) -> None:
-    flat = {f"{name}.{key}": value.float().cpu() for name, found in stats.items() for key, value in found.items()}
+    flat = {f"{name}.{key}": value.float().cpu() for name, stat in stats.items() for key, value in stat.items()}
     for processor, description in folder.processors.items():
         for place, step in enumerate(description["steps"]):
             if step["registry_name"] == GROOT_DECODE:
@@ -299,11 +301,11 @@ def _difference(
     names: Callable[[str], str],
 ) -> str:
     """What is wrong with the keys, in one line."""
-    there, wanted = _depths(map(names, weights)), _depths(own)
-    for stack, depth in wanted.items():
-        if there.get(stack, 0) != depth:
-            size = "bigger" if there.get(stack, 0) > depth else "smaller"
-            return f"its {stack} has {there.get(stack, 0)} layers, {size} than the {depth} of the configuration"
+    stored, expected = _depths(map(names, weights)), _depths(own)
+    for stack, depth in expected.items():
+        if stored.get(stack, 0) != depth:
+            size = "bigger" if stored.get(stack, 0) > depth else "smaller"
+            return f"its {stack} has {stored.get(stack, 0)} layers, {size} than the {depth} of the configuration"
     if unknown:
         near = difflib.get_close_matches(names(unknown[0]), missing or list(own), n=1, cutoff=0.0)
         return f"{len(unknown)} unknown keys, the first {unknown[0]!r}; the nearest one that it needs is {near[0]!r}"
@@ -313,9 +315,9 @@ def _difference(
 
 def _depths(names: Any) -> dict[str, int]:
     """Layers of every stack of layers: 1 + the highest number."""
-    found: dict[str, int] = {}
+    depths: dict[str, int] = {}
     for name in names:
         match = re.match(r"(.*?)\.layers\.(\d+)\.", name)
         if match:
-            found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
-    return found
+            depths[match[1]] = max(depths.get(match[1], 0), int(match[2]) + 1)
+    return depths

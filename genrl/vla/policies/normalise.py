@@ -33,7 +33,7 @@ def statistics(values: Tensor) -> dict[str, Tensor]:
     if not len(flat) or not bool(flat.isfinite().all()):
         bad = (~flat.isfinite()).any(1).nonzero()[:3, 0].tolist()
         raise ValueError(f"statistics need finite values; {len(flat)} rows, the first that are not finite: {bad}")
-    found = {
+    stats = {
         "min": flat.amin(0),
         "max": flat.amax(0),
         "mean": flat.mean(0),
@@ -41,19 +41,21 @@ def statistics(values: Tensor) -> dict[str, Tensor]:
         "count": torch.tensor([float(len(flat))]),
     }
     some = flat[:: -(-len(flat) // _MOST)]
-    found |= {name: some.quantile(share, dim=0) for name, share in _QUANTILES.items()}
-    return {name: value.float() for name, value in found.items()}
+    stats |= {name: some.quantile(share, dim=0) for name, share in _QUANTILES.items()}
+    return {name: value.float() for name, value in stats.items()}
 
 
 def with_least_spread(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Statistics with bounds of quantiles at least `LEAST_SPREAD` of the range apart: a dimension that hardly ever
     moves (a gripper that closes once) would be blown up when it does."""
-    found = dict(stats)
+    widened = dict(stats)
     for low, high in (_BOUNDS["QUANTILES"], _BOUNDS["QUANTILE10"]):
-        if {low, high, "min", "max"} <= found.keys():
-            lack = (LEAST_SPREAD * (found["max"] - found["min"]) - (found[high] - found[low])).clamp(min=0.0) / 2.0
-            found[low], found[high] = found[low] - lack, found[high] + lack
-    return found
+        if {low, high, "min", "max"} <= widened.keys():
+            lack = (LEAST_SPREAD * (widened["max"] - widened["min"]) - (widened[high] - widened[low])).clamp(
+                min=0.0
+            ) / 2.0
+            widened[low], widened[high] = widened[low] - lack, widened[high] + lack
+    return widened
 
 
 def normalise(values: Tensor, stats: Mapping[str, Tensor], mode: Mode) -> Tensor:
@@ -88,5 +90,6 @@ def _affine(stats: Mapping[str, Tensor], mode: Mode, like: Tensor) -> tuple[Tens
         raise ValueError(f"{like.shape[-1]} numbers cannot be normalised by statistics of {low.shape[-1]}")
     if mode == "MEAN_STD":
         return low, high + EPS
+    # A number that never moves in the data has no range: it maps to 0, and back to itself.
     half = torch.where(high == low, EPS, high - low) / 2.0
     return low + half, half

@@ -74,9 +74,13 @@ class OpenVLA(PublishedPolicy):
         with torch.device("meta"):
             towers = [Featurizer(size, side) for size, side in vision]
             self.vision_backbone = nn.ModuleDict({"featurizer": towers[0], "fused_featurizer": towers[1]})
-            seen = sum(size.width for size, _ in vision)
+            vision_width = sum(size.width for size, _ in vision)
             self.projector = nn.ModuleDict(
-                {"fc1": nn.Linear(seen, 4 * seen), "fc2": nn.Linear(4 * seen, width), "fc3": nn.Linear(width, width)}
+                {
+                    "fc1": nn.Linear(vision_width, 4 * vision_width),
+                    "fc2": nn.Linear(4 * vision_width, width),
+                    "fc3": nn.Linear(width, width),
+                }
             )
             self.language_model = nn.ModuleDict({"model": _llama(text)})
             if source.part("proprio_projector"):
@@ -143,9 +147,9 @@ class OpenVLA(PublishedPolicy):
 
     def save(self, folder: Path) -> None:
         """Write the folder's files, adapters merged into the weights, and the critic beside them."""
-        own = {name: value.detach().cpu().contiguous() for name, value in merged_state(self).items()}
-        openvla_folder.save(folder, self.source, self.layout, own)
-        lerobot.write_heads(folder, own)
+        weights = {name: value.detach().cpu().contiguous() for name, value in merged_state(self).items()}
+        openvla_folder.save(folder, self.source, self.layout, weights)
+        lerobot.write_heads(folder, weights)
 
     def _hidden(self, observation: Batch) -> Tensor:
         """The normed hidden states that actions are read from, float32 [B, H A, W]."""
@@ -155,23 +159,23 @@ class OpenVLA(PublishedPolicy):
         longest = int(there.sum(1).max())
         tokens, there = tokens[:, :longest], there[:, :longest]
         words = functional.embedding(tokens, table)
-        seen = [self._seen(observation, table.device).to(table.dtype)]
+        parts = [self._seen(observation, table.device).to(table.dtype)]
         if "proprio_projector" in self._modules:
             part: Any = self.proprio_projector
             state = self.robot.state(observation, table.device).to(part["fc1"].weight.dtype)
-            seen.append(part["fc2"](functional.gelu(part["fc1"](state)))[:, None].to(table.dtype))
+            parts.append(part["fc2"](functional.gelu(part["fc1"](state)))[:, None].to(table.dtype))
         batch, count = len(tokens), self.horizon * self.action_dim
         places = words.new_zeros(batch, count, words.shape[-1])
-        x = torch.cat([words[:, :1], *seen, words[:, 1:], places, table[self.end].expand(batch, 1, -1)], 1)
-        shown = sum(part.shape[1] for part in seen)
+        x = torch.cat([words[:, :1], *parts, words[:, 1:], places, table[self.end].expand(batch, 1, -1)], 1)
+        num_patches = sum(part.shape[1] for part in parts)
         ones = there.new_ones
-        valid = torch.cat([ones(batch, 1 + shown), there[:, 1:], ones(batch, count + 1)], 1)
+        valid = torch.cat([ones(batch, 1 + num_patches), there[:, 1:], ones(batch, count + 1)], 1)
         positions, mask = positions_of(valid), valid[:, None, None]
         x = x.to(layers[0].self_attn.q_proj.weight.dtype)
         for layer in layers:
             x, _ = layer(x, positions, mask)
-        last = shown + there.sum(1) - 1  # the prompt's last token, before what pads it
-        first = shown + longest  # the first empty place
+        last = num_patches + there.sum(1) - 1  # the prompt's last token, before what pads it
+        first = num_patches + longest  # the first empty place
         read = torch.cat([x[torch.arange(batch, device=x.device), last][:, None], x[:, first : first + count - 1]], 1)
         return final_norm(language["norm"], read)
 
@@ -179,12 +183,12 @@ class OpenVLA(PublishedPolicy):
         """Patches of all cameras in the language model's width [B, P, W], one camera after another."""
         pictures = self.robot.pictures(observation, device)
         towers = (self.vision_backbone["featurizer"], self.vision_backbone["fused_featurizer"])
-        found = [
+        features = [
             tower((pictures - mean.to(device)) / std.to(device))
             for tower, (mean, std) in zip(towers, self.colours, strict=True)
         ]
         part: Any = self.projector
-        x = part["fc1"](torch.cat(found, 2).to(part["fc1"].weight.dtype))
+        x = part["fc1"](torch.cat(features, 2).to(part["fc1"].weight.dtype))
         projected: Tensor = part["fc3"](functional.gelu(part["fc2"](functional.gelu(x))))
         return torch.cat(projected.chunk(len(self.robot.cameras)), 1)
 
@@ -204,7 +208,7 @@ class OpenVLA(PublishedPolicy):
     def not_computed(self) -> list[str]:
         """Patterns of tensors of the file that no action depends on."""
         towers: Any = self.vision_backbone
-        return [rf"vision_backbone\.{name}\.{one}" for name in towers for one in towers[name].unused]
+        return [rf"vision_backbone\.{name}\.{unused}" for name in towers for unused in towers[name].unused]
 
 
 class OpenVLARegression(OpenVLA):
@@ -276,10 +280,10 @@ class Prompts:
         for row, text in enumerate(instructions):
             if not text.strip():
                 raise ValueError(f"row {row} has no instruction: the environment must give a task_description")
-            told = self.tokenizer.encode(PROMPT.format(text.lower()), add_special_tokens=False).ids
-            if 0 in told:
+            ids = self.tokenizer.encode(PROMPT.format(text.lower()), add_special_tokens=False).ids
+            if 0 in ids:
                 raise ValueError(f"{text!r} has token 0, which stands for padding (row {row})")
-            lines.append([self.begin, *told, *([] if told[-1] == self.empty else [self.empty])])
+            lines.append([self.begin, *ids, *([] if ids[-1] == self.empty else [self.empty])])
         tokens = torch.zeros(len(lines), max(map(len, lines), default=0), dtype=torch.int64)
         for row, line in enumerate(lines):
             tokens[row, : len(line)] = torch.tensor(line)
@@ -304,12 +308,12 @@ def _text_config(source: Source) -> Any:
     """transformers' LlamaConfig. Published files say little of it: what is left out is that class's default."""
     from transformers import LlamaConfig
 
-    told, where = dict(source.config["text_config"]), f"{source.path}/config.json"
-    if told.pop("model_type", "llama") != "llama" or told.get("rope_theta", ROTARY_BASE) != ROTARY_BASE:
+    settings, where = dict(source.config["text_config"]), f"{source.path}/config.json"
+    if settings.pop("model_type", "llama") != "llama" or settings.get("rope_theta", ROTARY_BASE) != ROTARY_BASE:
         raise ValueError(f"{where}: text_config must be a llama's with a rope_theta of {ROTARY_BASE:g}")
     if (bins := source.config.get("n_action_bins", BINS)) != BINS:
         raise ValueError(f"{where}: n_action_bins must be {BINS}, found {bins}")
-    return LlamaConfig(**told)
+    return LlamaConfig(**settings)
 
 
 def _llama(text: Any) -> nn.ModuleDict:

@@ -71,12 +71,12 @@ def read(path: Path, adapt: Adapt | None) -> Source:
     if adapt is not None and (adapt.rename or adapt.stats is not None or adapt.padded_state is not None):
         raise ValueError(f"{path} holds an OpenVLA: write policy.oft, not policy.rename, padded_state or statistics")
     config = json.loads(existing(path, "config.json").read_text())
-    known = {field.name for field in fields(OFT)}
-    told: dict[str, Any] = json.loads((path / OWN).read_text()) if (path / OWN).is_file() else {}
-    told = {**told, **(adapt.oft if adapt is not None and adapt.oft is not None else {})}
-    if unknown := told.keys() - known:
-        raise ValueError(f"{path}/{OWN}: unknown keys {sorted(unknown)}; there are {sorted(known)}")
-    oft = OFT(**told | ({"cameras": tuple(told["cameras"])} if "cameras" in told else {}))
+    keys = {field.name for field in fields(OFT)}
+    settings: dict[str, Any] = json.loads((path / OWN).read_text()) if (path / OWN).is_file() else {}
+    settings = {**settings, **(adapt.oft if adapt is not None and adapt.oft is not None else {})}
+    if unknown := settings.keys() - keys:
+        raise ValueError(f"{path}/{OWN}: unknown keys {sorted(unknown)}; there are {sorted(keys)}")
+    oft = OFT(**settings | ({"cameras": tuple(settings["cameras"])} if "cameras" in settings else {}))
     shards = ["model.safetensors"]
     if (path / INDEX).is_file():
         shards = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
@@ -88,9 +88,9 @@ def read(path: Path, adapt: Adapt | None) -> Source:
     file_of: dict[str, str] = {}
     metadata: dict[str, str] = {}
     for shard in shards:
-        found = load_file(existing(path, shard))
-        weights |= found
-        file_of |= dict.fromkeys(found, shard)
+        tensors = load_file(existing(path, shard))
+        weights |= tensors
+        file_of |= dict.fromkeys(tensors, shard)
         with safe_open(path / shard, framework="pt") as opened:
             metadata |= opened.metadata() or {}
     for part in PARTS:
@@ -148,11 +148,11 @@ class Robot:
         self.data_set = data_set(every, oft.unnorm_key, source.path)
         self.cameras, self.crop = oft.cameras, oft.centre_crop
         self.image_size = int(source.config["image_sizes"][0])
-        found = every[self.data_set]
-        self.stats: Statistics = {ACTION: self._bounds(found, "action")}
+        stats = every[self.data_set]
+        self.stats: Statistics = {ACTION: self._bounds(stats, "action")}
         self.inputs = self.cameras
         if source.part("proprio_projector"):
-            self.stats[STATE] = self._bounds(found, "proprio")
+            self.stats[STATE] = self._bounds(stats, "proprio")
             self.inputs = (STATE, *self.cameras)
         self.action_dim = len(self.stats[ACTION]["mask"])
         self.grips = self.data_set.startswith("libero")
@@ -190,12 +190,12 @@ class Robot:
 
     def pictures(self, observation: Batch, device: torch.device) -> Tensor:
         """float32 [cameras B, 3, S, S] in [0, 1], camera by camera; resized (bicubic) and cropped."""
-        shown = torch.cat([picture(entry(observation, name), name, device).movedim(-1, -3) for name in self.cameras])
+        pixels = torch.cat([picture(entry(observation, name), name, device).movedim(-1, -3) for name in self.cameras])
         size = (self.image_size, self.image_size)
-        if shown.shape[-2:] != size:
-            shown = functional.interpolate(shown, size, mode="bicubic", antialias=True, align_corners=False)
-            shown = (shown.clamp(0.0, 1.0) * 255.0).round() / 255.0
-        return central(shown) if self.crop else shown
+        if pixels.shape[-2:] != size:
+            pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
+            pixels = (pixels.clamp(0.0, 1.0) * 255.0).round() / 255.0
+        return central(pixels) if self.crop else pixels
 
     def _scaled(self, value: Tensor, what: str) -> Tensor:
         low, high, mask = (self.stats[what][name].to(value) for name in ("q01", "q99", "mask"))
@@ -213,8 +213,8 @@ def central(pictures: Tensor) -> Tensor:
 
 def colours(source: Source) -> list[tuple[Tensor, Tensor]]:
     """Mean and std [3, 1, 1] by which each of the two featurizers has its pictures normalised."""
-    told = json.loads(existing(source.path, "preprocessor_config.json").read_text())
-    effective = told.get("tvf_normalize_params")  # what is saved of the transform overrides `means` and `stds`
-    means = [one["mean"] for one in effective] if effective else told["means"]
-    stds = [one["std"] for one in effective] if effective else told["stds"]
+    preprocessor = json.loads(existing(source.path, "preprocessor_config.json").read_text())
+    effective = preprocessor.get("tvf_normalize_params")  # what is saved of the transform overrides `means` and `stds`
+    means = [effective_one["mean"] for effective_one in effective] if effective else preprocessor["means"]
+    stds = [effective_one["std"] for effective_one in effective] if effective else preprocessor["stds"]
     return [(torch.tensor(m)[:, None, None], torch.tensor(s)[:, None, None]) for m, s in zip(means, stds, strict=True)]

@@ -134,10 +134,10 @@ class PI0(PublishedFlow):
 
     @property
     def head_sizes(self) -> HeadSizes:
-        own, language = GEMMA[self.config.action_expert_variant], GEMMA[self.config.paligemma_variant]
+        expert, language = GEMMA[self.config.action_expert_variant], GEMMA[self.config.paligemma_variant]
         if self.config.adaptive:
-            return HeadSizes(language.width, (1024, 512, 256), own.width)
-        return HeadSizes(own.width, (512, 256, 128), own.width)
+            return HeadSizes(language.width, (1024, 512, 256), expert.width)
+        return HeadSizes(expert.width, (512, 256, 128), expert.width)
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
         """pi0.5: bytes in UTF-8, for the state belongs into the prompt, and `encode` writes it."""
@@ -157,15 +157,15 @@ class PI0(PublishedFlow):
         device = self.action_in_proj.weight.device
         numbers = self.robot.state(observation, device, self.config.max_state_dim)
         if self.config.adaptive:
-            told = numbers if self.config.padded_state else numbers[:, : self.robot.widths[STATE]]
-            tokens = self.prompts(_prompts(observation[TOKENS], told)).to(device)
+            state = numbers if self.config.padded_state else numbers[:, : self.robot.widths[STATE]]
+            tokens = self.prompts(_prompts(observation[TOKENS], state)).to(device)
             there = tokens > 0
         else:
             tokens, there = tokens_of(observation, device)
         x, valid = self._embed(observation, tokens, there)
         language = self._paligemma["language_model"]
-        x, kept = prefix(language["layers"], x, valid)
-        context = stacked(kept) | {"valid": valid}
+        x, cache = prefix(language["layers"], x, valid)
+        context = stacked(cache) | {"valid": valid}
         if not self.config.adaptive:
             context["state"] = numbers
         elif self.critic:
@@ -191,9 +191,9 @@ class PI0(PublishedFlow):
         model, size = self._paligemma, self.config.image_resolution
         pictures = [self.robot.picture(observation, name, tokens.device) for name in self.robot.pictures]
         pixels = torch.cat([letterbox(picture, size, "centre") for picture in pictures]) * 2.0 - 1.0
-        seen = model["vision_tower"](pixels.to(model["vision_tower"].embeddings.patch_embedding.weight.dtype))
+        patches = model["vision_tower"](pixels.to(model["vision_tower"].embeddings.patch_embedding.weight.dtype))
         linear = model["multi_modal_projector"]["linear"]
-        features = linear(seen.last_hidden_state.to(linear.weight.dtype)).chunk(len(pictures))
+        features = linear(patches.last_hidden_state.to(linear.weight.dtype)).chunk(len(pictures))
         table = model["language_model"]["embed_tokens"].weight
         words = functional.embedding(tokens, table) * table.shape[1] ** 0.5
         dtype = model["language_model"]["layers"][0].self_attn.q_proj.weight.dtype
@@ -217,10 +217,10 @@ class PI0(PublishedFlow):
             state = self.state_proj(context["state"].to(self.state_proj.weight.dtype))
             suffix = torch.cat([state[:, None], suffix], 1)
         length = suffix.shape[1]
-        own = valid.new_ones(length, length)
+        causal = valid.new_ones(length, length)
         if not self.config.adaptive:
-            own[0, 1:] = False  # the state does not see the actions
-        mask = torch.cat([valid[:, None].expand(-1, length, -1), own.expand(batch, -1, -1)], 2)[:, None]
+            causal[0, 1:] = False  # the state does not see the actions
+        mask = torch.cat([valid[:, None].expand(-1, length, -1), causal.expand(batch, -1, -1)], 2)[:, None]
         positions = valid.sum(1, keepdim=True) + torch.arange(length, device=valid.device)
         hidden = suffix.to(layers[0].self_attn.q_proj.weight.dtype)
         for layer, before in zip(layers, unstacked(context), strict=True):

@@ -88,8 +88,14 @@ class Inputs:
     @property
     def keys(self) -> tuple[str, ...]:
         """Names of the entries of an observation."""
-        there = {STATE: True, ENVIRONMENT: self.environment, IMAGE: self.image, POINTS: self.points, SEEN: self.seen}
-        return (*(name for name, used in there.items() if used), TOKENS)
+        used_by_name = {
+            STATE: True,
+            ENVIRONMENT: self.environment,
+            IMAGE: self.image,
+            POINTS: self.points,
+            SEEN: self.seen,
+        }
+        return (*(name for name, used in used_by_name.items() if used), TOKENS)
 
 
 class Policy(Protocol):
@@ -259,14 +265,14 @@ def rows(batch: Batch, index: Tensor) -> Batch:
 
 def joined_batches(batches: Sequence[Batch], join: Callable[[list[Tensor]], Tensor]) -> Batch:
     """One tensor per name, by `torch.stack` or `torch.cat`; `TOKENS` are padded to the longest instruction."""
-    found = {}
+    joined = {}
     for name in batches[0]:
         values = [batch[name] for batch in batches]
         if name == TOKENS:
             longest = max(value.shape[-1] for value in values)
             values = [nn.functional.pad(value, (0, longest - value.shape[-1])) for value in values]
-        found[name] = join(values)
-    return found
+        joined[name] = join(values)
+    return joined
 
 
 def vocabulary(instructions: Sequence[str]) -> tuple[str, ...]:

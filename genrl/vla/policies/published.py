@@ -84,13 +84,13 @@ class PublishedPolicy(nn.Module):
             )
         if critic != self.critic:
             self._modules.pop("value_head", None)
-        wanted: dict[str, Callable[[], nn.Module] | None] = {
+        heads: dict[str, Callable[[], nn.Module] | None] = {
             "value_head": partial(new_critic, sizes.reads, sizes.hidden, critic) if critic else None,
             "noise_head": partial(new_noise_head, sizes.expert, self.action_dim) if noise_head == "expert" else None,
         }
         device = next(self.parameters()).device
         with seeded(seed, "heads"):
-            for name, make in wanted.items():
+            for name, make in heads.items():
                 if make is None:
                     self._modules.pop(name, None)
                 elif name not in self._modules:
@@ -113,12 +113,12 @@ class PublishedPolicy(nn.Module):
 
     def normalised(self, actions: Tensor) -> Tensor:
         """[..., A] -> [..., action_dim], zeros where the robot has nothing."""
-        found: Tensor = self.robot.normalised(actions, self.action_dim)
-        return found
+        normalised: Tensor = self.robot.normalised(actions, self.action_dim)
+        return normalised
 
     def actions(self, chunk: Tensor) -> Tensor:
-        found: Tensor = self.robot.actions(chunk)
-        return found
+        actions: Tensor = self.robot.actions(chunk)
+        return actions
 
     def save(self, folder: Path) -> None:
         """Write LeRobot's files, adapters merged into the weights, and the heads beside them."""
@@ -154,13 +154,13 @@ class PublishedPolicy(nn.Module):
         last = max((name for name in weights if re.fullmatch(r"value_head\.\d\.bias", name)), default=None)
         values = 0 if last is None else len(weights[last])
         self.with_heads(critic=values, noise_head="expert" if "noise_head" in has else "none", seed=0)
-        own = {name for name in self.state_dict() if name.startswith(HEADS)}
+        existing = {name for name in self.state_dict() if name.startswith(HEADS)}
         try:
             self.load_state_dict(weights, strict=False)
         except RuntimeError as error:
             raise ValueError(f"{file} does not fit {path}/config.json: {error}") from error
-        if own != weights.keys():
-            raise ValueError(f"{file} has not what a head is made of: {sorted(own ^ weights.keys())[0]!r}")
+        if existing != weights.keys():
+            raise ValueError(f"{file} has not what a head is made of: {sorted(existing ^ weights.keys())[0]!r}")
 
 
 class PublishedFlow(PublishedPolicy):

@@ -33,13 +33,13 @@ class Robot:
         back = {new: old for old, new in rename.items()}
         visual = [name for name, feature in inputs.items() if feature["type"] == "VISUAL"]
         renamed = [name for name in visual if name in back]
-        shown = [name for name in (renamed or visual) if "empty_camera_" not in name]
-        self.pictures = {back.get(name, name): name for name in shown}
+        cameras = [name for name in (renamed or visual) if "empty_camera_" not in name]
+        self.pictures = {back.get(name, name): name for name in cameras}
         self.vectors = {
             back.get(name, name): name for name, feature in inputs.items() if feature["type"] in ("STATE", "ENV")
         }
         self.widths = {name: int(inputs[name]["shape"][0]) for name in self.vectors.values()}
-        self.image_size = int(inputs[shown[0]]["shape"][-1]) if shown else 0
+        self.image_size = int(inputs[cameras[0]]["shape"][-1]) if cameras else 0
         self.action_dim = int(folder.config["output_features"][ACTION]["shape"][0])
         self.path = folder.path
         self._types = {name: feature["type"] for name, feature in inputs.items()} | {ACTION: "ACTION"}
@@ -57,7 +57,7 @@ class Robot:
 
     def state(self, observation: Batch, device: torch.device, width: int) -> Tensor:
         """The robot's own state, normalised and padded to `width` numbers, float32 [B, width]."""
-        name = next(name for name, own in self.vectors.items() if own == STATE)
+        name = next(name for name, key in self.vectors.items() if key == STATE)
         return padded(self.vector(observation, name, device), width, name)
 
     def vector(self, observation: Batch, name: str, device: torch.device) -> Tensor:
@@ -69,8 +69,8 @@ class Robot:
 
     def picture(self, observation: Batch, name: str, device: torch.device) -> Tensor:
         """A picture as LeRobot hands it to a policy, float32 [..., 3, H, W], [0, 1] unless it is normalised."""
-        shown = picture(entry(observation, name), name, device)
-        return self.normalise(shown, self.pictures[name]).movedim(-1, -3).contiguous()
+        pixels = picture(entry(observation, name), name, device)
+        return self.normalise(pixels, self.pictures[name]).movedim(-1, -3).contiguous()
 
     def normalise(self, value: Tensor, name: str) -> Tensor:
         """[..., D] by the folder's mode for the policy's feature `name`."""
@@ -145,7 +145,7 @@ class Prompts:
         empty = [row for row, text in enumerate(texts) if not text.strip()]
         if empty:
             raise ValueError(f"row {empty[0]} has no instruction: the environment must give a task_description")
-        told = self.tokenizer(
+        encoded = self.tokenizer(
             list(texts),
             padding="max_length",
             padding_side="right",
@@ -153,13 +153,13 @@ class Prompts:
             truncation=self.truncation,
             return_tensors="pt",
         )
-        tokens, there = told["input_ids"], told["attention_mask"].bool()
+        tokens, valid = encoded["input_ids"], encoded["attention_mask"].bool()
         if tokens.shape[1] > self.max_length:
             raise ValueError(f"an instruction has {tokens.shape[1]} tokens, the policy takes {self.max_length}")
-        zero = ((tokens == 0) & there).any(1).nonzero()[:, 0].tolist()
+        zero = ((tokens == 0) & valid).any(1).nonzero()[:, 0].tolist()
         if zero:
             raise ValueError(f"{texts[zero[0]]!r} has token 0, which stands for padding (row {zero[0]})")
-        result: Tensor = tokens.masked_fill(~there, 0)
+        result: Tensor = tokens.masked_fill(~valid, 0)
         return result
 
 

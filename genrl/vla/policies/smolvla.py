@@ -119,17 +119,17 @@ class SmolVLA(PublishedFlow):
         """Raises KeyError for an entry that is missing, ValueError for one of another shape."""
         device, text = self.state_proj.weight.device, self._vlm["text_model"]
         x, valid = self._embed(observation, device)
-        x, kept = prefix(text["layers"], x, valid)
+        x, cache = prefix(text["layers"], x, valid)
         # Nothing else sees the state, so it goes last and alone: what it is projected by can be trained, and no
         # gradient passes through the rest.
         state = self._state(observation, device)[:, None].to(x.dtype)
         last: list[tuple[Tensor, Tensor]] = []
         place = valid.sum(1, keepdim=True)
         valid = torch.cat([valid, valid.new_ones(len(valid), 1)], 1)
-        for layer, past in zip(text["layers"], kept, strict=True):
+        for layer, past in zip(text["layers"], cache, strict=True):
             state, pair = layer(state, place, valid[:, None, None], past)
             last.append(pair)
-        pairs = zip(kept, last, strict=True)
+        pairs = zip(cache, last, strict=True)
         joined = [(torch.cat([a[0], b[0]], 2), torch.cat([a[1], b[1]], 2)) for a, b in pairs]
         context = stacked(joined) | {"valid": valid}
         if self.critic:
@@ -156,33 +156,33 @@ class SmolVLA(PublishedFlow):
         pictures = [self.robot.picture(observation, name, device) for name in self.robot.pictures]
         boxed = [p if size is None else letterbox(p, size, "top_left") for p in pictures]
         weight = model["vision_model"].embeddings.patch_embedding.weight
-        seen = model["vision_model"]((torch.cat(boxed) * 2.0 - 1.0).to(weight.dtype)).last_hidden_state
-        features = model["connector"](seen.to(model["connector"].modality_projection.proj.weight.dtype))
-        tokens, there = tokens_of(observation, device)
+        patches = model["vision_model"]((torch.cat(boxed) * 2.0 - 1.0).to(weight.dtype)).last_hidden_state
+        features = model["connector"](patches.to(model["connector"].modality_projection.proj.weight.dtype))
+        tokens, valid = tokens_of(observation, device)
         words = functional.embedding(tokens, model["text_model"]["embed_tokens"].weight)
         x = torch.cat([*features.chunk(len(boxed)), words], 1) * words.shape[-1] ** 0.5
         count = x.shape[1] - tokens.shape[1]
         x = x.to(model["text_model"]["layers"][0].self_attn.q_proj.weight.dtype)
-        return x, torch.cat([there.new_ones(len(tokens), count), there], 1)
+        return x, torch.cat([valid.new_ones(len(tokens), count), valid], 1)
 
     def hidden(self, context: Batch, x: Tensor, sigma: Tensor) -> Tensor:
         """The expert's last hidden state, float32 [B, H, W]."""
-        found: Any = self.vlm_with_expert
-        expert, weight, valid = found["lm_expert"], self.action_in_proj.weight, context["valid"]
+        model: Any = self.vlm_with_expert
+        expert, weight, valid = model["lm_expert"], self.action_in_proj.weight, context["valid"]
         time = time_embedding(sigma, len(weight), self.config.min_period, self.config.max_period).to(weight.dtype)
         hidden = self.action_in_proj(x.to(weight.dtype))
         hidden = torch.cat([hidden, time[:, None].expand_as(hidden)], 2)
         hidden = self.action_time_mlp_out(functional.silu(self.action_time_mlp_in(hidden)))
         batch, length = len(x), self.horizon
-        own = torch.arange(length, device=x.device).expand(batch, -1)
+        positions = torch.arange(length, device=x.device).expand(batch, -1)
         causal = valid.new_ones(length, length).tril().expand(batch, -1, -1)
-        whole = torch.cat([valid[:, None].expand(-1, length, -1), causal], 2)[:, None]
+        full_mask = torch.cat([valid[:, None].expand(-1, length, -1), causal], 2)[:, None]
         hidden = hidden.to(expert["layers"][0].self_attn.q_proj.weight.dtype)
         for layer, before in zip(expert["layers"], unstacked(context), strict=True):
             if layer.crosses:
-                hidden, _ = layer(hidden, own, valid[:, None, None], before)
+                hidden, _ = layer(hidden, positions, valid[:, None, None], before)
             else:
-                hidden, _ = layer(hidden, valid.sum(1, keepdim=True) + own, whole, before)
+                hidden, _ = layer(hidden, valid.sum(1, keepdim=True) + positions, full_mask, before)
         return final_norm(expert["norm"], hidden)
 
     @classmethod
@@ -233,13 +233,13 @@ def _vlm_config(folder: Folder, name: str) -> Any:
         vision = {"model_type": "smolvlm_vision", "hidden_size": 768, "intermediate_size": 3072, "patch_size": 16}
         vision |= {"num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 512}
         return SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=4)
-    own = folder.path / name / "config.json"
-    if own.is_file() and own.resolve().is_relative_to(folder.path.resolve()):
-        folder.beside[f"{name}/config.json"] = json.loads(own.read_text())
+    file = folder.path / name / "config.json"
+    if file.is_file() and file.resolve().is_relative_to(folder.path.resolve()):
+        folder.beside[f"{name}/config.json"] = json.loads(file.read_text())
     try:
-        return AutoConfig.from_pretrained(str(own.parent) if own.is_file() else name)
+        return AutoConfig.from_pretrained(str(file.parent) if file.is_file() else name)
     except OSError as error:
-        raise OSError(f"{folder.path}: put the config.json of the backbone {name!r} into {own.parent}") from error
+        raise OSError(f"{folder.path}: put the config.json of the backbone {name!r} into {file.parent}") from error
 
 
 def _backbone(config: SmolVLAConfig, vlm: Any) -> nn.ModuleDict:

@@ -32,8 +32,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Softmax attention [B, T, heads D]; mask bool, broadcastable to [B, 1, T, S]. Keys may have fewer heads."""
     groups = query.shape[1] // key.shape[1]
     key, value = (t.to(query.dtype)[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (key, value))
-    found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    return found.transpose(1, 2).flatten(2)
+    attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return attended.transpose(1, 2).flatten(2)
 
 
 def heads(projection: nn.Module, x: Tensor, size: int) -> Tensor:
@@ -105,12 +105,12 @@ class Layer(GradientCheckpointingLayer):
 def prefix(layers: Any, x: Tensor, valid: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """x [B, T, W] through the layers, every token attending to those that are there (bool [B, T]); and each layer's
     rotated keys and values, for others to attend to."""
-    kept: list[tuple[Tensor, Tensor]] = []
+    cache: list[tuple[Tensor, Tensor]] = []
     positions, mask = positions_of(valid), valid[:, None, None]
     for layer in layers:
         x, pair = layer(x, positions, mask)
-        kept.append(pair)
-    return x, kept
+        cache.append(pair)
+    return x, cache
 
 
 def stacked(kept: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -158,8 +158,8 @@ def positions_of(valid: Tensor) -> Tensor:
 
 def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
     """Mean of x [B, T, W] over the tokens that are there, [B, W]."""
-    there = valid[..., None].to(x.dtype)
-    return (x * there).sum(1) / there.sum(1)
+    is_valid = valid[..., None].to(x.dtype)
+    return (x * is_valid).sum(1) / is_valid.sum(1)
 
 
 def _norm(norm: nn.Module, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | float]:

@@ -76,7 +76,7 @@ def collect(
     Raises ValueError for an observation that is not finite, naming slots, and for instructions that the policy lacks.
     """
     slots = range(plan.first_slot, plan.first_slot + env.num_envs)
-    own = [generator(plan.seed, plan.iteration, "chunks", slot) for slot in slots]
+    slot_rngs = [generator(plan.seed, plan.iteration, "chunks", slot) for slot in slots]
     shared = generator(plan.seed, plan.iteration, "chunks")
     # By the slots of the whole run, so that groups are the same however processes share them.
     groups = np.array(slots) // env.group_size
@@ -84,26 +84,28 @@ def collect(
     env_seed = derive_seed(plan.seed, "episodes", plan.iteration, 0)
     first_episodes = np.uint64(derive_seed(plan.seed, "episodes", plan.iteration)) + groups.astype(np.uint64)
     env.first_slot = plan.first_slot
+    # Always from new episodes: a rollout that went on in old ones would depend on where a resumed run was stopped.
     raw, _ = env.reset(seed=env_seed, options={"episodes": first_episodes, "once": plan.one_episode})
     instruction = list(env.task_description)
-    seen, record = [observe(raw, env, policy, 0)], _Record()
+    observed, record = [observe(raw, env, policy, 0)], _Record()
     # a slot whose only episode has ended is not decided for; its last value closes those before it
     running = valued = torch.ones(env.num_envs, dtype=torch.bool)
     for t in range(plan.decisions):
-        context = policy.encode(rows(seen[-1], valued))
+        context = policy.encode(rows(observed[-1], valued))
         if policy.critic:
             record.values.append(_spread(policy.value(context), valued))
             context = rows(context, running[valued])
-        before = _before(frozen, context, rows(seen[-1], running), plan.keep_contexts)
-        noise = sampler.noise(policy, [own[slot] for slot in running.nonzero()[:, 0]], shared)
+        before = _before(frozen, context, rows(observed[-1], running), plan.keep_contexts)
+        noise = sampler.noise(policy, [slot_rngs[slot] for slot in running.nonzero()[:, 0]], shared)
         sampled = sampler.sample(policy, context, noise, frozen=before)
+        # Only the first actions of a chunk are executed; the policy plans further than it is followed.
         actions = _spread(policy.actions(sampled.chunk)[:, : env.chunk], running).numpy().astype(np.float32)
         raw, _, terminated, truncated, info = env.step(actions)
         chosen = {name: _spread(value, running) for name, value in sampled._asdict().items() if name != "chunk"}
         record.steps.append(chosen | _outcome(terminated, truncated, info))
         if plan.keep_contexts:
             record.contexts.append({name: _spread(value, running) for name, value in context.items()})
-        seen.append(observe(raw, env, policy, t + 1))
+        observed.append(observe(raw, env, policy, t + 1))
         advance()
         if plan.one_episode:
             # What follows a last decision is looked at once more: its value closes the return of that decision.
@@ -112,10 +114,10 @@ def collect(
                 break
         valued = valued if policy.critic else running
     if policy.critic:
-        record.values.append(policy.value(policy.encode(seen[-1])).cpu())
+        record.values.append(policy.value(policy.encode(observed[-1])).cpu())
     return ChunkRollout(
         sampler=sampler,
-        observations=joined_batches(seen, torch.stack),
+        observations=joined_batches(observed, torch.stack),
         group=torch.from_numpy(groups),
         env_seed=env_seed,
         first_episodes=first_episodes,
@@ -128,9 +130,9 @@ def collect(
 def _spread(values: Tensor, slots: Tensor) -> Tensor:
     """Rows [n, ...] of some slots (bool [B]) as [B, ...] on the CPU, zeros in the others."""
     # Rollouts wait on the CPU: their pictures would take the room that training needs.
-    found = values.new_zeros(len(slots), *values.shape[1:], device="cpu")
-    found[slots] = values.cpu()
-    return found
+    spread = values.new_zeros(len(slots), *values.shape[1:], device="cpu")
+    spread[slots] = values.cpu()
+    return spread
 
 
 class _Record:
@@ -158,6 +160,7 @@ class _Record:
         return columns | {
             "contexts": joined_batches(self.contexts, torch.stack) if self.contexts else {},
             "values": None if value is None else value[:-1],
+            # The first value alone: of a chunk that is not chosen yet nothing but the state is known.
             "next_values": None if value is None else value[1:, :, 0],
             "valid": valid,
             "episode": done.long().cumsum(0) - done.long(),
@@ -166,7 +169,7 @@ class _Record:
 
 def _outcome(terminated: NDArray[Any], truncated: NDArray[Any], info: dict[str, Any]) -> dict[str, Tensor]:
     """What an environment says of a decision."""
-    found = {
+    columns = {
         "rewards": info["rewards"],
         "n_executed": info["n_executed"],
         "terminated": terminated,
@@ -174,7 +177,7 @@ def _outcome(terminated: NDArray[Any], truncated: NDArray[Any], info: dict[str, 
         "success": info["is_success"],
         "dropped": info.get("dropped", np.zeros(len(terminated), dtype=np.bool_)),
     }
-    return {name: torch.from_numpy(np.array(value)) for name, value in found.items()}
+    return {name: torch.from_numpy(np.array(value)) for name, value in columns.items()}
 
 
 def _before(frozen: Policy | None, context: Batch, observation: Batch, same_encoder: bool) -> Frozen | None:
@@ -203,7 +206,7 @@ def policy_name(name: str) -> str | None:
 
 def observe(raw: Observation, env: Environment, policy: Policy, decision: int) -> Batch:
     """The policy's inputs of what an environment shows."""
-    named = {own: value for name, value in raw.items() if (own := policy_name(name)) is not None}
+    named = {key: value for name, value in raw.items() if (key := policy_name(name)) is not None}
     missing = [name for name in policy.inputs if name not in named and name != TOKENS]
     if missing:
         raise ValueError(f"the policy reads {missing}; the environment shows {sorted(named)}: see policy.rename")

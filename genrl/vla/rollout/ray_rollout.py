@@ -63,22 +63,22 @@ class ActingHost:
 
     def run(self, work: Assignment) -> Iterator[Part | Exception | None]:
         """None after every decision, that it goes on is heard of; at the end the part, or what was raised."""
-        said: queue.SimpleQueue[Part | Exception | None] = queue.SimpleQueue()
+        messages: queue.SimpleQueue[Part | Exception | None] = queue.SimpleQueue()
 
         def act() -> None:
             torch.set_num_threads(1)  # as many actors as CPUs
             waited = self.env.waited_s
             try:
                 put_weights(self.policy, connected().get(work.weights))
-                advance = partial(said.put, None)
+                advance = partial(messages.put, None)
                 rollout = collect(self.env, self.policy, work.sampler, work.plan, frozen=self.frozen, advance=advance)
-                said.put(Part(rollout, work.version, self.env.waited_s - waited))
+                messages.put(Part(rollout, work.version, self.env.waited_s - waited))
             except Exception as error:  # noqa: BLE001 - of the thread: raised again where it is waited for
-                said.put(error)
+                messages.put(error)
 
         # `collect` returns at its end, and the caller waits for a sign of life after every decision.
         threading.Thread(target=act, daemon=True).start()
-        while (message := said.get()) is None:
+        while (message := messages.get()) is None:
             yield None
         yield message
 
@@ -95,9 +95,9 @@ def trained_weights(policy: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def put_weights(policy: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy `trained_weights` into a policy of the same kind."""
-    own = dict(policy.named_parameters())
+    parameters = dict(policy.named_parameters())
     for name, value in weights.items():
-        own[name].copy_(value)
+        parameters[name].copy_(value)
 
 
 class RayRollouts:
@@ -124,6 +124,7 @@ class RayRollouts:
         tf32: bool | None = None,
     ) -> None:
         self.num_envs, self.chunk, self.group_size = simulation.num_envs, simulation.chunk, simulation.group_size
+        # Nothing is started by opening it: simulators begin with the first reset.
         self.max_steps = open_environment(replace(simulation, num_envs=self.group_size)).max_steps
         self.timeout_s, self.start_timeout_s = timeout_s, start_timeout_s
         self.waited_s, self.dropped, self.restarts, self.version = 0.0, 0, 0, 0
@@ -163,6 +164,7 @@ class RayRollouts:
             raise
         missing = sum(len(groups) for number, groups in enumerate(crew.parts) if number not in parts)
         done = [parts[number] for number in sorted(parts)]
+        # A mix of versions would show only as ratios that are off, much later.
         if stale := {part.version for part in done} - {self.version}:
             raise RuntimeError(f"a Ray actor acted by weights {stale}, not by {self.version}")
         self.waited_s += max(part.waited_s for part in done)
@@ -191,6 +193,7 @@ class RayRollouts:
         for actor in crew.workers:
             first = work.plan.first_slot + actor.slots.start * self.group_size
             crew.send(actor, work._replace(plan=replace(work.plan, first_slot=first)), list(actor.slots))
+            # The first decision may have to wait for simulators that are made.
             crew.expect(actor, starting=True)
         while waiting := [actor for actor in crew.workers if actor.open]:
             actor, message = crew.next(waiting)

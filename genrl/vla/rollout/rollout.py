@@ -90,6 +90,7 @@ def episode_returns(rollout: ChunkRollout) -> Tensor:
     Means nothing for a slot without valid rows (`rollout.valid.any(0)`), whose episode was dropped: leave those out.
     """
     size = rollout.rewards.shape[-1]
+    # The episode ends with the last action that was executed, not with the last of the chunk.
     last = executed_mask(rollout.n_executed, size).sum(-1, keepdim=True) - 1 == torch.arange(size)
     return episodes.first_episode_returns(rollout.rewards, last & rollout.done[..., None])
 
@@ -97,6 +98,7 @@ def episode_returns(rollout: ChunkRollout) -> Tensor:
 def joined(parts: Sequence[ChunkRollout]) -> ChunkRollout:
     """Rollouts of neighbouring slots as one. Those that ended sooner (one_episode) get rows that are not valid."""
     longest = max(len(part.valid) for part in parts)
+    # Counted anew over the padding, whose rows would else carry on as episode 0.
     episode = [_longer(part.done, longest).long().cumsum(0) for part in parts]
     done = [_longer(part.done, longest).long() for part in parts]
     values: dict[str, Any] = {

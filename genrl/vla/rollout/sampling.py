@@ -146,8 +146,8 @@ class Denoising(Sampler):
         self._check_first(frozen)
 
         def step(k: int, x: Tensor) -> Transition:
-            who, seen = frozen if frozen is not None and k < self.first else (policy, context)
-            return self.transition(who, seen, x, torch.full((batch,), k), random.noisy[:, k])
+            who, encoded = frozen if frozen is not None and k < self.first else (policy, context)
+            return self.transition(who, encoded, x, torch.full((batch,), k), random.noisy[:, k])
 
         chain = chains.sample_chain(
             step, start[:, 0], start[:, 1:], noise_clip=self.noise_clip, last_clip=self.last_clip
@@ -156,6 +156,7 @@ class Denoising(Sampler):
         index = random.noisy.nonzero()[:, 1].view(batch, -1)
         rows, place = torch.arange(batch, device=start.device)[:, None], index.to(start.device)
         states, following = chain.states[rows, place], chain.states[rows, place + 1]
+        # By the same function as in `replay`, on the same tensors: the first ratio is exactly 1.
         log_prob = self._score(states, following, chain.means[rows, place], chain.stds[rows, place])
         return Sample(chain.states[:, -1], states, following, index, log_prob)
 
@@ -175,8 +176,8 @@ class Denoising(Sampler):
         x = noise.to(next(iter(context.values())).device)
         self._check_first(frozen)
         for k in range(self.steps):
-            who, seen = frozen if frozen is not None and k < self.first else (policy, context)
-            x = self._follow(who, seen, x, torch.full((len(x),), k))
+            who, encoded = frozen if frozen is not None and k < self.first else (policy, context)
+            x = self._follow(who, encoded, x, torch.full((len(x),), k))
         return x if self.last_clip is None else x.clamp(-self.last_clip, self.last_clip)
 
     def _follow(self, policy: Policy, context: Batch, x: Tensor, index: Tensor) -> Tensor:
@@ -222,6 +223,7 @@ class FlowSteps(Denoising):
             skip = self.kernel == "flow_cps"
             return chains.noisy_steps(self.selection, rows, self.steps, skip_last=skip, generator=rng)
 
+        # One choice per chunk, by its own generator, so that it is the same in any batch.
         if self.selection == "random_per_env":
             return torch.cat([choose(1, rng) for rng in generators])
         return choose(len(generators), shared)
@@ -272,6 +274,7 @@ class LearnedNoise(Denoising):
 
     def _score(self, states: Tensor, next_states: Tensor, means: Tensor, stds: Tensor) -> Tensor:
         """One log-probability of the whole chain, [B, 1, H, A]."""
+        # All steps were sampled, so each next state is the state of the step after it.
         chain = Chain(torch.cat([states, next_states[:, -1:]], 1), means, stds)
         return chains.chain_log_prob(chain, initial=self.initial, reduction=self.reduction)[:, None]
 

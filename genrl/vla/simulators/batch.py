@@ -70,11 +70,12 @@ class Batch(ABC):
             ended = alive & (terminated | truncated)
             self.keep(ended | alive if k == self.chunk - 1 else ended)
             alive = alive & ~ended
+        # After the chunks: a simulator in lock step would move the new episodes along.
         if work.begin:
             self.elapsed[list(work.begin)] = 0
             self.begin(work.begin)
         at = np.array(sorted(work.begin.keys() | work.chunks.keys()), dtype=np.int64)
-        said = self.instructions()
+        instructions = self.instructions()
         yield Outcome(
             at,
             {name: value[at] for name, value in self.observe().items()},
@@ -83,7 +84,7 @@ class Batch(ABC):
             terminated[at],
             truncated[at],
             succeeded[at],
-            [said[slot] for slot in at],
+            [instructions[slot] for slot in at],
             self.action_dim,
         )
 

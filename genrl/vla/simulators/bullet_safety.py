@@ -52,9 +52,9 @@ class BulletSafetyEnv(gymnasium.Env[NDArray[np.float64], NDArray[np.float32]]):
 
     def picture(self, size: int) -> NDArray[np.uint8]:
         """The middle of the package's picture, a square that was drawn without a display, uint8."""
-        shown = np.asarray(self.inner.render(mode="rgb_array")).astype(np.uint8)
-        left = (shown.shape[1] - len(shown)) // 2
-        return shown[:, left : left + len(shown)]
+        pixels = np.asarray(self.inner.render(mode="rgb_array")).astype(np.uint8)
+        left = (pixels.shape[1] - len(pixels)) // 2
+        return pixels[:, left : left + len(pixels)]
 
     def close(self) -> None:
         """End the simulation."""

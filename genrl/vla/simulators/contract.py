@@ -246,13 +246,14 @@ class Description:
 
     def host(self, slots: int) -> Host:
         """Make it, for so many slots."""
-        made: Host = self.function(slots, **self.settings)
-        return made
+        host: Host = self.function(slots, **self.settings)
+        return host
 
 
 def episode_keys(seed: int, slot: NDArray[np.generic], count: NDArray[np.generic]) -> Keys:
     """Numbers of the episodes `count` [n] of the slots `slot` [n] of a run: different in all three, uint64 [n]."""
     start = spread(np.array([seed % 2**64], dtype=np.uint64))
+    # Spread after each part: sums of neighbouring seeds, slots and counts would meet.
     return spread(spread(start + slot.astype(np.uint64)) + count.astype(np.uint64))
 
 

@@ -42,8 +42,12 @@ def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
     """Describes these tasks. settings: of `gymnasium.make`; `sim_backend: gpu` makes one batch of one task."""
     names = tuple(tasks) or ("PickCube-v1",)
     limit = MAX_STEPS if reading.max_steps is None else reading.max_steps
-    told = {"tasks": names, "reading": replace(reading, success_key="success", max_steps=limit), "settings": settings}
-    return Description(host, told, len(names), limit)
+    arguments = {
+        "tasks": names,
+        "reading": replace(reading, success_key="success", max_steps=limit),
+        "settings": settings,
+    }
+    return Description(host, arguments, len(names), limit)
 
 
 def host(slots: int, *, tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]) -> SlotHost | BatchHost:
@@ -81,8 +85,8 @@ def sentence(env: Any, reading: Reading) -> list[str]:
 
 def observed(env: Any, image_size: int) -> Observation:
     """What all environments show: "agent_pos", the joints, "environment_state", and "pixels" if they are wanted."""
-    shown = {"agent_pos": array(env.agent.robot.get_qpos()), "environment_state": array(env.get_obs())}
-    return shown | ({"pixels": pictures(env)} if image_size else {})
+    observation = {"agent_pos": array(env.agent.robot.get_qpos()), "environment_state": array(env.get_obs())}
+    return observation | ({"pixels": pictures(env)} if image_size else {})
 
 
 def pictures(env: Any) -> NDArray[np.uint8]:
@@ -92,8 +96,8 @@ def pictures(env: Any) -> NDArray[np.uint8]:
 
 def array(value: Any) -> NDArray[Any]:
     """A tensor as an array on the CPU."""
-    found: NDArray[Any] = np.asarray(value.cpu() if isinstance(value, OnDevice) else value)
-    return found.astype(np.float32) if found.dtype.kind == "f" else found
+    values: NDArray[Any] = np.asarray(value.cpu() if isinstance(value, OnDevice) else value)
+    return values.astype(np.float32) if values.dtype.kind == "f" else values
 
 
 class ManiSkillEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
@@ -115,8 +119,8 @@ class ManiSkillEnv(gymnasium.Env[Observation, NDArray[np.float32]]):
     def step(self, action: NDArray[np.float32]) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """One action."""
         _, reward, terminated, _, info = self.env.step(action)
-        found = {"success": bool(array(info["success"])[0])}
-        return self._observation(), float(array(reward)[0]), bool(array(terminated)[0]), False, found
+        info_out = {"success": bool(array(info["success"])[0])}
+        return self._observation(), float(array(reward)[0]), bool(array(terminated)[0]), False, info_out
 
     def picture(self, size: int) -> NDArray[np.uint8]:
         """Picture of the first camera."""
@@ -144,8 +148,8 @@ class BatchHost(Batch):
         import torch
 
         for slot, episode in episodes.items():
-            one = torch.tensor([slot], device=self.env.device)
-            self.env.reset(seed=[seed_of(episode, self.reading)] * self.slots, options={"env_idx": one})
+            index = torch.tensor([slot], device=self.env.device)
+            self.env.reset(seed=[seed_of(episode, self.reading)] * self.slots, options={"env_idx": index})
         self.keep(np.isin(np.arange(self.slots), list(episodes)))
 
     def act(self, actions: NDArray[np.float32], alive: Flags) -> tuple[NDArray[Any], Flags, Flags]:
@@ -171,8 +175,8 @@ class BatchHost(Batch):
 
     def render(self, slots: list[int], size: int) -> NDArray[np.uint8]:
         """Picture of the first camera."""
-        shown = pictures(self.env)
-        return np.stack([as_picture(shown[slot], size, "ManiSkill") for slot in slots])
+        images = pictures(self.env)
+        return np.stack([as_picture(images[slot], size, "ManiSkill") for slot in slots])
 
     def close(self) -> None:
         """Close the simulator."""

@@ -55,8 +55,8 @@ def placed(depth: Floats, camera: Any) -> Floats:
     y = top - (top - bottom) * (np.arange(height) + 0.5) / height
     forward, up = np.array(camera.forward), np.array(camera.up)
     ray = forward + (x[None, :, None] * np.cross(forward, up) + y[:, None, None] * up) / near
-    found: Floats = (np.array(camera.pos) + depth[..., None] * ray).reshape(-1, 3).astype(np.float32)
-    return found
+    points: Floats = (np.array(camera.pos) + depth[..., None] * ray).reshape(-1, 3).astype(np.float32)
+    return points
 
 
 def farthest(points: Floats, count: int) -> Floats:
@@ -91,7 +91,7 @@ def renderer(mujoco: Any, model: Any, size: int) -> Any:
         raise Misuse("mujoco was imported without MUJOCO_GL and needs a display for pictures: set MUJOCO_GL=egl")
     model.vis.quality.offsamples = 0
     model.vis.global_.offwidth = model.vis.global_.offheight = size
-    made = mujoco.Renderer(model, size, size)
+    renderer_made = mujoco.Renderer(model, size, size)
     for flag in (mujoco.mjtRndFlag.mjRND_SHADOW, mujoco.mjtRndFlag.mjRND_REFLECTION):
-        made.scene.flags[flag] = 0
-    return made
+        renderer_made.scene.flags[flag] = 0
+    return renderer_made

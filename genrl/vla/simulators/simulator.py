@@ -124,20 +124,24 @@ class Simulator:
         """Up to C actions [C, D], until the episode ends: by success, by the environment, or by the time limit."""
         rewards, costs = np.zeros((2, self.reading.chunk), dtype=np.float32)
         for k in range(self.reading.chunk):
+            # As the robot would: a policy's noise goes beyond its limits, and some simulators raise there.
             action = np.clip(chunk[k], self.box.low, self.box.high).astype(self.box.dtype)
-            told = self.env.step(action)
-            if not isinstance(told, tuple) or len(told) != 5:
-                count = f"{len(told)} values" if isinstance(told, tuple) else type(told).__name__
+            result = self.env.step(action)
+            if not isinstance(result, tuple) or len(result) != 5:
+                count = f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__
                 raise Misuse(
                     f"step of {self.env.unwrapped} returned {count}: gymnasium's returns observation, reward, "
                     "terminated, truncated, info"
                 )
-            raw, reward, terminated, truncated, info = told
+            raw, reward, terminated, truncated, info = result
             self.elapsed += 1
             limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
             success = self._success(info, bool(terminated) or bool(truncated) or (limit and not self.says_success))
             costs[k] = self._number(self._told(info, "cost_key", needed=True), "cost_key")
+            # Success ends an episode here even where the simulator goes on: rewards after it would pay for standing
+            # still.
             terminated = bool(terminated) or success
+            # Both at once is an end: what is bootstrapped from a finished task would be value that does not come.
             truncated = (bool(truncated) or limit) and not terminated
             rewards[k] = float(success) if self.reading.reward == "success" else float(reward)
             if terminated or truncated:
@@ -149,11 +153,11 @@ class Simulator:
         an entry of another name speaks of success, the key is wrong, which is said at once."""
         self.says_success |= self.reading.success_key in info
         ended = ended or any("success" in str(name) for name in info)
-        found = self._told(info, "success_key", needed=ended)
-        value = self._number(found, "success_key")
+        entry = self._told(info, "success_key", needed=ended)
+        value = self._number(entry, "success_key")
         if value not in (0.0, 1.0):
             raise Misuse(
-                f"{self.env.unwrapped}: info[{self.reading.success_key!r}] is {found!r}, and success is true or false: "
+                f"{self.env.unwrapped}: info[{self.reading.success_key!r}] is {entry!r}, and success is true or false: "
                 "set environment.success_key to an entry that says so, or compare it with a threshold there"
             )
         return value == 1.0
@@ -187,7 +191,7 @@ class Simulator:
         if not isinstance(bare, Expert):
             raise no_expert(str(bare))
         try:
-            told = np.asarray(bare.expert_chunk(horizon), dtype=np.float32)
+            advice = np.asarray(bare.expert_chunk(horizon), dtype=np.float32)
         except Misuse:
             raise
         except Exception as error:
@@ -198,12 +202,12 @@ class Simulator:
                 f"reset(seed={self.seed}) begins. It must answer wherever a policy may bring the robot; if it knows no "
                 "better, let it stand still"
             ) from error
-        if told.shape != (horizon, *self.box.shape) or not np.isfinite(told).all():
+        if advice.shape != (horizon, *self.box.shape) or not np.isfinite(advice).all():
             raise Misuse(
                 f"expert_chunk({horizon}) of {bare} must be finite numbers {[horizon, *self.box.shape]}, got "
-                f"{list(told.shape)}"
+                f"{list(advice.shape)}"
             )
-        return np.clip(told, self.box.low, self.box.high)
+        return np.clip(advice, self.box.low, self.box.high)
 
     def picture(self, size: int, camera: str = "") -> NDArray[np.uint8]:
         """The scene as it is, uint8 [size, size, 3], as the environment shows it or as one of its cameras sees it."""
@@ -218,7 +222,7 @@ class Simulator:
     def _outcome(self, raw: Any, rewards: NDArray[np.float32], count: int, *ends: bool) -> Outcome:
         """ends: terminated, truncated, success."""
         terminated, truncated, success = ends or (False, False, False)
-        known = self.env.has_wrapper_attr("task_description")
+        has_instruction = self.env.has_wrapper_attr("task_description")
         return Outcome(
             slots=np.zeros(1, dtype=np.int64),
             observation={name: value[None] for name, value in self._observe(raw).items()},
@@ -227,18 +231,20 @@ class Simulator:
             terminated=np.array([terminated]),
             truncated=np.array([truncated]),
             success=np.array([success]),
-            instruction=[str(self.env.get_wrapper_attr("task_description")) if known else self.reading.instruction],
+            instruction=[
+                str(self.env.get_wrapper_attr("task_description")) if has_instruction else self.reading.instruction
+            ],
             action_dim=self.box.shape[0],
         )
 
     def _observe(self, raw: Any) -> Observation:
         who, size, cameras = str(self.env.unwrapped), self.reading.image_size, self.reading.cameras
-        found = named(raw, self.reading.proprioception, who)
+        observation = named(raw, self.reading.proprioception, who)
         if self.reading.points:
-            found["environment_points"] = self._cloud(found.get("environment_points"))
-        pictures = {name: found.pop(name) for name in list(found) if name.startswith("pixels")}
+            observation["environment_points"] = self._cloud(observation.get("environment_points"))
+        pictures = {name: observation.pop(name) for name in list(observation) if name.startswith("pixels")}
         if not size:
-            return found
+            return observation
         if not cameras and len(pictures) > 1:
             several = [name.removeprefix("pixels/") for name in pictures]
             raise Misuse(
@@ -246,11 +252,11 @@ class Simulator:
                 "those that it has by policy.rename {observation.images.<camera>: observation.images.<the policy's>}"
             )
         if not cameras:
-            return found | {"pixels": self._sized(next(iter(pictures.values()), None), "")}
+            return observation | {"pixels": self._sized(next(iter(pictures.values()), None), "")}
         bare = self.env.unwrapped
         rendered = list(bare.cameras) if isinstance(bare, Cameras) else []
         check_cameras(cameras, [*(name.removeprefix("pixels/") for name in pictures if "/" in name), *rendered], who)
-        return found | {f"pixels/{name}": self._sized(pictures.get(f"pixels/{name}"), name) for name in cameras}
+        return observation | {f"pixels/{name}": self._sized(pictures.get(f"pixels/{name}"), name) for name in cameras}
 
     def _cloud(self, shown: NDArray[np.float32] | None) -> NDArray[np.float32]:
         bare, count = self.env.unwrapped, self.reading.points
@@ -318,7 +324,7 @@ class SlotHost:
 
     def close(self) -> None:
         """Close all environments."""
-        for simulator in [one for _, one in self._running.values()] + sum(self._free.values(), []):
+        for simulator in [simulator_of for _, simulator_of in self._running.values()] + sum(self._free.values(), []):
             simulator.env.close()
         self._running, self._free = {}, {task: [] for task in range(self.tasks)}
 
@@ -329,9 +335,9 @@ class SlotHost:
             if slot in self._running and self._running[slot][0] != task:
                 was, simulator = self._running.pop(slot)
                 self._free[was].append(simulator)
-        wanted = Counter(task for slot, task in begin.items() if slot not in self._running)
+        needed = Counter(task for slot, task in begin.items() if slot not in self._running)
         for task, free in self._free.items():
-            while not self.resting and len(free) > wanted[task]:
+            while not self.resting and len(free) > needed[task]:
                 free.pop().env.close()
 
     def _thrown_away(self, slot: int) -> str:
@@ -380,15 +386,15 @@ def named(raw: Any, proprioception: int, who: str) -> Observation:
     """
     names = ("pixels", "agent_pos", "environment_state", "environment_points")
     if isinstance(raw, Mapping) and any(name in raw for name in names):
-        found = {name: raw[name] for name in names if name in raw}
-        if isinstance(found.get("pixels"), Mapping):
-            found |= {f"pixels/{camera}": picture for camera, picture in found.pop("pixels").items()}
+        by_name = {name: raw[name] for name in names if name in raw}
+        if isinstance(by_name.get("pixels"), Mapping):
+            by_name |= {f"pixels/{camera}": picture for camera, picture in by_name.pop("pixels").items()}
         try:
             return {
                 name: check_pixels(value, f"{who}, {name}")
                 if name.startswith("pixels")
                 else np.asarray(value, np.float32)
-                for name, value in found.items()
+                for name, value in by_name.items()
             }
         except ValueError as error:
             raise Misuse(str(error)) from error
@@ -412,10 +418,10 @@ def check_cameras(asked: Sequence[str], known: Sequence[str], who: str) -> None:
     for unknown in (camera for camera in asked if camera not in known):
         near = difflib.get_close_matches(unknown, known, n=1)
         hint = f" (the nearest is {near[0]!r})" if near else ""
-        there = [f"observation.images.{name}" for name in known] or ["observation.image"]
+        listed = [f"observation.images.{name}" for name in known] or ["observation.image"]
         raise Misuse(
-            f"{who} has no camera {unknown!r}{hint}, it shows {there}: give the policy's pictures these names by "
-            f"policy.rename {{{there[0]}: observation.images.<the policy's>}}"
+            f"{who} has no camera {unknown!r}{hint}, it shows {listed}: give the policy's pictures these names by "
+            f"policy.rename {{{listed[0]}: observation.images.<the policy's>}}"
         )
 
 
@@ -430,11 +436,11 @@ def describe(name: str, tasks: Sequence[str], reading: Reading, settings: Mappin
         if "/" not in name and "-v" not in name:
             close = difflib.get_close_matches(name, names(SIMULATORS), n=1)
             hint = f" (the nearest is {close[0]!r})" if close else ""
-            known = ", ".join(names(SIMULATORS))
-            raise ValueError(f"no environment {name!r}{hint}: {known}, a gymnasium id, or path/file.py:function")
+            simulators = ", ".join(names(SIMULATORS))
+            raise ValueError(f"no environment {name!r}{hint}: {simulators}, a gymnasium id, or path/file.py:function")
         limit = find_registered(name).max_episode_steps if limit is None else limit
-    told = {"name": name, "reading": reading, "settings": settings, "tasks": tasks}
-    return Description(gymnasium_host, told, max(1, len(tasks)), limit)
+    arguments = {"name": name, "reading": reading, "settings": settings, "tasks": tasks}
+    return Description(gymnasium_host, arguments, max(1, len(tasks)), limit)
 
 
 def gymnasium_host(
@@ -443,14 +449,14 @@ def gymnasium_host(
     """See `describe`."""
 
     def make(task: int) -> gymnasium.Env[Any, Any]:
-        own = {"task": tasks[task]} if tasks else {}
+        arguments = {"task": tasks[task]} if tasks else {}
         if not is_function(name):
-            return registered(name, reading.max_steps, {**settings, **own})
+            return registered(name, reading.max_steps, {**settings, **arguments})
         try:
             function = find(name, SIMULATORS)
         except ValueError as error:
             raise Misuse(str(error)) from error
-        env: gymnasium.Env[Any, Any] = function(**settings, **own)
+        env: gymnasium.Env[Any, Any] = function(**settings, **arguments)
         return env
 
     return SlotHost(make, max(1, len(tasks)), reading)
@@ -463,15 +469,15 @@ def is_function(name: str) -> bool:
 
 def find_registered(name: str) -> EnvSpec:
     """The gymnasium environment of an id; its package is imported. Raises Misuse where there is none."""
-    module, _, own = name.rpartition(":")
-    known = ["gym_" + own.partition("/")[0].removeprefix("gym_"), bullet_safety.PACKAGE, "gymnasium_robotics"]
-    for package in [module] if module else known:
-        if own not in gymnasium.registry and importlib.util.find_spec(package) is not None:
+    module, _, env_id = name.rpartition(":")
+    packages = ["gym_" + env_id.partition("/")[0].removeprefix("gym_"), bullet_safety.PACKAGE, "gymnasium_robotics"]
+    for package in [module] if module else packages:
+        if env_id not in gymnasium.registry and importlib.util.find_spec(package) is not None:
             imported = importlib.import_module(package)
             if "register_robotics_envs" in vars(imported):
                 gymnasium.register_envs(imported)
     try:
-        return gymnasium.spec(own)
+        return gymnasium.spec(env_id)
     except gymnasium.error.Error as error:
         raise Misuse(f"{error} (pip install what has it: gym-pusht, gymnasium-robotics, ...)") from error
 

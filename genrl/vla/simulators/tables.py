@@ -44,7 +44,7 @@ FAILURES = 3
 def open_environment(wanted: Simulation) -> Environment:
     """Slots of a simulator by its name; nothing is started before the first reset. Raises ValueError for what does not
     fit together."""
-    name, told = wanted.name, (wanted.tasks, wanted, dict(wanted.settings))
+    name, arguments = wanted.name, (wanted.tasks, wanted, dict(wanted.settings))
     if name in ONE_CAMERA and wanted.cameras:
         raise ValueError(
             f"{name} has one camera, observation.image; the policy reads {list(wanted.cameras)}: write policy.rename "
@@ -53,13 +53,14 @@ def open_environment(wanted: Simulation) -> Environment:
     if wanted.cost_key is not None and name in SIMULATORS.built_in:
         raise ValueError(f"environment.cost_key: {name} knows no costs, gymnasium environments may; leave it out")
     if name in SIMULATORS.built_in:
-        described = find(name, SIMULATORS)(*told)
+        described = find(name, SIMULATORS)(*arguments)
     else:
         from genrl.vla.simulators.simulator import describe
 
-        described = describe(name, *told)
+        described = describe(name, *arguments)
     if not wanted.workers:
         return Simulators(described, wanted)
+    # Here: Ray is an extra, and most runs simulate in this process.
     from genrl.vla.simulators import ray_workers, workers
 
     if wanted.workers == "ray":
@@ -207,11 +208,14 @@ class Simulators:
         if tasks == 1:
             return numbers
         turn = (self._seed % tasks + group + self._count) % tasks
+        # Halved first, so that adding the task cannot leave 64 bits.
         return (numbers >> np.uint64(1)) // np.uint64(tasks) * np.uint64(tasks) + turn.astype(np.uint64)
 
     def _round(self, run: Run) -> Step:
         begun, done = time.perf_counter(), Round(self.num_envs, self.chunk)
         try:
+            # A worker lost between two rounds (over a picture) took its episodes with it: this is the first round that
+            # can say so.
             done.drop(np.flatnonzero(self._vanished).tolist())
             self._play(run, done)
         except BaseException:
@@ -223,16 +227,17 @@ class Simulators:
         self.waited_s += time.perf_counter() - begun
         names = {"rewards": "rewards", "n_executed": "n_executed", "is_success": "success", "dropped": "dropped"}
         names |= {"costs": "costs"} if self.knows_costs else {}
-        info = {name: getattr(done, own) for name, own in names.items()}
-        seen = {name: value.copy() for name, value in self.observation.items()}
-        return seen, done.rewards.sum(1), done.terminated, done.truncated, info
+        info = {name: getattr(done, field) for name, field in names.items()}
+        # A copy: the next round writes into the same arrays, and rollouts keep what they were shown.
+        observation = {name: value.copy() for name, value in self.observation.items()}
+        return observation, done.rewards.sum(1), done.terminated, done.truncated, info
 
     def _play(self, run: Run, done: Round) -> None:
         """Do a round; in place of an episode that cannot begin another one is begun, by a new environment."""
         if self.host is None:
             self.host = self.description.host(self.num_envs)
         while run.begin or run.chunks:
-            again: dict[int, int] = {}
+            restarted: dict[int, int] = {}
             for message in self.host.run(run):
                 if isinstance(message, Outcome):
                     self._take(message, message.slots, done)
@@ -240,10 +245,10 @@ class Simulators:
                 assert isinstance(message, Fault)
                 self._blame(message, message.slot)
                 if message.slot in run.begin:
-                    again[message.slot] = self._another(run.begin[message.slot])
+                    restarted[message.slot] = self._another(run.begin[message.slot])
                 else:
                     done.drop([message.slot])
-            run = Run(again, {})
+            run = Run(restarted, {})
 
     def _timed_answer(self, ask: Ask, answer: NDArray[np.generic]) -> None:
         """Write what the slots answer into an array, a row each."""

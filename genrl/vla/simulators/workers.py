@@ -95,9 +95,10 @@ class Process(Worker):
         """Start the process; it makes its host by itself."""
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        given = (theirs, self.description, len(self.slots))
-        self.process = context.Process(target=_serve, args=given, daemon=True)
+        arguments = (theirs, self.description, len(self.slots))
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
+        # Its end is the child's alone: held open here too, the pipe would never say that the child has ended.
         theirs.close()
 
     def do(self, work: Work) -> Iterator[Message]:
@@ -213,9 +214,9 @@ class Crew:
         """A successor of one that is gone."""
         self.restarts += 1
         worker.end(kill=True)
-        again = self.worker(self.description, worker.slots, self._inbox)
-        self.workers[self.workers.index(worker)] = again
-        return again
+        successor = self.worker(self.description, worker.slots, self._inbox)
+        self.workers[self.workers.index(worker)] = successor
+        return successor
 
     def end(self, *, kill: bool) -> None:
         workers, self.workers = self.workers, []
@@ -301,9 +302,9 @@ class FarSimulators(Simulators):
                 run.begin[slot] = self._another(run.begin[slot])
         ended = done.terminated | done.truncated
         done.drop([s for s in worker.slots if s in run.chunks and (s in worker.open or not ended[s])])
-        again = self.crew.restart(worker)
-        self._order(again, Run(run.begin, {}), worker.slots)
-        return again
+        successor = self.crew.restart(worker)
+        self._order(successor, Run(run.begin, {}), worker.slots)
+        return successor
 
     def _answer(self, ask: Ask, answer: NDArray[np.generic]) -> None:
         self.crew.start()

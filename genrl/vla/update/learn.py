@@ -42,6 +42,8 @@ def learn(
     with loop.timed("train"):
         for epoch in range(settings.epochs):
             counts = gather_object([len(chosen.row)])
+            # Nearest to the size that is asked for, in equal parts: a small remainder would be a step of large
+            # variance.
             parts = max(1, round(sum(counts) / settings.minibatch))
             for dealt in deal(counts, loop.process.rank, parts, run.config.seed, "minibatches", loop.iteration, epoch):
                 if not update(run, rollout, chosen, dealt, settings, meter, loss, groups):
@@ -63,16 +65,17 @@ def update(
 
     All processes make as many passes, as each of them ends with one word to the others.
     """
-    mine, acting = chosen.chosen(dealt.mine), Acting(run.policy, rollout.sampler)
+    local, acting = chosen.chosen(dealt.mine), Acting(run.policy, rollout.sampler)
     policy, critic, total = "policy" in groups, "critic" in groups, len(dealt.every)
     record = partial(recorded_decisions, rollout, total=total, policy=policy, critic=critic)
     passes = math.ceil(dealt.most / (settings.microbatch or dealt.most))
     sums: dict[str, Tensor] = {}
 
     def prepare(part: Tensor) -> Recorded | None:
-        return record(mine.chosen(part)) if len(part) else None
+        return record(local.chosen(part)) if len(part) else None
 
     def idle() -> Tensor:
+        # A real pass over one decision: in shards the others wait for this process to gather with them.
         return 0.0 * loss(settings, acting, record(chosen.idle()))["loss"]
 
     def measure(part: Tensor, results: Results, recorded: Recorded) -> None:
@@ -86,9 +89,10 @@ def update(
         number = max(1.0, every.pop("number"))
         means = {name: value / (number if name in PER_RATIO else total) for name, value in every.items()}
         meter.note(means if policy else {"loss/value": means["loss/value"]})
+        # Before the step, so that the update which goes too far is not made.
         return not policy or settings.kl_stop is None or means["kl/updates"] <= settings.kl_stop
 
-    parts = torch.arange(len(mine.row)).tensor_split(passes)
+    parts = torch.arange(len(local.row)).tensor_split(passes)
     norms = descend(
         run.loop, settings, acting, parts, prepare, loss,
         groups=groups, done=len, measure=measure, idle=idle, before_step=near,

@@ -62,12 +62,13 @@ def filtered(rollout: ChunkRollout, settings: Update) -> Tensor:
 
     Episodes that were lost with their simulator are not, and say nothing of their group.
     """
-    kept = rollout.valid.any(0)
-    if settings.success_filter is not None and bool(kept.any()):
+    trained = rollout.valid.any(0)
+    if settings.success_filter is not None and bool(trained.any()):
         low, high = settings.success_filter
-        returns, group = episode_returns(rollout)[kept], rollout.group[kept]
-        kept[kept.clone()] = informative_groups(returns, group, low=low, high=high)
-    return kept
+        returns, group = episode_returns(rollout)[trained], rollout.group[trained]
+        # A clone: the mask would be written while it selects.
+        trained[trained.clone()] = informative_groups(returns, group, low=low, high=high)
+    return trained
 
 
 def recorded_decisions(rollout: ChunkRollout, chosen: Decisions, *, total: int, policy: bool, critic: bool) -> Recorded:
@@ -111,15 +112,15 @@ class Scored(NamedTuple):
 def score(settings: Update, acting: Acting, given: Recorded) -> Scored:
     """The log-probabilities of some decisions under the policy as it is, and as they were sampled."""
     context = context_of(acting.policy, named(given, "observation/"), named(given, "context/"))
-    again = acting.sampler.replay(acting.policy, context, given["states"], given["next_states"], given["step_index"])
+    replay = acting.sampler.replay(acting.policy, context, given["states"], given["next_states"], given["step_index"])
     executed, size, action_dim = given["executed"], int(given["size"]), int(given["action_dim"])
-    now = at_level(again.log_prob[:, 0], executed, size, action_dim, settings)
+    now = at_level(replay.log_prob[:, 0], executed, size, action_dim, settings)
     then = at_level(given["old_log_prob"][:, 0].to(now.device), executed, size, action_dim, settings)
     counted = torch.ones_like(now, dtype=torch.bool)
     if settings.level != "chunk":
-        there = executed_mask(executed, size).to(now.device)
-        counted = there if settings.level == "action" else there[..., None].expand(now.shape)
-    reaching = chains.executed(again.entropy, size, action_dim)
+        executed_actions = executed_mask(executed, size).to(now.device)
+        counted = executed_actions if settings.level == "action" else executed_actions[..., None].expand(now.shape)
+    reaching = chains.executed(replay.entropy, size, action_dim)
     return Scored(now, then, counted, context, reaching.flatten(1).mean(1))
 
 
@@ -130,11 +131,12 @@ def named(given: Recorded, prefix: str) -> Batch:
 
 def at_level(elements: Tensor, executed: Tensor, size: int, action_dim: int, settings: Update) -> Tensor:
     """[n, H, A] -> log-probabilities at the level of the ratio. Actions after an episode's end do not count."""
-    kept = chains.executed(elements, size, action_dim)
+    reaching = chains.executed(elements, size, action_dim)
     if settings.element_clip is not None:
-        kept = kept.clamp(*settings.element_clip)
-    there = executed_mask(executed, size).to(kept.device)[..., None]
-    return chains.aggregate(torch.where(there, kept, 0.0), settings.level, settings.reduction)
+        # Before the sum: one number far off its mean would decide the ratio of the whole chunk.
+        reaching = reaching.clamp(*settings.element_clip)
+    executed_actions = executed_mask(executed, size).to(reaching.device)[..., None]
+    return chains.aggregate(torch.where(executed_actions, reaching, 0.0), settings.level, settings.reduction)
 
 
 def context_of(policy: Any, observation: Batch, kept: Batch) -> Batch:
@@ -156,8 +158,9 @@ class ActorLoss(NamedTuple):
 
 def spread_out(values: Tensor, like: Tensor) -> Tensor:
     """Values of decisions or actions spread to every ratio of them, in the shape of `like`."""
-    found = values.to(like.device, torch.float32)
-    return found.view(*found.shape, *[1] * (like.dim() - found.dim())).expand(like.shape)
+    # Advantages are made in float64; the surrogate is one of float32 log-probabilities.
+    tensor = values.to(like.device, torch.float32)
+    return tensor.view(*tensor.shape, *[1] * (like.dim() - tensor.dim())).expand(like.shape)
 
 
 def actor_loss(
@@ -174,8 +177,8 @@ def actor_loss(
     if settings.clip_range_high is not None:
         above = torch.full_like(scored.log_prob, settings.clip_range_high)
         below = below if isinstance(below, Tensor) else torch.full_like(above, below)
-    found = clipped_surrogate(scored.log_prob, scored.old_log_prob, advantage, below, above)
-    loss = found.loss
+    surrogate = clipped_surrogate(scored.log_prob, scored.old_log_prob, advantage, below, above)
+    loss = surrogate.loss
     if settings.dual_clip is not None:
         loss = actor_critic.dual_clip(loss, advantage, settings.dual_clip)
     counted, weight = scored.counted, spread_out(given["weight"], scored.log_prob)
@@ -185,13 +188,14 @@ def actor_loss(
 
     sums = {
         "loss/policy": total(loss * weight),
-        "ratio/mean": total(found.ratio),
-        "ratio/clipped": total(found.clipped.float()),
+        "ratio/mean": total(surrogate.ratio),
+        "ratio/clipped": total(surrogate.clipped.float()),
         "kl/updates": total(actor_critic.approximate_kl(scored.log_prob, scored.old_log_prob)),
         "number": counted.sum(),
     }
     # a level below the chunk has several ratios in a decision: the mean is over them
     count, each = int(given["total"]), scored.log_prob[0].numel()
+    # A new tensor: the sum itself is kept for the figures.
     share = torch.zeros((), device=loss.device) + sums["loss/policy"] / (count * each)
     if settings.entropy_weight:
         sums["entropy"] = scored.entropy.sum()
@@ -218,8 +222,8 @@ def weighed(
         rows = training_rows(rollout, part)
         with fitting():
             context = context_of(policy, rows.observation, rows.context)
-            again = rollout.sampler.replay(policy, context, rows.states, rows.next_states, rows.step_index)
-        proximal[part] = again.log_prob.cpu()
+            replay = rollout.sampler.replay(policy, context, rows.states, rows.next_states, rows.step_index)
+        proximal[part] = replay.log_prob.cpu()
     now = rollout._replace(log_prob=proximal.view(rollout.log_prob.shape))
     if settings.importance == "none":
         return now

@@ -86,35 +86,35 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
                 yield ("task", name), str(error)
         elif Path(source).suffix == ".jsonl" or (Path(source).suffix == ".txt" and config.vlm.makes):
             try:
-                found = read_prompts(source, config.task.prompt, chat=True)
+                parsed = read_prompts(source, config.task.prompt, chat=True)
             except PromptError as error:
                 yield ("task", name), str(error)
                 continue
-            notes += [f"task.{name}: skipped {row}" for row in found.skipped[:10]]
-            columns.append((name, found.column_names))
+            notes += [f"task.{name}: skipped {row}" for row in parsed.skipped[:10]]
+            columns.append((name, parsed.column_names))
             if not config.vlm.makes and config.task.image is not None:
-                yield from _images(config, name, source, found)
+                yield from _images(config, name, source, parsed)
         elif ":" in source:
             notes.append(f"task.{name}: {source} is a data set; it is read when training starts")
         else:
             yield ("task", name), f"{source}: questions are a .jsonl file, or a data set as id:split"
     yield from _rewards(config, columns, notes)
     column = config.trainer.recipe(config).advantage.column if "task" in config.trainer.reads else ""
-    for name, known in columns if column else ():
-        if column not in known and name in ("name", "train"):
+    for name, names in columns if column else ():
+        if column not in names and name in ("name", "train"):
             asks = f"{config.trainer.name} compares the answers of a task, which the column {column} is to name"
-            yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest(column, known)}"
+            yield ("task", name), f"{asks}; columns of every row: {', '.join(names)}.{nearest(column, names)}"
     key, target = config.trainer.demonstrations or ("", "")
-    wanted = columns_of(target) if target else []
-    for name, known in columns:
-        missing = [column for column in wanted if column not in known]
+    needed = columns_of(target) if target else []
+    for name, names in columns:
+        missing = [column for column in needed if column not in names]
         if missing and name == "name":  # data may have its answers in messages
-            asks = f"{key} asks for the column {missing[0]}; columns of every row: {', '.join(known)}"
-            yield ("task", name), f"{asks}.{nearest(missing[0], known)}"
-    for name, known in columns if config.augmentation is not None else ():
-        if "answer" not in known:
+            asks = f"{key} asks for the column {missing[0]}; columns of every row: {', '.join(names)}"
+            yield ("task", name), f"{asks}.{nearest(missing[0], names)}"
+    for name, names in columns if config.augmentation is not None else ():
+        if "answer" not in names:
             asks = "augmentation tells hard questions their answer, from the column answer"
-            yield ("task", name), f"{asks}; columns of every row: {', '.join(known)}.{nearest('answer', known)}"
+            yield ("task", name), f"{asks}; columns of every row: {', '.join(names)}.{nearest('answer', names)}"
 
 
 def _further(task: str, notes: list[str]) -> tuple[str, ...]:
@@ -123,16 +123,16 @@ def _further(task: str, notes: list[str]) -> tuple[str, ...]:
         return FURTHER.get(task, ())
     from numpy.random import default_rng
 
-    made = find(task, TASKS)
+    task_made = find(task, TASKS)
     if ".py" in task:
         notes.append(f"task.name: training runs the code of {task}")
     try:
-        found = made("train")[0] if isinstance(made, type) else made(default_rng(0), "train")
+        first_row = task_made("train")[0] if isinstance(task_made, type) else task_made(default_rng(0), "train")
     except Exception as error:  # a user's code
         raise ValueError(f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks") from error
-    if not isinstance(found, tuple) or len(found) not in (3, 4):
-        raise ValueError(f"{task} gives no question but a {type(found).__name__}; see genrl/vlm/tasks")
-    return tuple(found[3]) if len(found) == 4 else ()
+    if not isinstance(first_row, tuple) or len(first_row) not in (3, 4):
+        raise ValueError(f"{task} gives no question but a {type(first_row).__name__}; see genrl/vlm/tasks")
+    return tuple(first_row[3]) if len(first_row) == 4 else ()
 
 
 def _synthesis(settings: Synthesis) -> Iterator[FileFinding]:
@@ -190,7 +190,7 @@ def _given_model(config: VLMConfig) -> Iterator[FileFinding]:
     """A loaded model of a script: what it cannot be asked for any more."""
     key: KeyPath = ("vlm", "path")
     try:
-        found = given(config.vlm.path)
+        model = given(config.vlm.path)
     except ValueError as error:
         yield key, str(error)
         return
@@ -203,8 +203,8 @@ def _given_model(config: VLMConfig) -> Iterator[FileFinding]:
             ("vlm", "quantize"),
             "weights are quantised while they are loaded; give the hub id or folder",
         )
-    if getattr(found.processor, "image_processor", None) is None:
-        text = f"needs its processor with an image processor, found a {type(found.processor).__name__}"
+    if getattr(model.processor, "image_processor", None) is None:
+        text = f"needs its processor with an image processor, found a {type(model.processor).__name__}"
         yield key, f"{text}; give processor=AutoProcessor.from_pretrained(...)"
 
 
@@ -212,19 +212,19 @@ def columns_of_rows(rows: Any, task: Task) -> list[str]:
     """The columns of every row that a script hands over, a `datasets.Dataset` or a list of mappings, beside the
     question. Raises ValueError where one lacks its question or its picture, with its number."""
     if hasattr(rows, "column_names"):
-        known = list(rows.column_names)
+        names = list(rows.column_names)
     else:
         wrong = [k for k, row in enumerate(rows) if not isinstance(row, Mapping)]
         if wrong:
             kind = type(rows[wrong[0]]).__name__
             raise ValueError(f"row {wrong[0]}: a question is a mapping with its columns, found a {kind}")
-        known = [name for name in (rows[0] if len(rows) else ()) if all(name in row for row in rows)]
+        names = [name for name in (rows[0] if len(rows) else ()) if all(name in row for row in rows)]
     for column, key in ((task.prompt, "prompt"), (task.image, "image")):
-        if column is not None and column not in known:
-            have = ", ".join(known) or "none"
+        if column is not None and column not in names:
+            have = ", ".join(names) or "none"
             text = f"not every row has the column {column!r} (task.{key} names it)"
-            raise ValueError(f"{text}; columns of every row: {have}.{nearest(column, known)}")
-    return [name for name in known if name != task.prompt]
+            raise ValueError(f"{text}; columns of every row: {have}.{nearest(column, names)}")
+    return [name for name in names if name != task.prompt]
 
 
 def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Iterator[FileFinding]:
@@ -272,11 +272,11 @@ def _rewards(config: VLMConfig, columns: list[tuple[str, list[str]]], notes: lis
             text = f"{reward.name} scores {pictures[0]} of a sampler; here completions are scored"
             yield ("rewards", index, "name"), f"{text}; write exact, numeric, choice or a function of your own"
             continue
-        for name, known in columns:
-            made = ("audio", "rate") if config.vlm.makes in ("audio", "music") else ()
-            missing = [c for c in declared.columns if c not in known and c not in (*GIVEN, *made)]
+        for name, names in columns:
+            made_columns = ("audio", "rate") if config.vlm.makes in ("audio", "music") else ()
+            missing = [c for c in declared.columns if c not in names and c not in (*GIVEN, *made_columns)]
             if missing:
                 asks = (
-                    f"reward {reward.name} asks for the column {missing[0]}; columns of every row: {', '.join(known)}"
+                    f"reward {reward.name} asks for the column {missing[0]}; columns of every row: {', '.join(names)}"
                 )
-                yield ("task", name), f"{asks}.{nearest(missing[0], known)}"
+                yield ("task", name), f"{asks}.{nearest(missing[0], names)}"

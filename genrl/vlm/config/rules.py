@@ -159,11 +159,11 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
     if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
         if config.environment is not None:
             yield ("generation.vllm.url", at), "a server samples answers ahead, not episodes; leave it out, or write 0"
-        there = {
+        unsupported = {
             "trainer.resample": config.trainer.group_filter.rounds > 1,
             "augmentation": config.augmentation is not None,
         }
-        for key in [key for key, asked in there.items() if asked]:
+        for key in [key for key, is_set in unsupported.items() if is_set]:
             text = "this needs results of earlier iterations, before which the server samples; leave it out, or write 0"
             yield (key, at), text
     if config.distributed.fsdp:

@@ -152,13 +152,13 @@ def completed(written: Any) -> Any:
     trainer = {} if written.get("trainer") is None else written["trainer"]
     if not isinstance(trainer, Mapping):
         return written
-    known, preset = built_in_names("vlm"), trainer.get("preset")
+    algorithms, preset = built_in_names("vlm"), trainer.get("preset")
     if "algorithm" not in trainer:
-        named = isinstance(preset, str) and preset in known  # a preset that has become a method of its own
+        named = isinstance(preset, str) and preset in algorithms  # a preset that has become a method of its own
         # most files name a preset alone; what it learns from is where the run asks or acts
         usual = QUESTIONS if written.get("environment") is None else EPISODES
-        rest = {key: value for key, value in trainer.items() if not (named and key == "preset")}
-        trainer = {"algorithm": preset if named else usual, **rest}
+        others = {key: value for key, value in trainer.items() if not (named and key == "preset")}
+        trainer = {"algorithm": preset if named else usual, **others}
     try:
         method = class_of(trainer["algorithm"], "vlm")
     except (TypeError, ValueError):  # told where it is validated
@@ -324,8 +324,8 @@ class VLMConfig(RunConfig):
             except ValidationError as error:
                 # rules are asked once all keys are right, so there is either one such error or only others
                 cause = error.errors()[0].get("ctx", {}).get("error")
-                found = [((one.path,), one.text) for one in explain(error, written, {})]
-                for keys, text in cause.problems if isinstance(cause, ImpossibleConfig) else found:
+                findings = [((problem.path,), problem.text) for problem in explain(error, written, {})]
+                for keys, text in cause.problems if isinstance(cause, ImpossibleConfig) else findings:
                     changed = [key for key in ("task", "trainer", "optimizer") if getattr(stage, key)]
                     yield tuple(f"{at}.{key}" if key.split(".")[0] in changed else key for key in keys), text
                 continue

@@ -60,8 +60,8 @@ def uses_engine(policy: Any) -> bool:
 def answering(policy: Any) -> AbstractContextManager[None]:
     """Within the block the policy's engine has its weights (`Sampler.ready`), or, where the policy samples itself, this
     process has all of them (`gathered`). All processes enter it together."""
-    found: AbstractContextManager[None] = policy.sampler.ready() if uses_engine(policy) else gathered(policy)
-    return found
+    context: AbstractContextManager[None] = policy.sampler.ready() if uses_engine(policy) else gathered(policy)
+    return context
 
 
 def weights_changed(policy: Any) -> None:
@@ -86,8 +86,8 @@ def generate(
         raise ValueError(f"{len(prompts)} prompts need as many keys, got {len(keys)}")
     policy.check_room(prompts, sampling.max_new_tokens)
     if policy.sampler is not None:
-        drawn: Completions = policy.sampler.generate(prompts, n, sampling, keys)
-        return drawn
+        completions: Completions = policy.sampler.generate(prompts, n, sampling, keys)
+        return completions
 
     group = torch.arange(len(prompts)).repeat_interleave(n)
     cache, _ = policy.prefix(prompts)
@@ -107,15 +107,16 @@ def generate(
     settings = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=policy.pad_id
     )
-    found = _generate(policy.model, settings, draw, {**inputs, "past_key_values": cache})
+    sequences = _generate(policy.model, settings, draw, {**inputs, "past_key_values": cache})
 
-    tokens = found[:, inputs["input_ids"].shape[1] :]
+    tokens = sequences[:, inputs["input_ids"].shape[1] :]
     ended = torch.isin(tokens, torch.tensor(stop, device=tokens.device))
     mask = ended.cumsum(1) - ended.long() == 0  # up to the first stop token, with it
     log_prob = torch.where(mask, torch.stack(draw.log_probs, 1), 0.0)
     finish: list[Finish] = ["stop" if bool(row.any()) else "length" for row in ended]
     texts = [
-        policy.tokenizer.decode(row[kept], skip_special_tokens=True) for row, kept in zip(tokens, mask, strict=True)
+        policy.tokenizer.decode(row[row_mask], skip_special_tokens=True)
+        for row, row_mask in zip(tokens, mask, strict=True)
     ]
     return Completions(tokens, mask, log_prob, group.to(tokens.device), finish, texts)
 
@@ -125,10 +126,10 @@ def _generate(model: Any, settings: GenerationConfig, draw: _Draw, inputs: dict[
     makers, model.generation_config = model.generation_config, settings
     try:
         # what other processes do does not matter: in shards, each has gathered the weights before
-        found: Tensor = model.generate(**inputs, logits_processor=LogitsProcessorList([draw]), synced_gpus=False)
+        sequences: Tensor = model.generate(**inputs, logits_processor=LogitsProcessorList([draw]), synced_gpus=False)
     finally:
         model.generation_config = makers
-    return found
+    return sequences
 
 
 class _Draw(LogitsProcessor):

@@ -86,10 +86,11 @@ class Server:
 
     def load(self, weights: Stream, version: Version) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        own = {name: value.cpu().contiguous() for name, value in weights.tensors}
-        save_file(own, self.folder / "model.safetensors")
+        tensors = {name: value.cpu().contiguous() for name, value in weights.tensors}
+        save_file(tensors, self.folder / "model.safetensors")
         where = {"weights_path": str(self.folder.resolve())}
         self._call("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+        # Keys, values and encoded pictures of the old weights would answer for the new ones.
         if not self._call("/reset_prefix_cache", {})["success"]:
             raise RuntimeError(f"{self.url} keeps keys and values of the old weights: its prefix cache was not reset")
         self._call("/reset_mm_cache", {})
@@ -127,17 +128,17 @@ class Server:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
                 text = reply.read()
         except urllib.error.HTTPError as error:
-            told = error.read()[:300].decode("utf-8", "replace")
-            raise RuntimeError(f"{self.url}{route} answers {error.code}: {told}{self.start}") from error
+            details = error.read()[:300].decode("utf-8", "replace")
+            raise RuntimeError(f"{self.url}{route} answers {error.code}: {details}{self.start}") from error
         except OSError as error:
             raise RuntimeError(f"no vLLM server answers at {self.url}{route}: {error}{self.start}") from error
         return json.loads(text) if text else None
 
 
 def _as_url(picture: Image.Image) -> str:
-    found = io.BytesIO()
-    picture.save(found, "PNG")  # the same pixels
-    return "data:image/png;base64," + base64.b64encode(found.getvalue()).decode()
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")  # the same pixels
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 class Shared:

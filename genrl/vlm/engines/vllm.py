@@ -60,9 +60,9 @@ class InProcess:
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
         names = self.llm.apply_model(lambda model: _names_for(model, weights.names))[0]
-        given = ((names[name], value) for name, value in weights.tensors)
+        renamed = ((names[name], value) for name, value in weights.tensors)
         # `weights_path` would leave the engine with that path as its model's, and the next question fails
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": renamed})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
@@ -74,20 +74,23 @@ class InProcess:
         self.llm.update_weight_version(str(version))
 
     def answer(self, asked: Sequence[Asked]) -> list[Reply]:
-        prompts: list[dict[str, Any]] = [{"prompt_token_ids": one.ids} for one in asked]
-        for prompt, one in zip(prompts, asked, strict=True):
-            if one.pictures:
-                prompt["multi_modal_data"] = {"image": list(one.pictures)}
-        outputs = self.llm.generate(prompts, [self.params(**one.sampling) for one in asked], use_tqdm=False)
+        prompts: list[dict[str, Any]] = [{"prompt_token_ids": request.ids} for request in asked]
+        for prompt, request in zip(prompts, asked, strict=True):
+            if request.pictures:
+                prompt["multi_modal_data"] = {"image": list(request.pictures)}
+        outputs = self.llm.generate(prompts, [self.params(**request.sampling) for request in asked], use_tqdm=False)
         replies = []
         for output in outputs:
             answers = [
                 Drawn(
-                    list(one.token_ids),
-                    [chances[token].logprob for token, chances in zip(one.token_ids, one.logprobs, strict=True)],
-                    {span.version for span in one.weight_versions or ()},
+                    list(request.token_ids),
+                    [
+                        chances[token].logprob
+                        for token, chances in zip(request.token_ids, request.logprobs, strict=True)
+                    ],
+                    {span.version for span in request.weight_versions or ()},
                 )
-                for one in sorted(output.outputs, key=lambda one: one.index)
+                for request in sorted(output.outputs, key=lambda request: request.index)
             ]
             replies.append(Reply(list(output.prompt_token_ids), answers))
         return replies
@@ -176,23 +179,23 @@ class Sampler:
         Raises RuntimeError where the engine read other ids than the trainer has, drew with other weights, or returned
         another number of answers or one without an end.
         """
-        asked = [self._asked(*one, n, sampling) for one in zip(prompts, keys, strict=True)]
+        requests = [self._asked(*answer, n, sampling) for answer in zip(prompts, keys, strict=True)]
         with self.ready():
-            replies = self.engine.answer(asked)
+            replies = self.engine.answer(requests)
         stop = {*self.policy.stop_ids, *sampling.stop_ids}
-        drawn = []
+        answers = []
         for prompt, reply in zip(prompts, replies, strict=True):
             self._check(prompt, reply, n, stop, sampling.max_new_tokens)
-            drawn += reply.answers
-        longest = max(len(one.ids) for one in drawn)
-        lengths = torch.tensor([len(one.ids) for one in drawn])
-        log_prob = torch.zeros(len(drawn), longest)
-        tokens = torch.full((len(drawn), longest), self.policy.pad_id)
-        for row, one in enumerate(drawn):
-            tokens[row, : len(one.ids)] = torch.tensor(one.ids)
-            log_prob[row, : len(one.ids)] = torch.tensor(one.log_prob)
-        finish: list[Finish] = ["stop" if one.ids[-1] in stop else "length" for one in drawn]
-        texts = [self.policy.tokenizer.decode(one.ids, skip_special_tokens=True) for one in drawn]
+            answers += reply.answers
+        longest = max(len(answer.ids) for answer in answers)
+        lengths = torch.tensor([len(answer.ids) for answer in answers])
+        log_prob = torch.zeros(len(answers), longest)
+        tokens = torch.full((len(answers), longest), self.policy.pad_id)
+        for row, answer in enumerate(answers):
+            tokens[row, : len(answer.ids)] = torch.tensor(answer.ids)
+            log_prob[row, : len(answer.ids)] = torch.tensor(answer.log_prob)
+        finish: list[Finish] = ["stop" if answer.ids[-1] in stop else "length" for answer in answers]
+        texts = [self.policy.tokenizer.decode(answer.ids, skip_special_tokens=True) for answer in answers]
         mask, group = torch.arange(longest) < lengths[:, None], torch.arange(len(prompts)).repeat_interleave(n)
         device = self.policy.device
         return Completions(tokens.to(device), mask.to(device), log_prob.to(device), group.to(device), finish, texts)
@@ -218,13 +221,13 @@ class Sampler:
             )
         if len(reply.answers) != n:
             raise RuntimeError(f"{prompt.where}: {n} answers were asked of vLLM, it returned {len(reply.answers)}")
-        for one in reply.answers:
-            if not one.ids or (one.ids[-1] not in stop and len(one.ids) < most):
-                raise RuntimeError(f"{prompt.where}: vLLM broke an answer off after {len(one.ids)} tokens")
-            if one.versions - {str(self.version)}:
+        for answer in reply.answers:
+            if not answer.ids or (answer.ids[-1] not in stop and len(answer.ids) < most):
+                raise RuntimeError(f"{prompt.where}: vLLM broke an answer off after {len(answer.ids)} tokens")
+            if answer.versions - {str(self.version)}:
                 raise RuntimeError(
-                    f"{prompt.where}: vLLM drew with the weights of version {sorted(one.versions)}, the trainer is at "
-                    f"{self.version}: does another run use the same server?"
+                    f"{prompt.where}: vLLM drew with the weights of version {sorted(answer.versions)}, the trainer is "
+                    f"at {self.version}: does another run use the same server?"
                 )
 
 
@@ -286,7 +289,7 @@ def nested(names: Iterable[str], engine: Iterable[str], mapped: Callable[[str], 
 
 def _places(path: list[str], node: dict[str, Any], levels: dict[tuple[str, ...], str]) -> list[tuple[int, str]]:
     """Places in `path` before which a level is missing, with its name. Those found are kept in `levels` by module."""
-    found, at = [], tuple[str, ...]()
+    shown, at = [], tuple[str, ...]()
     for place, part in enumerate(path):
         if part not in node:
             inside = [level for level, children in node.items() if part in children]
@@ -294,12 +297,12 @@ def _places(path: list[str], node: dict[str, Any], levels: dict[tuple[str, ...],
                 levels.setdefault(at, inside[0])
             if at not in levels:
                 break
-            found.append((place, levels[at]))
+            shown.append((place, levels[at]))
             node, at = node[levels[at]], (*at, levels[at])
         if part not in node:
             break
         node, at = node[part], (*at, part)
-    return found
+    return shown
 
 
 def _with_levels(name: str, path: list[str], places: list[tuple[int, str]]) -> str:

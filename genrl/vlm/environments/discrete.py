@@ -78,8 +78,9 @@ class Worded:
         if not math.isfinite(float(paid)):
             where = f"step {self.elapsed} of the episode of seed {self.seed}"
             raise ValueError(f"{self.name} pays {paid} in {where}, after {said!r}: rewards must be numbers")
-        told = [bool(info[key]) for key in self.told_by if key in info]
-        success = told[0] if told else bool(terminated) and float(paid) > 0
+        outcomes = [bool(info[key]) for key in self.told_by if key in info]
+        success = outcomes[0] if outcomes else bool(terminated) and float(paid) > 0
+        # Not both: behind a cut the return would have gone on, behind an end it would not.
         cut = bool(truncated or self.late) and not terminated
         return raw, float(paid), bool(terminated), cut, success, info
 
@@ -138,20 +139,20 @@ class Discrete(Worded):
 
     def render(self) -> NDArray[np.uint8]:
         """See `contract.Environment`. Raises Misuse where it renders no picture."""
-        drawn = np.asarray(self.env.render())
-        if drawn.ndim != 3 or drawn.shape[2] != 3 or drawn.dtype != np.uint8:
+        pixels = np.asarray(self.env.render())
+        if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
             modes = ", ".join(self.env.metadata.get("render_modes") or []) or "none"
             raise Misuse(
-                f"{self.name} has no picture: it renders {drawn.dtype} {list(drawn.shape)} (its render modes: {modes}),"
-                " and a vision-language model needs uint8 [H, W, 3]; make it with render_mode='rgb_array'"
+                f"{self.name} has no picture: it renders {pixels.dtype} {list(pixels.shape)} (its render modes: "
+                f"{modes}), and a vision-language model needs uint8 [H, W, 3]; make it with render_mode='rgb_array'"
             )
-        return drawn
+        return pixels
 
     def _shown(self) -> Observation:
         raw = self.raw
         seen = np.asarray(raw["image"]) if isinstance(raw, dict) and "image" in raw else raw
-        drawn = seen if _is_picture(seen) else self.render()
-        picture = Image.fromarray(np.asarray(drawn))
+        frame = seen if _is_picture(seen) else self.render()
+        picture = Image.fromarray(np.asarray(frame))
         side = self.settings.picture
         if side is not None and picture.size != (side, side):
             picture = picture.resize((side, side), Image.Resampling.BOX)
@@ -169,10 +170,10 @@ def named(text: str, words: Sequence[str], answer: Answer) -> int | None:
     if answer == "json":
         begin = text.find("{")
         try:
-            found, _ = json.JSONDecoder().raw_decode(text[begin:]) if begin >= 0 else (None, 0)
+            parsed, _ = json.JSONDecoder().raw_decode(text[begin:]) if begin >= 0 else (None, 0)
         except ValueError:
             return None
-        said = found.get("action") if isinstance(found, dict) else None
+        said = parsed.get("action") if isinstance(parsed, dict) else None
         return places.get(said.strip().casefold()) if isinstance(said, str) else None
     said = text.strip().casefold()
     if said in places:
@@ -239,10 +240,10 @@ class Texts(Worded):
     def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. Raises ValueError for a reward that is not a number."""
         self.elapsed += 1
-        said = text.strip()
-        if not said or (self.commands and said not in self.commands):
+        answer = text.strip()
+        if not answer or (self.commands and answer not in self.commands):
             return self.seen, self.settings.invalid_reward, False, self.late, {"valid": False, "success": False}
-        raw, reward, ended, cut, success, info = self._done(said, said)
+        raw, reward, ended, cut, success, info = self._done(answer, answer)
         valid = not (isinstance(raw, dict) and raw.get("last_action_error"))
         return self._shown(raw, info), reward, ended, cut, {"valid": valid, "success": success}
 
@@ -254,9 +255,9 @@ class Texts(Worded):
         self.commands = list(map(str, info.get(COMMANDS, ())))
         parts, texts = list[str | Image.Image](), [raw] if isinstance(raw, str) else []
         if isinstance(raw, dict):
-            drawn = next((raw[key] for key in PICTURES if key in raw), None)
-            if drawn is not None:
-                picture = Image.fromarray(check_pixels(drawn, f"{self.env}, a picture"))
+            frame = next((raw[key] for key in PICTURES if key in raw), None)
+            if frame is not None:
+                picture = Image.fromarray(check_pixels(frame, f"{self.env}, a picture"))
                 side = self.settings.picture
                 parts.append(picture if side is None else picture.resize((side, side), Image.Resampling.BOX))
             texts = [str(raw[key]) for key in TEXTS if raw.get(key)]

@@ -114,6 +114,7 @@ class Processes:
 
     def do(self, work: Mapping[int, Work]) -> dict[int, Outcome]:
         """See `Host`. Raises RuntimeError where a slot is lost too often."""
+        # All work at the same time, so each one's deadline counts from here and not from when it is listened to.
         begun, allowed = time.monotonic(), {}
         for slot, piece in work.items():
             new = slot not in self.running
@@ -139,10 +140,12 @@ class Processes:
         self.running = {}
 
     def _start(self) -> tuple[Any, Connection]:
+        # Not forked: a child would have a copy of the GPU's context and of every lock that some thread holds.
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self.settings), daemon=True)
         process.start()
+        # Or this process would hold the other end open, and never see that the child has died.
         theirs.close()
         return process, ours
 
@@ -150,11 +153,11 @@ class Processes:
         process, connection = self.running[slot]
         try:
             if connection.poll(max(0.0, deadline - time.monotonic())):
-                told = connection.recv()
-                if isinstance(told, Outcome):
+                message = connection.recv()
+                if isinstance(message, Outcome):
                     self.failures[slot] = 0 if isinstance(piece, Say) else self.failures.get(slot, 0)
-                    return told
-                raise told
+                    return message
+                raise message
             why = f"said nothing for {self.settings.timeout_s:g} s (environment.timeout_s), and was killed"
         except (EOFError, OSError):
             process.join(5.0)

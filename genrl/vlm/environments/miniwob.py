@@ -79,8 +79,8 @@ class MiniWoB:
         """See `contract.Environment`."""
         self.seed, self.split, self.said = seed, split, list[str]()
         self.task = self.tasks[seed % len(self.tasks)]
-        found: Observation = self._alive(self._begin)
-        return found
+        observation: Observation = self._alive(self._begin)
+        return observation
 
     def step(self, text: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. success: a reward above 0 at the end of the page's task."""
@@ -89,9 +89,15 @@ class MiniWoB:
         action = read(text, self.by)
         if action is None:
             return self.seen, self.invalid_reward, False, late, {"valid": False, "success": False}
-        told = self._alive(lambda: self._act(action), again=self.said[:-1])
-        if told["done"]:
-            return self.seen, float(told["raw_reward"]), True, False, {"valid": True, "success": told["raw_reward"] > 0}
+        result = self._alive(lambda: self._act(action), again=self.said[:-1])
+        if result["done"]:
+            return (
+                self.seen,
+                float(result["raw_reward"]),
+                True,
+                False,
+                {"valid": True, "success": result["raw_reward"] > 0},
+            )
         return self._look(), 0.0, False, late, {"valid": True, "success": False}
 
     def render(self) -> NDArray[np.uint8]:
@@ -106,16 +112,16 @@ class MiniWoB:
 
     def elements(self) -> list[dict[str, Any]]:
         """Leaves and buttons of the page: ref, tag, text, value, id, classes, left, top, width, height (pixels)."""
-        every = [one for one in self.raw["dom_elements"] if one["ref"] > 0]
-        return [one for one in every if one["flags"][3] or one["tag"] == "button"]
+        every = [element for element in self.raw["dom_elements"] if element["ref"] > 0]
+        return [element for element in every if element["flags"][3] or element["tag"] == "button"]
 
     def _begin(self) -> Observation:
         instance = self._browser()
         instance.driver.execute_script(STOP_CLOCK)
-        seen: list[Any] = [{}]
+        observations: list[Any] = [{}]
         instance.mode = "train" if self.split == "train" else "test"
-        instance.reset(seen, [{}], f"{self.split} {self.seed}")
-        return self._read(seen[0])
+        instance.reset(observations, [{}], f"{self.split} {self.seed}")
+        return self._read(observations[0])
 
     def _act(self, action: tuple[Any, ...]) -> dict[str, Any]:
         actions: Any = importlib.import_module("miniwob.selenium_actions")
@@ -126,12 +132,14 @@ class MiniWoB:
             actions.execute_click_element(action[1], instance.driver)
         else:
             actions.execute_click_coords(action[1], action[2], instance.driver)
-        told: dict[str, Any] = instance.get_metadata()
-        return told
+        metadata: dict[str, Any] = instance.get_metadata()
+        return metadata
 
     def _look(self) -> Observation:
-        found: Observation = self._alive(lambda: self._read(self._browser().get_observation()[0]), again=self.said)
-        return found
+        observation: Observation = self._alive(
+            lambda: self._read(self._browser().get_observation()[0]), again=self.said
+        )
+        return observation
 
     def _read(self, raw: dict[str, Any]) -> Observation:
         self.raw, self.shown = raw, check_pixels(raw["screenshot"], "MiniWoB, its screenshot")
@@ -144,11 +152,11 @@ class MiniWoB:
 
     def _browser(self) -> Any:
         """The browser, started where there is none, at the page of the task."""
-        made: Any = importlib.import_module("miniwob.selenium_instance")
-        page = f"{made.DEFAULT_BASE_URL}{self.task}.html"
+        module: Any = importlib.import_module("miniwob.selenium_instance")
+        page = f"{module.DEFAULT_BASE_URL}{self.task}.html"
         if self.open is None:
             os.environ["MINIWOB_CHROME_BINARY"], os.environ["MINIWOB_CHROMEDRIVER"] = self.paths
-            self.open = made.SeleniumInstance(
+            self.open = module.SeleniumInstance(
                 0, self.task, headless=True, wait_ms=self.wait_ms, field_extractor=lambda utterance: []
             )
             self.open.start()
@@ -176,10 +184,10 @@ class MiniWoB:
 def read(text: str, by: By) -> tuple[Any, ...] | None:
     """("click", reference), ("click", x, y) or ("type", text), the first that a text says; None where it says none."""
     number = r"(\d+)" if by == "reference" else r"(\d+)[ ,]+(\d+)"
-    found = re.search(rf"\bclick\s+{number}|\btype\s+(\S.*)", text)
-    if found is None:
+    match = re.search(rf"\bclick\s+{number}|\btype\s+(\S.*)", text)
+    if match is None:
         return None
-    *places, typed = found.groups()
+    *places, typed = match.groups()
     if typed is not None:
         return ("type", typed.strip())
     if by == "place" and not (int(places[0]) < SIZE[0] and int(places[1]) < SIZE[1]):
@@ -194,10 +202,10 @@ def _line(element: dict[str, Any]) -> str:
 
 
 def _program(option: str, named: str | None, usual: str) -> str:
-    found = shutil.which(named or usual)
-    if found is None:
+    program = shutil.which(named or usual)
+    if program is None:
         raise Misuse(
             f"miniwob needs {usual}: apt-get install chromium chromium-driver, or write its path as "
             f"environment.options.{option}; there is no program {named or usual!r}"
         )
-    return found
+    return program

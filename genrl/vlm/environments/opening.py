@@ -47,24 +47,24 @@ def open_environment(settings: Settings) -> Environment:
             "miniwob has a browser in each slot, and an evaluation would open 64: write environment.processes: true, "
             "which has environment.parallel of them"
         )
-    made: Any = _called(_own(name), name, settings.options) if name in OWN else _made(name, settings.options)
-    if not isinstance(made, gymnasium.Env):
-        wanted = ("layout", "help", "begun", "reset", "step", "render", "close")
-        missing = [part for part in wanted if not hasattr(made, part)]
+    opened: Any = _called(_own(name), name, settings.options) if name in OWN else _made(name, settings.options)
+    if not isinstance(opened, gymnasium.Env):
+        members = ("layout", "help", "begun", "reset", "step", "render", "close")
+        missing = [part for part in members if not hasattr(opened, part)]
         if missing:
             raise Misuse(
-                f"{name} returns a {type(made).__name__} without {missing[0]!r}: see genrl.vlm.environments.contract"
+                f"{name} returns a {type(opened).__name__} without {missing[0]!r}: see genrl.vlm.environments.contract"
             )
-        return cast(Environment, made)
-    return Texts(made, settings) if takes_texts(made) else Discrete(made, settings)
+        return cast(Environment, opened)
+    return Texts(opened, settings) if takes_texts(opened) else Discrete(opened, settings)
 
 
 def _own(name: str) -> Callable[..., Any]:
     """One of our own, by name, so that a run imports none but the one it has."""
     module, _, attribute = OWN[name].partition(":")
-    made: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    kind: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     _, _, game = name.partition("-")
-    return partial(made, game) if game else made
+    return partial(kind, game) if game else kind
 
 
 def _called(make: Callable[..., Any], name: str, options: dict[str, Any]) -> Any:
@@ -81,29 +81,29 @@ def _made(name: str, options: dict[str, Any]) -> Any:
     if not os.environ.get("DISPLAY"):
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame then draws into memory
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
-    own = name.rpartition(":")[2]
-    module, command = EXTRAS.get(own.partition("/")[0].partition("-")[0], ("", ""))
+    env_id = name.rpartition(":")[2]
+    module, command = EXTRAS.get(env_id.partition("/")[0].partition("-")[0], ("", ""))
     if module and not _installed(module):
         raise Misuse(f"{name} is in the package {module}, which is not installed: {command}")
     # importing a package is what registers its environments
     for package in filter(None, (module, path)):
         importlib.import_module(package)
-    if own not in gymnasium.registry:
-        known = [*OWN, *gymnasium.registry]
-        folded = {one.casefold(): one for one in known}
-        close = get_close_matches(own.casefold(), folded, n=1, cutoff=0.5)
+    if env_id not in gymnasium.registry:
+        available = [*OWN, *gymnasium.registry]
+        folded = {name_known.casefold(): name_known for name_known in available}
+        close = get_close_matches(env_id.casefold(), folded, n=1, cutoff=0.5)
         hint = f"; did you mean {folded[close[0]]}?" if close else ""
         raise Misuse(
             f"there is no environment {name!r}{hint} (own ones: {', '.join(OWN)}; or a gymnasium id, or file.py:f)"
         )
-    modes = _render_modes(own)
+    modes = _render_modes(env_id)
     if modes is not None and "rgb_array" not in modes:
         raise Misuse(f"{name} draws no pictures: its render modes are {', '.join(map(str, modes)) or 'none'}")
     try:
         mode: dict[str, Any] = (
             {} if module == "browsergym.miniwob" else {"render_mode": "rgb_array"}
         )  # its observations are pictures
-        env = gymnasium.make(own, disable_env_checker=True, **mode, **options)
+        env = gymnasium.make(env_id, disable_env_checker=True, **mode, **options)
     except gymnasium.error.DependencyNotInstalled as error:
         raise Misuse(f"{name} needs a package that is not installed: {error}") from error
     except (TypeError, gymnasium.error.Error) as error:
@@ -118,10 +118,10 @@ def _render_modes(name: str) -> list[str] | None:
     """Render modes of the environment's class, before it is made; None where they cannot be told."""
     entry = gymnasium.spec(name).entry_point
     try:
-        found = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+        entry_point = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
     except ModuleNotFoundError as error:
         raise Misuse(f"{name} needs a package that is not installed: pip install {error.name}") from error
-    metadata = getattr(found, "metadata", None)
+    metadata = getattr(entry_point, "metadata", None)
     return metadata.get("render_modes") if isinstance(metadata, dict) else None
 
 
@@ -134,8 +134,8 @@ def _function(file: str, name: str) -> Callable[..., Any]:
         functions = [key for key, value in vars(module).items() if callable(value)]
         close = get_close_matches(name, functions, n=1, cutoff=0.5)
         raise Misuse(f"{path} has no function {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
-    found: Callable[..., Any] = getattr(module, name)
-    return found
+    function: Callable[..., Any] = getattr(module, name)
+    return function
 
 
 def _installed(module: str) -> bool:

@@ -34,6 +34,7 @@ class ValueHead(nn.Module):
         self.layers = nn.Sequential(*layers, last)
 
     def forward(self, states: Tensor) -> Tensor:
+        # Detached: the value loss would pull the language model's states towards what predicts returns.
         values: Tensor = self.layers(states.detach().float())[..., 0]
         return values
 
@@ -52,8 +53,8 @@ def credit_of_steps(
 
     A step at which the time limit cut the episode has no advantage, and its value is its own target.
     """
-    found = step_gae(rewards, values, terminated, truncated, last, gamma=gamma, lam=lam)
-    return Credit(found.advantages.flatten(), found.returns.flatten())
+    credit = step_gae(rewards, values, terminated, truncated, last, gamma=gamma, lam=lam)
+    return Credit(credit.advantages.flatten(), credit.returns.flatten())
 
 
 def credit_of_tokens(
@@ -81,21 +82,21 @@ def credit_of_tokens(
         for k in range(steps):
             if not (terminated[k, slot] or truncated[k, slot] or k == steps - 1):
                 continue
-            own = slice(begin, k + 1)
+            span = slice(begin, k + 1)
             last = torch.zeros(1, longest, dtype=torch.float64)
             last[0, 0] = after[k, slot]
-            advantages[own, slot] = token_gae(
-                torch.cat([values[own, slot].double(), last]),
-                mask[own, slot].sum(1),
-                rewards[own, slot],
-                terminated[own, slot],
+            advantages[span, slot] = token_gae(
+                torch.cat([values[span, slot].double(), last]),
+                mask[span, slot].sum(1),
+                rewards[span, slot],
+                terminated[span, slot],
                 gamma=gamma,
                 lam=lam,
                 gamma_within=gamma_within,
             )
             begin = k + 1
-    kept = mask.bool()
-    returns = torch.where(kept, advantages + values.double(), 0.0)
+    valid = mask.bool()
+    returns = torch.where(valid, advantages + values.double(), 0.0)
     return Credit(advantages.flatten(0, 1), returns.flatten(0, 1))
 
 
@@ -114,7 +115,7 @@ def credit_of(
     steps, slots = len(done.decisions), len(done.decisions[0])
 
     def table(name: str) -> Tensor:
-        return torch.tensor([[float(getattr(one, name)) for one in step] for step in done.decisions])
+        return torch.tensor([[float(getattr(decision, name)) for decision in step] for step in done.decisions])
 
     rewards, terminated, truncated, lost = map(table, ("reward", "terminated", "truncated", "lost"))
     terminated, truncated, lost = terminated.bool(), truncated.bool(), lost.bool()
@@ -122,17 +123,19 @@ def credit_of(
     chosen = torch.zeros_like(value, dtype=torch.bool).flatten(0, 1).index_copy(0, kept, mask).view_as(value)
     after = torch.zeros(steps, slots)
     died = [(k, slot) for k, slot in lost.nonzero().tolist()]
-    asked = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
-    places = list(asked)
+    prompts = {**done.following, **{(k, slot): done.decisions[k][slot].prompt for k, slot in died}}
+    places = list(prompts)
     size = size or max(1, len(places))
     for first in range(0, len(places), size):
         some = places[first : first + size]
-        _, states = policy.prefix([asked[place] for place in some])
-        for place, found in zip(some, critic(states).tolist(), strict=True):
-            (value[..., 0] if lost[place] else after)[place] = found
+        _, states = policy.prefix([prompts[place] for place in some])
+        for place, value_found in zip(some, critic(states).tolist(), strict=True):
+            (value[..., 0] if lost[place] else after)[place] = value_found
     constants = {"gamma": choice.gamma, "lam": choice.lam}
     if choice.level == "step":
         return credit_of_steps(value[..., 0], rewards, terminated, truncated, after[-1], **constants)
+    # A lost step counts as one token, so that `token_gae` has a place for the value before it; it is no row of the
+    # loss.
     chosen[lost] = torch.arange(value.shape[2]) == 0
     for k, slot in died:  # what led to a lost step ends before it, bootstrapped by its value
         if k and not (terminated | truncated)[k - 1, slot]:
@@ -144,6 +147,6 @@ def credit_of(
 def explained_variance(batch: TokenBatch) -> float:
     """Share of the variance of the returns that the old values explain."""
     returns, values = batch.extra["returns"], batch.extra["old_value"].double()
-    kept = batch.mask if returns.dim() == 2 else torch.ones(len(batch.mask), dtype=torch.bool)
-    returns, values = returns[kept], values[kept]
+    valid = batch.mask if returns.dim() == 2 else torch.ones(len(batch.mask), dtype=torch.bool)
+    returns, values = returns[valid], values[valid]
     return float(1.0 - (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-12))

@@ -91,25 +91,26 @@ class Table:
         """An episode in each of these slots."""
         work: dict[int, Work] = {slot: Begin(seed, split) for slot, seed in seeds.items()}
         while work:  # a slot whose environment is lost begins again; the host says when it is too often
-            told = self.host.do(work)
-            for slot, outcome in told.items():
+            outcomes = self.host.do(work)
+            for slot, outcome in outcomes.items():
                 if not outcome.lost:
-                    seen = _without_questions(outcome.observation)
-                    if len(seen) < len(outcome.observation):
+                    observation = _without_questions(outcome.observation)
+                    if len(observation) < len(outcome.observation):
                         name = self.settings.name
                         raise Misuse(f"{name} has a question for a sub-agent in a first observation, before any answer")
-                    self.episodes[slot] = Episode(seeds[slot], split, [seen])
-            work = {slot: piece for slot, piece in work.items() if told[slot].lost}
+                    self.episodes[slot] = Episode(seeds[slot], split, [observation])
+            work = {slot: piece for slot, piece in work.items() if outcomes[slot].lost}
 
     def say(self, texts: Mapping[int, str]) -> dict[int, Outcome]:
         """A step in each of these slots."""
-        told = self.host.do({slot: Say(self.begun + text) for slot, text in texts.items()})
-        for slot, outcome in told.items():
+        outcomes = self.host.do({slot: Say(self.begun + text) for slot, text in texts.items()})
+        for slot, outcome in outcomes.items():
             episode = self.episodes[slot]
             episode.said.append(texts[slot])
             episode.heard.append([])
             episode.encoded, episode.told = None, outcome.observation
             if outcome.lost:
+                # As many observations as answers, or prompts of later steps would be put together wrongly.
                 episode.seen.append(episode.seen[-1])
                 episode.truncated = episode.lost = True
                 continue
@@ -121,7 +122,7 @@ class Table:
             episode.terminated, episode.truncated = outcome.terminated, outcome.truncated
             episode.success = episode.success or bool(outcome.info.get("success", False))
             episode.parts = dict(outcome.info.get("parts", {}))
-        return told
+        return outcomes
 
     def hear(self, slot: int, answers: Sequence[str]) -> None:
         """What sub-agents say to the questions of the last step, in their order."""
@@ -131,11 +132,13 @@ class Table:
 
     def draw(self, slots: Sequence[int]) -> dict[int, Image.Image]:
         """Pictures of the scenes. An episode whose environment hangs or dies over it is lost, and has none."""
-        told = self.host.do({slot: Draw() for slot in slots})
-        for slot, one in told.items():
-            if one.lost:
+        outcomes = self.host.do({slot: Draw() for slot in slots})
+        for slot, outcome in outcomes.items():
+            if outcome.lost:
                 self.episodes[slot].truncated = self.episodes[slot].lost = True
-        return {slot: Image.fromarray(one.picture) for slot, one in told.items() if one.picture is not None}
+        return {
+            slot: Image.fromarray(outcome.picture) for slot, outcome in outcomes.items() if outcome.picture is not None
+        }
 
     def prompt(self, slot: int) -> Prompt:
         """What the model is shown: "steps": the last pictures, then the newest text and the help; "conversation": all
@@ -144,29 +147,29 @@ class Table:
         where = f"{self.settings.name}, the episode of seed {episode.seed}, step {len(episode.said) + 1}"
         if self.layout == "steps":
             recent = episode.seen[-self.settings.images :]
-            pictures = [part for seen in recent for part in seen if not isinstance(part, str)]
+            pictures = [part for observation in recent for part in observation if not isinstance(part, str)]
             texts = [part for part in episode.seen[-1] if isinstance(part, str)]
             return Prompt((*pictures, "\n".join([*texts, self.help])), where=where, begun=self.begun)
         turns = [Turn("user", (*episode.seen[0], "\n" + self.help))]
-        for said, seen in zip(episode.said, episode.seen[1:], strict=True):
-            turns += [Turn("assistant", (self.begun + said,)), Turn("user", seen)]
+        for answer, observation in zip(episode.said, episode.seen[1:], strict=True):
+            turns += [Turn("assistant", (self.begun + answer,)), Turn("user", observation)]
         return Prompt(turns[-1].parts, where=where, before=tuple(turns[:-1]), begun=self.begun)
 
     def state(self) -> list[list[Any]]:
         """Slot, seed, split, answers and sub-agents' answers of each episode: what `restore` plays again; a copy."""
         return [
-            [slot, one.seed, one.split, list(one.said), [list(heard) for heard in one.heard]]
-            for slot, one in self.episodes.items()
+            [slot, episode.seed, episode.split, list(episode.said), [list(heard) for heard in episode.heard]]
+            for slot, episode in self.episodes.items()
         ]
 
     def restore(self, state: Sequence[Sequence[Any]]) -> None:
         """Begin these episodes, none of which has ended, and no others, and give the same answers. Raises RuntimeError
         where an environment is lost over it, or is no function of its seed and the answers."""
         self.episodes.clear()
-        for slot, seed, split, said, *rest in state:
+        for slot, seed, split, texts, *further in state:
             self.begin({slot: seed}, split)
-            heard = rest[0] if rest else [[] for _ in said]  # checkpoints from before sub-agents have none
-            for text, answers in zip(said, heard, strict=True):
+            heard = further[0] if further else [[] for _ in texts]  # checkpoints from before sub-agents have none
+            for text, answers in zip(texts, heard, strict=True):
                 lost = self.say({slot: text})[slot].lost
                 if lost:
                     raise RuntimeError(
@@ -198,27 +201,30 @@ def act(
     """
     encoded = [_encoded(policy, table, slot, blind=blind) for slot in slots]
     episodes = [table.episodes[slot] for slot in slots]
-    own = [(*keys, slot, one.seed, len(one.said)) for slot, one in zip(slots, episodes, strict=True)]
-    made = generate(policy, encoded, 1, sampling, own)
-    told = table.say({slot: _plain(text, policy) for slot, text in zip(slots, made.texts, strict=True)})
-    _ask(policy, table, dict(zip(slots, own, strict=True)), sampling, blind=blind)
-    for slot, one in zip(slots, episodes, strict=True):
-        if not one.ended and not policy.fits(_encoded(policy, table, slot, blind=blind), sampling.max_new_tokens):
-            one.truncated = one.full = True
+    sample_keys = [
+        (*keys, slot, episode.seed, len(episode.said)) for slot, episode in zip(slots, episodes, strict=True)
+    ]
+    completions = generate(policy, encoded, 1, sampling, sample_keys)
+    outcomes = table.say({slot: _plain(text, policy) for slot, text in zip(slots, completions.texts, strict=True)})
+    _ask(policy, table, dict(zip(slots, sample_keys, strict=True)), sampling, blind=blind)
+    for slot, episode in zip(slots, episodes, strict=True):
+        # Seen now, not at the next step: the cut belongs to this decision, whose value is bootstrapped.
+        if not episode.ended and not policy.fits(_encoded(policy, table, slot, blind=blind), sampling.max_new_tokens):
+            episode.truncated = episode.full = True
     return [
         Decision(
             slot,
             encoded[k],
-            made.tokens[k].cpu(),
-            made.mask[k].cpu(),
-            made.log_prob[k].cpu(),
-            made.finish[k] == "length",
-            told[slot].reward,
+            completions.tokens[k].cpu(),
+            completions.mask[k].cpu(),
+            completions.log_prob[k].cpu(),
+            completions.finish[k] == "length",
+            outcomes[slot].reward,
             episodes[k].terminated,
             episodes[k].truncated,
-            bool(told[slot].info.get("valid", True)),
-            bool(told[slot].lost),
-            bool(told[slot].info.get("matched", True)),
+            bool(outcomes[slot].info.get("valid", True)),
+            bool(outcomes[slot].lost),
+            bool(outcomes[slot].info.get("matched", True)),
         )
         for k, slot in enumerate(slots)
     ]
@@ -233,18 +239,20 @@ def _ask(
     of its sample is that of the answer that made it, with its number. Raises ValueError where a question and an answer
     do not fit into the model.
     """
-    asked = [(slot, k, one) for slot in keys for k, one in enumerate(table.episodes[slot].questions)]
-    if not asked:
+    questions = [
+        (slot, k, question_part) for slot in keys for k, question_part in enumerate(table.episodes[slot].questions)
+    ]
+    if not questions:
         return
     prompts = []
-    for slot, k, question in asked:
+    for slot, k, question in questions:
         episode = table.episodes[slot]
         where = f"{table.settings.name}, question {k + 1} for a sub-agent after step {len(episode.said)}"
         prompt = Prompt(question.parts, where=f"{where} of the episode of seed {episode.seed}")
         prompts.append(_encode(policy, prompt, blind=blind))
-    made = generate(policy, prompts, 1, sampling, [(*keys[slot], "sub-agent", k) for slot, k, _ in asked])
-    answers: dict[int, list[str]] = {slot: [] for slot, _, _ in asked}
-    for (slot, _, _), text in zip(asked, made.texts, strict=True):
+    completions = generate(policy, prompts, 1, sampling, [(*keys[slot], "sub-agent", k) for slot, k, _ in questions])
+    answers: dict[int, list[str]] = {slot: [] for slot, _, _ in questions}
+    for (slot, _, _), text in zip(questions, completions.texts, strict=True):
         answers[slot].append(_plain(text, policy))
     for slot, texts in answers.items():
         table.hear(slot, texts)
@@ -292,12 +300,12 @@ def play(
     """
     table.begin(seeds, split)
     watch(0)
-    found: dict[int, list[Decision]] = {slot: [] for slot in seeds}
+    decisions: dict[int, list[Decision]] = {slot: [] for slot in seeds}
     while running := [slot for slot in seeds if not table.episodes[slot].ended]:
         for decision in act(policy, table, running, sampling, keys, blind=blind):
-            found[decision.slot].append(decision)
+            decisions[decision.slot].append(decision)
         watch(sum(table.episodes[slot].ended for slot in running))
-    return list(found.values())
+    return list(decisions.values())
 
 
 @dataclass(frozen=True)
@@ -323,24 +331,25 @@ def walk(
     watch: Callable[[int], None] = lambda steps: None,
 ) -> Walk:
     """Steps of episodes that go on where they are; where one ends, the next begins at once, from `next_seed(slot)`."""
-    found = Walk([], {}, [])
+    walked = Walk([], {}, [])
     table.begin({slot: next_seed(slot) for slot in slots if slot not in table.episodes}, "train")
     for k in range(steps):
-        found.decisions.append(act(policy, table, slots, sampling, keys))
+        walked.decisions.append(act(policy, table, slots, sampling, keys))
         for place, slot in enumerate(slots):
             episode = table.episodes[slot]
             if episode.full:
-                found.following[k, place] = found.decisions[k][place].prompt
+                walked.following[k, place] = walked.decisions[k][place].prompt
             elif not (episode.lost or episode.terminated) and (episode.truncated or k == steps - 1):
-                found.following[k, place] = _encoded(policy, table, slot)
+                walked.following[k, place] = _encoded(policy, table, slot)
             if episode.ended:
-                found.ended.append(episode)
+                walked.ended.append(episode)
+        # At once: with a critic every slot makes the same number of steps, which is what makes rows of equal weight.
         table.begin({slot: next_seed(slot) for slot in slots if table.episodes[slot].ended}, "train")
         watch(len(slots))
-    return found
+    return walked
 
 
 def stacked(decisions: Sequence[Decision], name: str) -> Tensor:
     """A tensor per decision as [N, T], padded with zeros on the right."""
-    rows: list[Tensor] = [getattr(one, name) for one in decisions]
+    rows: list[Tensor] = [getattr(decision, name) for decision in decisions]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -48,19 +48,22 @@ def judge(
     advance: Callable[[int], None] = lambda ended: None,
 ) -> Judged:
     """Act in the held-out episodes of these numbers, greedily. blind: with black pictures."""
-    found = Judged([], [])
+    judged = Judged([], [])
     sampling = Sampling(config.generation.max_new_tokens, temperature=0.0)
     # environments in processes cost memory each; those in this one are objects
     together = table.settings.parallel if table.settings.processes else TOGETHER
     for begin in range(0, len(numbers), together):
         some = numbers[begin : begin + together]
+        # Without the run's seed: all runs are judged by the same episodes.
         seeds = {slot: derive_seed("held out", number) % SEEDS for slot, number in enumerate(some)}
         filmed = range(max(0, min(len(some), films - begin)))
         shots: dict[int, list[Image.Image]] = {slot: [] for slot in filmed}
 
         def watch(ended: int, shots: dict[int, list[Image.Image]] = shots) -> None:
             episodes = {slot: table.episodes[slot] for slot in shots}  # a picture of each state, the last one too
-            new = [slot for slot, one in episodes.items() if not one.lost and len(shots[slot]) <= len(one.said)]
+            new = [
+                slot for slot, episode in episodes.items() if not episode.lost and len(shots[slot]) <= len(episode.said)
+            ]
             for slot, picture in table.draw(new).items():
                 shots[slot].append(picture)
             advance(ended)
@@ -68,20 +71,20 @@ def judge(
         play(policy, table, seeds, "eval", sampling, ("held out",), blind=blind, watch=watch)
         ended = [table.episodes[slot] for slot in seeds]
         clips = [(strip(shots[slot] or [Image.new("RGB", (96, 96))]), asked(ended[slot])) for slot in filmed]
-        found = found.joined(Judged([measured(one) for one in ended], clips))
-    return found
+        judged = judged.joined(Judged([measured(episode) for episode in ended], clips))
+    return judged
 
 
 def figures_of(found: Judged) -> dict[str, float]:
     """Metrics of the episodes whose environment was not lost: success with its 95 % interval (Wilson), return, steps,
     and parts of the reward. Raises RuntimeError where all were."""
-    kept = [one for one in found.episodes if not one["lost"]]
-    if not kept:
+    complete = [episode for episode in found.episodes if not episode["lost"]]
+    if not complete:
         raise RuntimeError(f"the environments of all {len(found.episodes)} episodes of the evaluation hung or died")
-    low, high = wilson(int(sum(one["success"] for one in kept)), len(kept))
-    row = summary(kept, "eval") | {"eval/success_low": low, "eval/success_high": high}
-    row["eval/dropped"] = float(len(found.episodes) - len(kept))
-    return row | {"eval/too_long": sum(one["full"] for one in kept)}
+    low, high = wilson(int(sum(episode["success"] for episode in complete)), len(complete))
+    row = summary(complete, "eval") | {"eval/success_low": low, "eval/success_high": high}
+    row["eval/dropped"] = float(len(found.episodes) - len(complete))
+    return row | {"eval/too_long": sum(episode["full"] for episode in complete)}
 
 
 def measured(episode: Episode) -> dict[str, float]:
@@ -99,13 +102,16 @@ def strip(pictures: Sequence[Image.Image], height: int = 96) -> Image.Image:
     """At most `LONGEST` of the pictures side by side, evenly spaced from the first to the last."""
     number = min(LONGEST, len(pictures))
     chosen = [pictures[round(k * (len(pictures) - 1) / max(number - 1, 1))] for k in range(number)]
-    sized = [one.resize((round(one.width * height / one.height), height), Image.Resampling.NEAREST) for one in chosen]
-    whole = Image.new("RGB", (sum(one.width + 2 for one in sized) - 2, height), (255, 255, 255))
+    sized = [
+        picture.resize((round(picture.width * height / picture.height), height), Image.Resampling.NEAREST)
+        for picture in chosen
+    ]
+    canvas = Image.new("RGB", (sum(picture.width + 2 for picture in sized) - 2, height), (255, 255, 255))
     left = 0
-    for one in sized:
-        whole.paste(one, (left, 0))
-        left += one.width + 2
-    return whole
+    for picture in sized:
+        canvas.paste(picture, (left, 0))
+        left += picture.width + 2
+    return canvas
 
 
 def mean(values: Sequence[float]) -> float:
@@ -115,13 +121,15 @@ def mean(values: Sequence[float]) -> float:
 
 def summary(episodes: Sequence[dict[str, float]], prefix: str) -> dict[str, float]:
     """Means over episodes: success, return, steps, and the parts of the reward, which not all may have."""
-    row = {f"{prefix}/success{'' if prefix == 'rollout' else '_mean'}": mean([one["success"] for one in episodes])}
-    row |= {f"{prefix}/return_mean": mean([one["total"] for one in episodes])}
-    row |= {f"{prefix}/length_mean": mean([one["steps"] for one in episodes])}
-    names = dict.fromkeys(name for one in episodes for name in one)
+    row = {
+        f"{prefix}/success{'' if prefix == 'rollout' else '_mean'}": mean([episode["success"] for episode in episodes])
+    }
+    row |= {f"{prefix}/return_mean": mean([episode["total"] for episode in episodes])}
+    row |= {f"{prefix}/length_mean": mean([episode["steps"] for episode in episodes])}
+    names = dict.fromkeys(name for episode in episodes for name in episode)
     parts = [name for name in names if name not in ("success", "total", "steps", "lost", "full")]
     where = "reward" if prefix == "rollout" else prefix
-    return row | {f"{where}/{name}_mean": mean([one.get(name, 0.0) for one in episodes]) for name in parts}
+    return row | {f"{where}/{name}_mean": mean([episode.get(name, 0.0) for episode in episodes]) for name in parts}
 
 
 def acted_figures(
@@ -129,23 +137,23 @@ def acted_figures(
 ) -> dict[str, float]:
     """Metrics of an iteration's steps and of the episodes that ended in it, of all processes. before: steps that the
     run had made."""
-    mine = {
-        "tokens": [int(one.mask.sum()) for one in decisions],
-        "cut": [one.cut for one in decisions],
-        "ended": [measured(one) for one in ended],
-        "valid": [one.valid for one in decisions],
+    local = {
+        "tokens": [int(row_of.mask.sum()) for row_of in decisions],
+        "cut": [row_of.cut for row_of in decisions],
+        "ended": [measured(row_of) for row_of in ended],
+        "valid": [row_of.valid for row_of in decisions],
     }
-    every = gather_object([mine])
-    tokens, cut, valid = ([value for one in every for value in one[name]] for name in ("tokens", "cut", "valid"))
-    episodes = [value for one in every for value in one["ended"]]
+    every = gather_object([local])
+    tokens, cut, valid = ([value for row_of in every for value in row_of[name]] for name in ("tokens", "cut", "valid"))
+    episodes = [value for row_of in every for value in row_of["ended"]]
     row = {
         "rollout/tokens_mean": mean(tokens),
         "rollout/cut": mean(cut),
         "rollout/invalid": 1.0 - mean(valid),
         "rollout/env_steps": before + len(tokens),
         "rollout/episodes": float(len(episodes)),
-        "rollout/dropped": float(sum(one["lost"] for one in episodes)),
-        "rollout/too_long": float(sum(one["full"] for one in episodes)),
+        "rollout/dropped": float(sum(row_of["lost"] for row_of in episodes)),
+        "rollout/too_long": float(sum(row_of["full"] for row_of in episodes)),
         "tokens_per_s": sum(tokens) / max(gather_object([seconds])),
     }
     if episodes:

@@ -46,6 +46,7 @@ class Rows:
             return place
         at = torch.full((len(self.prompts),), -1)
         at[turns] = torch.arange(len(turns))
+        # Padding is -1, which would index the last turn: made valid here, and put back below.
         where = at[place.clamp(min=0) // width] * width + place.clamp(min=0) % width
         return torch.where(place >= 0, where, -1)
 
@@ -61,12 +62,12 @@ def laid(values: Tensor, places: Tensor) -> Tensor:
 
 def rows_of(decisions: Sequence[Sequence[Decision]]) -> Rows:
     """One row per list of decisions."""
-    flat = [one for row in decisions for one in row]
+    flat = [decision for row in decisions for decision in row]
     mask = stacked(flat, "mask")
     # answers are padded as they were drawn: to the longest, which may be one that is in no row
     longest = int(mask.sum(1).max())
     mask = mask[:, :longest]
-    row = torch.arange(len(decisions)).repeat_interleave(torch.tensor([len(one) for one in decisions]))
+    row = torch.arange(len(decisions)).repeat_interleave(torch.tensor([len(decision) for decision in decisions]))
     width, places = mask.shape[1], []
     for number in range(len(decisions)):
         turns = (row == number).nonzero()[:, 0]
@@ -74,7 +75,7 @@ def rows_of(decisions: Sequence[Sequence[Decision]]) -> Rows:
         places.append(turns[inside[:, 0]] * width + inside[:, 1])
     place = torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1)
     tokens, sampler = (stacked(flat, name)[:, :longest] for name in ("tokens", "log_prob"))
-    return Rows([one.prompt for one in flat], tokens, mask, sampler, row, place)
+    return Rows([decision.prompt for decision in flat], tokens, mask, sampler, row, place)
 
 
 def replay(policy: Policy, rows: Rows, turns: Tensor, temperature: float, *, entropy: bool = False) -> Replay:
@@ -92,12 +93,12 @@ def replay(policy: Policy, rows: Rows, turns: Tensor, temperature: float, *, ent
 
 def spread(group: Sequence[Sequence[Decision]], choice: SemiOnline) -> float:
     """Standard deviation of the returns of all turns of a group's episodes that were not lost; 0 without any."""
-    kept = [episode for episode in group if not episode[-1].lost]
-    if not kept:
+    complete = [episode for episode in group if not episode[-1].lost]
+    if not complete:
         return 0.0
     pad = torch.nn.utils.rnn.pad_sequence
-    paid = [torch.tensor([one.reward for one in row], dtype=torch.float64) for row in kept]
-    matched = [torch.tensor([one.matched for one in row]) for row in kept]
+    paid = [torch.tensor([decision.reward for decision in row], dtype=torch.float64) for row in complete]
+    matched = [torch.tensor([decision.matched for decision in row]) for row in complete]
     rewards = pad(paid, batch_first=True, padding_value=torch.nan)
     returns = semi_online_returns(rewards, pad(matched, batch_first=True), gamma=choice.gamma)
     return float(returns[~returns.isnan()].std(correction=0))
@@ -105,11 +106,11 @@ def spread(group: Sequence[Sequence[Decision]], choice: SemiOnline) -> float:
 
 def turns_of(rows: Rows, played: Sequence[Sequence[Decision]]) -> dict[str, Tensor]:
     """turn, turn_reward and matched of each token, [R, L]: the number of its turn, and what that was paid and was."""
-    flat = [one for row in played for one in row]
+    flat = [decision for row in played for decision in row]
     numbers = torch.tensor([k for row in played for k in range(len(row))])
-    made = {
+    by_turn = {
         "turn": numbers,
-        "turn_reward": torch.tensor([one.reward for one in flat]),
-        "matched": torch.tensor([one.matched for one in flat]),
+        "turn_reward": torch.tensor([decision.reward for decision in flat]),
+        "matched": torch.tensor([decision.matched for decision in flat]),
     }
-    return {name: rows.laid(values[:, None].expand(rows.mask.shape)) for name, values in made.items()}
+    return {name: rows.laid(values[:, None].expand(rows.mask.shape)) for name, values in by_turn.items()}

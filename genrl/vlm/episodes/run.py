@@ -124,16 +124,20 @@ class EpisodesRun(VLMRun):
     def restore(self) -> None:
         """Play the episodes again that the loop's memory holds. Raises RuntimeError as `Table`."""
         # the memory of a checkpoint is that of all processes
-        own = set(self.slots)
-        self.begun = {slot: count for slot, count in self.loop.memory.get("begun", []) if slot in own}
-        self.table.restore([one for one in self.loop.memory.get("episodes", []) if one[0] in own])
+        slots = set(self.slots)
+        self.begun = {slot: count for slot, count in self.loop.memory.get("begun", []) if slot in slots}
+        self.table.restore([saved for saved in self.loop.memory.get("episodes", []) if saved[0] in slots])
 
     def remember(self, row: Mapping[str, float]) -> None:
         """How many steps were made (`row`: the iteration's metrics), and the episodes that go on in the next one."""
         self.loop.memory["env_steps"] = row["rollout/env_steps"]
+        # Episodes with a critic go on across iterations; without one they end within theirs.
         if self.critic is not None:
-            for name, mine in (("begun", [list(one) for one in self.begun.items()]), ("episodes", self.table.state())):
-                self.loop.memory[name] = [one for every in gather_object([mine]) for one in every]
+            for name, local in (
+                ("begun", [list(entry) for entry in self.begun.items()]),
+                ("episodes", self.table.state()),
+            ):
+                self.loop.memory[name] = [entry for every in gather_object([local]) for entry in every]
 
     def act(self) -> tuple[Acted, dict[str, float]]:
         """An iteration's steps or episodes, and figures of those of all processes."""
@@ -146,19 +150,19 @@ class EpisodesRun(VLMRun):
             if critic:
                 steps, watch = self.environment.steps, loop.advance_or_leave
                 done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)
-                decisions = [one for step in done.decisions for one in step]
+                decisions = [decision for step in done.decisions for decision in step]
                 # that an environment was lost is not the policy's doing: nothing of such a step is trained
-                kept = [place for place, one in enumerate(decisions) if not one.lost]
-                self._check_alive(len(kept))
-                rows = rows_of([[decisions[place]] for place in kept])
-                acted, ended = Acted(rows, done, torch.tensor(kept)), done.ended
+                alive = [place for place, decision in enumerate(decisions) if not decision.lost]
+                self._check_alive(len(alive))
+                rows = rows_of([[decisions[place]] for place in alive])
+                acted, ended = Acted(rows, done, torch.tensor(alive)), done.ended
             else:
-                found = self._groups(sampling, keys)
-                played, ended = [found[slot][0] for slot in slots], [found[slot][1] for slot in slots]
-                decisions = [one for row in played for one in row]
-                worths = [math.nan if one.lost else one.total for one in ended]
+                groups = self._groups(sampling, keys)
+                played, ended = [groups[slot][0] for slot in slots], [groups[slot][1] for slot in slots]
+                decisions = [decision for row in played for decision in row]
+                worths = [math.nan if decision.lost else decision.total for decision in ended]
                 totals = torch.tensor(worths, dtype=torch.float64)
-                self._check_alive(sum(not one.lost for one in ended))
+                self._check_alive(sum(not decision.lost for decision in ended))
                 rows = rows_of(played)
                 acted = Acted(
                     replace(rows, place=rows.place.masked_fill(totals.isnan()[:, None], -1)),
@@ -187,6 +191,7 @@ class EpisodesRun(VLMRun):
             raise RuntimeError(f"{self.environment.name}: all environments{where} hung or died in one iteration")
 
     def _next_seed(self, slot: int) -> int:
+        # Counted per slot, and kept in checkpoints: the next episode of a slot is the same after a resume.
         self.begun[slot] = self.begun.get(slot, 0) + 1
         return derive_seed(self.config.seed, "episode", slot, self.begun[slot]) % SEEDS
 
@@ -199,7 +204,9 @@ class EpisodesRun(VLMRun):
             watch = self.loop.advance_or_leave
             played = play(self.policy, self.table, seeds, "train", sampling, keys, watch=watch)
             # a group that is played again replaces itself: the first try is never trained on
-            found |= {slot: (one, self.table.episodes[slot]) for slot, one in zip(left, played, strict=True)}
+            found |= {
+                slot: (decisions, self.table.episodes[slot]) for slot, decisions in zip(left, played, strict=True)
+            }
             if isinstance(choice, SemiOnline):
                 groups = [left[k : k + self.size] for k in range(0, len(left), self.size)]
                 left = [
@@ -210,8 +217,9 @@ class EpisodesRun(VLMRun):
         return found
 
     def _start(self, group: int, attempt: int = 0) -> int:
-        again = [attempt] if attempt else []
-        return derive_seed(self.config.seed, "start", self.loop.iteration, group, *again) % SEEDS
+        # The first try has the key that it has without retries, so that those change no other run.
+        attempts = [attempt] if attempt else []
+        return derive_seed(self.config.seed, "start", self.loop.iteration, group, *attempts) % SEEDS
 
     def estimate(self, acted: Acted) -> tuple[Estimated, dict[str, float]]:
         """Advantages and weights of this process's rows from those of all processes, and figures of the critic."""
@@ -220,9 +228,9 @@ class EpisodesRun(VLMRun):
         updates = self.updates(mask, self.size)
         loop.phase("estimating", 0)
         with loop.timed("estimate"), loop.fitting(), gathered(self.policy), gathered(self.reference):
-            mine = self._computed(acted, [part for update in updates for part in update.parts])
+            local = self._computed(acted, [part for update in updates for part in update.parts])
         loop.check_stop()
-        ready = self.estimated(mine | {"mask": mask, "sampler": rows.laid(rows.sampler)}, self.size, updates)
+        ready = self.estimated(local | {"mask": mask, "sampler": rows.laid(rows.sampler)}, self.size, updates)
         row = {} if self.critic is None else {"critic/explained_variance": explained_variance(ready.found.batch)}
         return ready, row
 
@@ -245,20 +253,20 @@ class EpisodesRun(VLMRun):
                 with self.policy.reference():
                     by_turn["ref"][turns] = replay(self.policy, rows, turns, temperature).log_prob.float().cpu()
         values = by_turn.pop("value")
-        wanted = {"old": True, "ref": "ref" in self.preset.reads, "entropy": "entropy" in self.preset.reads}
-        found = {name: rows.laid(by_turn[name]) for name, want in wanted.items() if want}
+        needed = {"old": True, "ref": "ref" in self.preset.reads, "entropy": "entropy" in self.preset.reads}
+        tensors = {name: rows.laid(by_turn[name]) for name, want in needed.items() if want}
         if acted.walk is None:
             assert acted.totals is not None
             by_name = turns_of(rows, acted.played) if "turn" in self.preset.reads else {}
-            found |= {name: each for name, each in by_name.items() if name in self.preset.reads}
-            return found | {"rewards": acted.totals}
+            tensors |= {name: each for name, each in by_name.items() if name in self.preset.reads}
+            return tensors | {"rewards": acted.totals}
         assert acted.kept is not None
         choice = self.preset.advantage
         assert isinstance(choice, CriticAdvantage) and self.critic is not None
         size = self.settings.micro_batch
         credit = credit_of(self.policy, self.critic, choice, acted.walk, acted.kept, values, rows.mask, size)
         by_token = credit.advantages.dim() == 2
-        return found | {
+        return tensors | {
             "credit": credit.advantages[acted.kept],
             "returns": credit.returns[acted.kept],
             "old_value": values if by_token else values[:, 0],
@@ -266,16 +274,16 @@ class EpisodesRun(VLMRun):
 
     def evaluated(self, iteration: int) -> dict[str, float]:
         """The most probable answers in held-out episodes; at the ends of the run with black pictures, too."""
-        found = self._acted(blind=False)
-        row = figures_of(found)
+        judged = self._acted(blind=False)
+        row = figures_of(judged)
         if iteration in (0, self.config.iterations) and self.config.evaluation.blind:
             blind = figures_of(self._acted(blind=True))["eval/success_mean"]
             row["eval/success_blind"] = blind
             if iteration == 0:
                 self.warn_blind(row["eval/success_mean"], blind, "episodes succeed")
-        if self.process.is_main and found.films:
-            scores = {"success": [one["success"] for one in found.episodes[: len(found.films)]]}
-            pictures, texts = [film for film, _ in found.films], [text for _, text in found.films]
+        if self.process.is_main and judged.films:
+            scores = {"success": [episode["success"] for episode in judged.episodes[: len(judged.films)]]}
+            pictures, texts = [film for film, _ in judged.films], [text for _, text in judged.films]
             sheet = save_samples(self.process.run.samples, iteration, pictures, texts, scores)
             self.process.log.log_picture(iteration, "samples/grid", sheet)
         return row
@@ -284,7 +292,7 @@ class EpisodesRun(VLMRun):
         number = self.config.evaluation.questions
         self.loop.phase("evaluating", number)
         with answering(self.policy):
-            own = judge(
+            local = judge(
                 self.policy,
                 self.config,
                 self.held_out,
@@ -293,7 +301,7 @@ class EpisodesRun(VLMRun):
                 films=6 if self.process.is_main and not blind else 0,
                 advance=self.loop.advance_or_leave,
             )
-        return of_all(own)
+        return of_all(local)
 
     def rows_at_most(self) -> int:
         """The rows that a process has in an update."""
@@ -328,8 +336,8 @@ def critic_of(config: VLMConfig, policy: Policy) -> ValueHead | None:
         return None
     width = policy.model.config.get_text_config().hidden_size
     module, _, name = method.critic_class.partition(":")
-    made: Any = getattr(import_module(module), name)
-    critic: ValueHead = made(width, (method.critic or Critic()).hidden, config.seed).to(policy.device)
+    kind: Any = getattr(import_module(module), name)
+    critic: ValueHead = kind(width, (method.critic or Critic()).hidden, config.seed).to(policy.device)
     return critic
 
 

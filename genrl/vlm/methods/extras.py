@@ -36,7 +36,9 @@ class Average:
     def __init__(self, model: nn.Module, decay: float, every: int) -> None:
         self.model, self.decay, self.every, self.steps = model, decay, every, 0
         self.values = {
-            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for name, p in self._trained()
+            # In float32: half a percent of a bfloat16 weight's change is below its spacing.
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self._trained()
         }
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -52,14 +54,14 @@ class Average:
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Within the block the model has the average's weights."""
-        own = {name: p.data for name, p in self._trained()}
+        trained = {name: p.data for name, p in self._trained()}
         for name, parameter in self._trained():
             parameter.data = self.values[name].to(parameter.dtype)
         try:
             yield
         finally:
             for name, parameter in self._trained():
-                parameter.data = own[name]
+                parameter.data = trained[name]
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": dict(self.values), "steps": self.steps}
@@ -90,11 +92,11 @@ def replayed(
     """(log-probabilities, entropies) of all answers, [B, T] on the CPU, computed part by part (int64 rows); as wide as
     the policy's log-probabilities are, which may be estimates of a bound (BGPO)."""
     width = policy.samples or answers.tokens.shape[1]
-    found = torch.zeros(len(answers.tokens), width)
-    entropies = torch.zeros(found.shape) if entropy else None
+    log_probs = torch.zeros(len(answers.tokens), width)
+    entropies = torch.zeros(log_probs.shape) if entropy else None
     with gathered(policy):
         for rows in parts:
-            one = policy.log_probs(
+            replay = policy.log_probs(
                 prompts,
                 answers.tokens[rows],
                 answers.mask[rows],
@@ -102,10 +104,10 @@ def replayed(
                 temperature=temperature,
                 entropy=entropy,
             )
-            found[rows] = one.log_prob.float().cpu()
-            if entropies is not None and one.entropy is not None:
-                entropies[rows] = one.entropy.float().cpu()
-    return found, entropies
+            log_probs[rows] = replay.log_prob.float().cpu()
+            if entropies is not None and replay.entropy is not None:
+                entropies[rows] = replay.entropy.float().cpu()
+    return log_probs, entropies
 
 
 def computed(
@@ -120,79 +122,85 @@ def computed(
 ) -> dict[str, Tensor]:
     """Tensors of this process's answers by name: `old` and `ref` where they are read, and those of
     `TokenBatch.extra`."""
-    temperature, found = config.generation.temperature, dict[str, Tensor]()
+    temperature, tensors = config.generation.temperature, dict[str, Tensor]()
     if reads & {"old", "entropy"}:
         old, entropy = replayed(policy, answers.prompts, answers, parts, temperature, entropy="entropy" in reads)
-        found = {"old": old} | ({} if entropy is None else {"entropy": entropy})
+        tensors = {"old": old} | ({} if entropy is None else {"entropy": entropy})
     if "ref" in reads:
         if reference is not None:
-            found["ref"] = replayed(reference, answers.prompts, answers, parts, temperature)[0]
+            tensors["ref"] = replayed(reference, answers.prompts, answers, parts, temperature)[0]
         else:
             with policy.reference():
-                found["ref"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
+                tensors["ref"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
     if "proxy" in reads:
-        found["proxy"] = without_noise(policy, answers, parts, temperature)
+        tensors["proxy"] = without_noise(policy, answers, parts, temperature)
     if "right" in reads:
         first = answers.scores[config.reward_labels[0]]
         right = (first >= config.evaluation.right_at - 1e-9).double()
-        found["right"] = right.masked_fill(first.isnan(), math.nan)
+        tensors["right"] = right.masked_fill(first.isnan(), math.nan)
     if "masked_image" in reads:
         change = masked(MASKED, PATCH)
         changed = changed_prompts(policy, answers, change, config.seed, "masked", iteration)
-        found["masked_image"] = replayed(policy, changed, answers, parts, temperature)[0]
+        tensors["masked_image"] = replayed(policy, changed, answers, parts, temperature)[0]
     if "ema" in reads and average is not None:
         with average.weights():
-            found["ema"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
+            tensors["ema"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
         tokens = zip(answers.tokens, answers.mask, strict=True)
-        found["answer_mask"] = torch.stack([answer_tokens(policy, *row) for row in tokens])
-        found["accuracy"] = answers.scores[config.reward_labels[0]].nan_to_num(nan=0.0)
+        tensors["answer_mask"] = torch.stack([answer_tokens(policy, *row) for row in tokens])
+        tensors["accuracy"] = answers.scores[config.reward_labels[0]].nan_to_num(nan=0.0)
     if "divergence" in reads:
         with gathered(policy):
             rows = policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, temperature)
-        found["divergence"] = rows[answers.group]
+        tensors["divergence"] = rows[answers.group]
     if "task" in reads:
         # numbers by name, which are the same in every process
         column = config.trainer.recipe(config).advantage.column
         names = [str(row.columns[column]) for row in answers.rows]
-        found["task"] = torch.tensor([derive_seed("task", name) for name in names])[answers.group]
+        tensors["task"] = torch.tensor([derive_seed("task", name) for name in names])[answers.group]
     if "greedy" in reads:
-        found["greedy"] = totals(config, {label: answers.scores[greedy_label(label)] for label in config.reward_labels})
+        tensors["greedy"] = totals(
+            config, {label: answers.scores[greedy_label(label)] for label in config.reward_labels}
+        )
     if "draw" in reads:
         shape, keys = (answers.size, answers.mask.shape[1]), (config.seed, "draw", iteration)
-        found["draw"] = torch.cat([torch.rand(shape, generator=generator(*keys, row.name)) for row in answers.rows])
+        # Keyed by question: which tokens Clip-Cov takes must not depend on the processes.
+        tensors["draw"] = torch.cat([torch.rand(shape, generator=generator(*keys, row.name)) for row in answers.rows])
     if "scores" in reads:
         numbers = [number_in(answer_in(text) or "") for text in answers.texts]
-        found["scores"] = torch.tensor([math.nan if n is None else n for n in numbers], dtype=torch.float64)
+        tensors["scores"] = torch.tensor([math.nan if n is None else n for n in numbers], dtype=torch.float64)
     if "step" in reads:
         coarse = {label: answers.scores[f"{label}/coarse"] for label in config.reward_labels}
-        found |= {"high": totals(config, coarse), "low": totals(config, answers.scores)}
+        tensors |= {"high": totals(config, coarse), "low": totals(config, answers.scores)}
         shaped: Any = policy
-        found["step"] = shaped.kinds(answers.tokens)[1].cpu()
+        tensors["step"] = shaped.kinds(answers.tokens)[1].cpu()
     if "components" in reads:
-        found["components"] = torch.stack([answers.scores[label] for label in config.reward_labels], 1)
+        tensors["components"] = torch.stack([answers.scores[label] for label in config.reward_labels], 1)
         weights = torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64)
-        found["component_weights"] = weights.repeat(len(found["components"]), 1)
-    return found
+        tensors["component_weights"] = weights.repeat(len(tensors["components"]), 1)
+    return tensors
 
 
 @torch.no_grad()
 def without_noise(policy: Policy, answers: Answers, parts: Sequence[Tensor], temperature: float) -> Tensor:
     """Log-probabilities [B, T] of the answers' tokens under the policy without its least likely tokens: Lp-Reg."""
-    found = torch.zeros(answers.mask.shape)
+    log_probs = torch.zeros(answers.mask.shape)
     head = policy.model.get_output_embeddings()
     with gathered(policy):
         for rows in parts:
             mask = answers.mask[rows]
-            one = policy.log_probs(
+            replay = policy.log_probs(
                 answers.prompts, answers.tokens[rows], mask, group=answers.group[rows], temperature=temperature
             )
-            states, tokens = one.states[mask.to(one.states.device)], answers.tokens[rows][mask].to(one.states.device)
+            states, tokens = (
+                replay.states[mask.to(replay.states.device)],
+                answers.tokens[rows][mask].to(replay.states.device),
+            )
             values = [
                 min_p_log_prob(allowed_logits(policy, head(part), temperature), chosen, kappa=LowProbability.noise)
                 for part, chosen in zip(states.split(CHUNK), tokens.split(CHUNK), strict=True)
             ]
-            found[rows] = torch.zeros(mask.shape).masked_scatter(mask, torch.cat(values).float().cpu())
-    return found
+            log_probs[rows] = torch.zeros(mask.shape).masked_scatter(mask, torch.cat(values).float().cpu())
+    return log_probs
 
 
 def allowed_logits(policy: Policy, logits: Tensor, temperature: float) -> Tensor:
@@ -208,15 +216,17 @@ def degraded_prompts(policy: Policy, answers: Answers, config: VLMConfig, iterat
 
 def answer_tokens(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
     """Which tokens [T] stand between the last `<answer>` and its end: GRPO-CARE reads how likely they are."""
+    # Token by token: a token may lie across the tag, and characters are the only places that both have.
     pieces = [policy.tokenizer.decode([token]) for token in tokens[mask].tolist()]
-    text, kept = "".join(pieces), torch.zeros(len(tokens), dtype=torch.bool)
+    text, inside = "".join(pieces), torch.zeros(len(tokens), dtype=torch.bool)
     begin = text.rfind("<answer>")
     if begin < 0:
-        return kept
+        return inside
     end = text.find("</answer>", begin)
     low, high, place = begin + len("<answer>"), end if end >= 0 else len(text), 0
     positions = mask.nonzero()[:, 0].tolist()
     for position, piece in zip(positions, pieces, strict=True):
-        kept[position] = place >= low and place + len(piece) <= high and bool(piece)
+        # A token that lies across the tag is no part of the answer.
+        inside[position] = place >= low and place + len(piece) <= high and bool(piece)
         place += len(piece)
-    return kept
+    return inside

@@ -47,8 +47,8 @@ class PolicyLoss(NamedTuple):
 
 def recipe_loss(preset: Preset, log_prob: Tensor, extra: Mapping[str, Tensor], given: Recorded) -> dict[str, Tensor]:
     """The loss of rows, [], from their log-probabilities [b, T] under the weights as they are, and what it measures."""
-    made = policy_loss(preset, token_batch(given.tensors).with_log_prob(log_prob, extra))
-    return {"loss": made.loss, "log_prob": log_prob, **made.metrics}
+    computed = policy_loss(preset, token_batch(given.tensors).with_log_prob(log_prob, extra))
+    return {"loss": computed.loss, "log_prob": log_prob, **computed.metrics}
 
 
 def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
@@ -63,8 +63,8 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
     batch = batch.weighted(product(batch.weight, *(choice.factor_now(batch) for choice in preset.weights)))
     metrics: dict[str, Tensor] = {"entropy": sampled_entropy(log_prob.detach(), batch.mask)}
     if batch.old_log_prob is None and batch.sampler_log_prob is not None:  # else `estimate` measures it
-        found = gaps(log_prob.detach(), batch.sampler_log_prob, batch.mask)
-        metrics |= {f"sampler/gap_{name}": found[name] for name in ("mean", "k3")}
+        gap = gaps(log_prob.detach(), batch.sampler_log_prob, batch.mask)
+        metrics |= {f"sampler/gap_{name}": gap[name] for name in ("mean", "k3")}
 
     def aggregated(terms: Tensor) -> Tensor:
         totals = {"rows": batch.rows, "tokens": batch.tokens, "length": preset.length}
@@ -80,6 +80,7 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
         parts["policy"] = _group_loss(preset.group_loss, batch)
     for choice in preset.regularisers:
         value, measured = choice.value(batch, aggregated)
+        # A recipe may have one regulariser twice, with other constants (a band for each kind of task).
         parts[choice.name] = parts[choice.name] + value if choice.name in parts else value
         metrics |= measured
     metrics |= {f"loss/{name}": value.detach() for name, value in parts.items()}
@@ -88,11 +89,11 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
 
 def product(*factors: Tensor | None) -> Tensor | None:
     """Product of the factors that are there, in order; None without any."""
-    whole: Tensor | None = None
+    total: Tensor | None = None
     for factor in factors:
         if factor is not None:
-            whole = factor if whole is None else whole * factor
-    return whole
+            total = factor if total is None else total * factor
+    return total
 
 
 def _group_loss(choice: GroupLoss, batch: TokenBatch) -> Tensor:
@@ -104,7 +105,7 @@ def _group_loss(choice: GroupLoss, batch: TokenBatch) -> Tensor:
         numbers = sorted(set(batch.group[split].tolist()))
         raise ValueError(
             f"{choice.name!r} is a loss of whole groups, and this micro-batch has parts of groups {numbers}: make it "
-            "with micro_batches(preset, batch, size)"
+            "with micro_batches(batch, size, whole_groups=True)"
         )
     scored = ~batch.scores("the group loss").isnan()
     if not bool(scored.any()):  # a loss of nothing still has a backward pass, which all processes make
@@ -157,6 +158,7 @@ def estimate(
         ready = replace(
             batch, advantage=advantage, group_size=sizes[index], rows=rows, tokens=tokens, groups=len(sizes)
         )
+        # After the advantages: some weights (Clip-Cov) are of both.
         weight = product(*(choice.factor(ready) for choice in preset.weights))
         ready = replace(ready, weight=weight)
         # what a loss reads of the whole batch is made before it is cut into micro-batches
@@ -195,8 +197,8 @@ def _sampler_metrics(preset: Preset, batch: TokenBatch) -> dict[str, float]:
     """How far sampler and trainer are apart, and what `engine_mismatch` makes of it; empty without both."""
     if batch.sampler_log_prob is None or batch.old_log_prob is None:
         return {}
-    found = gaps(batch.old_log_prob, batch.sampler_log_prob, batch.mask)
-    metrics = {f"sampler_gap_{name}": float(value) for name, value in found.items()}
+    gap = gaps(batch.old_log_prob, batch.sampler_log_prob, batch.mask)
+    metrics = {f"sampler_gap_{name}": float(value) for name, value in gap.items()}
     for choice in preset.weights:
         if isinstance(choice, EngineMismatch):
             weight = choice.factor(batch)

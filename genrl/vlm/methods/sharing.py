@@ -62,39 +62,44 @@ def updates_of(
     bare = TokenBatch(mask, group, extra={"row": torch.arange(len(mask))})
     lengths = gather_object([mask.sum(1).reshape(own_groups, size).sum(1)])  # tokens of each group
     tokens = torch.cat(lengths)
-    counts = [len(one) for one in lengths]
-    made = []
+    counts = [len(tokens_of) for tokens_of in lengths]
+    all_updates = []
     # by groups of all processes, so that their number changes no update
     for dealt in deal(counts, rank, min(updates, len(tokens)), seed, "updates", loop.iteration):
         number = len(dealt.every)
+        # Sorted, so that answers of similar place stay together; the order within an update changes no sum but its
+        # rounding.
         rows = (dealt.mine.sort().values[:, None] * size + torch.arange(size)).flatten()
         at_once = micro or number * size
         # cut by a batch of masks alone: what is estimated later is cut in the same places
         parts = micro_batches(bare.select(rows), at_once, whole_groups=whole_groups) if len(rows) else []
         tokens_here = int(tokens[dealt.every].sum())
-        made.append(Update([part.extra["row"] for part in parts], 0, number * size, tokens_here, number))
-    most = [max(counts) for counts in zip(*gather_object([[len(u.parts) for u in made]]), strict=True)]
-    return [update._replace(most=number) for update, number in zip(made, most, strict=True)]
+        all_updates.append(Update([part.extra["row"] for part in parts], 0, number * size, tokens_here, number))
+    # Where weights are in shards every process makes as many passes as the busiest.
+    most = [max(counts) for counts in zip(*gather_object([[len(u.parts) for u in all_updates]]), strict=True)]
+    return [update._replace(most=number) for update, number in zip(all_updates, most, strict=True)]
 
 
 def batch_of_all(mine: Mapping[str, Tensor], size: int) -> TokenBatch:
     """The rows of all processes, one process after the other, padded to the longest, in groups of `size`. What is no
     field of the batch is in `extra`."""
     every = gather_object([dict(mine)])
-    longest = max(one["mask"].shape[1] for one in every)
-    whole = {
-        name: torch.cat([padded(one[name], longest) if _per_token(name, one[name]) else one[name] for one in every])
+    longest = max(rows_of["mask"].shape[1] for rows_of in every)
+    joint = {
+        name: torch.cat(
+            [padded(rows_of[name], longest) if _per_token(name, rows_of[name]) else rows_of[name] for rows_of in every]
+        )
         for name in mine
     }
-    mask = whole.pop("mask")
+    mask = joint.pop("mask")
     return TokenBatch(
         mask=mask,
         group=torch.arange(len(mask)) // size,
-        rewards=whole.pop("rewards", None),
-        old_log_prob=whole.pop("old", None),
-        sampler_log_prob=whole.pop("sampler", None),
-        ref_log_prob=whole.pop("ref", None),
-        extra=whole,
+        rewards=joint.pop("rewards", None),
+        old_log_prob=joint.pop("old", None),
+        sampler_log_prob=joint.pop("sampler", None),
+        ref_log_prob=joint.pop("ref", None),
+        extra=joint,
     )
 
 
@@ -102,20 +107,20 @@ def ours(batch: TokenBatch, counts: Sequence[int], rank: int, length: int) -> To
     """This process's rows (`counts`: of each process), with their numbers as extra["row"], and without the padding that
     other processes' longer answers brought."""
     first = sum(counts[:rank])
-    own = batch.select(torch.arange(first, first + counts[rank]))
+    local = batch.select(torch.arange(first, first + counts[rank]))
 
     def short(value: Tensor | None) -> Tensor | None:
         return value[:, :length] if value is not None and value.dim() == 2 else value  # [B, 1] stays as it is
 
-    extra = {name: value[:, :length] if _per_token(name, value) else value for name, value in own.extra.items()}
+    extra = {name: value[:, :length] if _per_token(name, value) else value for name, value in local.extra.items()}
     return replace(
-        own,
-        mask=own.mask[:, :length],
-        old_log_prob=short(own.old_log_prob),
-        sampler_log_prob=short(own.sampler_log_prob),
-        ref_log_prob=short(own.ref_log_prob),
-        advantage=short(own.advantage),
-        weight=short(own.weight),
+        local,
+        mask=local.mask[:, :length],
+        old_log_prob=short(local.old_log_prob),
+        sampler_log_prob=short(local.sampler_log_prob),
+        ref_log_prob=short(local.ref_log_prob),
+        advantage=short(local.advantage),
+        weight=short(local.weight),
         extra=extra | {"row": torch.arange(counts[rank])},
     )
 

@@ -55,14 +55,14 @@ def update(
     """
     fresh = loop.updates == 0  # nothing was trained yet: both forward passes must agree
     sums: dict[str, float] = defaultdict(float)
-    most, error, seen = 0.0, 0.0, 0
+    most, error, num_tokens = 0.0, 0.0, 0
     figures: dict[str, float] = {}
 
     def prepare(rows: Tensor) -> Recorded | None:
         return recorded(one, rows) if len(rows) else None
 
     def measure(rows: Tensor, results: Results, given: Recorded) -> None:
-        nonlocal most, error, seen
+        nonlocal most, error, num_tokens
         mask = given["mask"]
         number = int(mask.sum())
         if number:
@@ -76,11 +76,12 @@ def update(
                 most = max(most, value)
             else:  # parts of the loss add up; the others are means over the part's tokens
                 sums[name] += value * (1 if name.startswith("loss/") else number)
-        seen += number
+        num_tokens += number
         sums["loss"] += float(results["loss"].detach())
 
     def agree() -> None:
-        figures.update(_joint(sums, most, error, seen))
+        figures.update(_joint(sums, most, error, num_tokens))
+        # Before the step, in all processes: an update on wrong ratios must not reach the weights.
         check_on_policy(figures.pop("error"), dtype)
 
     norms = descend(
@@ -92,15 +93,15 @@ def update(
 
 def _joint(sums: dict[str, float], most: float, error: float, seen: int) -> dict[str, float]:
     every = gather_object([{"sums": dict(sums), "most": most, "error": error, "seen": seen}])
-    tokens = max(1, sum(one["seen"] for one in every))
-    found = {"error": max(one["error"] for one in every)}
-    for name in dict.fromkeys(name for one in every for name in one["sums"]):
-        total = sum(one["sums"].get(name, 0.0) for one in every)
+    tokens = max(1, sum(process_sums["seen"] for process_sums in every))
+    figures = {"error": max(process_sums["error"] for process_sums in every)}
+    for name in dict.fromkeys(name for process_sums in every for name in process_sums["sums"]):
+        total = sum(process_sums["sums"].get(name, 0.0) for process_sums in every)
         mean = total if name == "loss" or name.startswith("loss/") else total / tokens
-        found[NAMES.get(name, name)] = mean
-    if "ratio/mean" in found:
-        found["ratio/max"] = max(one["most"] for one in every)
-    return found
+        figures[NAMES.get(name, name)] = mean
+    if "ratio/mean" in figures:
+        figures["ratio/max"] = max(process_sums["most"] for process_sums in every)
+    return figures
 
 
 def check_on_policy(error: float, dtype: torch.dtype) -> None:

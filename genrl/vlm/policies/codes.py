@@ -72,9 +72,9 @@ def read_codec(path: str) -> Codec:
     if not file.is_file():
         raise ValueError(f"{path!r} has no {CODEC}, so its codes cannot be decoded: see docs/sequence_policies.md")
     with safe_open(file, "pt") as stored:
-        told = json.loads(stored.metadata()["codec"])
+        config = json.loads(stored.metadata()["codec"])
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
-    return Codec(**told, table=tensors["table"], palette=tensors.get("palette"))
+    return Codec(**config, table=tensors["table"], palette=tensors.get("palette"))
 
 
 def shape_codec(settings: ShapeCodec) -> Codec:
@@ -103,10 +103,10 @@ class CodePolicy(Adapted):
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it. Raises ValueError where it makes something else than the run asks."""
         codec = None if config.vlm.codec is None else shape_codec(config.vlm.codec)
-        made = cls(path, codec=codec, lora=config.vlm.lora, dtype=dtype_of(config), device=device, seed=config.seed)
-        if made.codec.kind != config.vlm.output:
-            raise ValueError(f"vlm.output: {config.vlm.output}, but {path} makes {made.codec.kind}")
-        return made
+        policy = cls(path, codec=codec, lora=config.vlm.lora, dtype=dtype_of(config), device=device, seed=config.seed)
+        if policy.codec.kind != config.vlm.output:
+            raise ValueError(f"vlm.output: {config.vlm.output}, but {path} makes {policy.codec.kind}")
+        return policy
 
     def __init__(
         self,
@@ -127,9 +127,9 @@ class CodePolicy(Adapted):
             self.model = pretrained(architecture, path, types=(), reward="policy", dtype=dtype)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{path!r} is no causal language model that transformers loads: {error}") from error
-        known, codec = self.tokenizer.get_vocab(), self.codec
+        vocabulary, codec = self.tokenizer.get_vocab(), self.codec
         text = self.model.config.get_text_config()
-        missing = [token for token in (codec.begin, codec.end, *codec.codes) if token not in known]
+        missing = [token for token in (codec.begin, codec.end, *codec.codes) if token not in vocabulary]
         if missing:
             raise ValueError(f"{path!r}: its tokenizer does not have {missing[0]!r}, which the codec names")
         self.peft = None
@@ -144,8 +144,8 @@ class CodePolicy(Adapted):
             codec.table.to(device)
         self.room: int = text.max_position_embeddings
         self.pad_id = int(self.tokenizer.pad_token_id)
-        self.begin_id, self.end_id = known[codec.begin], known[codec.end]
-        self.code_ids = torch.tensor([known[token] for token in codec.codes], device=self.device)
+        self.begin_id, self.end_id = vocabulary[codec.begin], vocabulary[codec.end]
+        self.code_ids = torch.tensor([vocabulary[token] for token in codec.codes], device=self.device)
         self.longest = codec.steps * (codec.thoughts + codec.length + 2)
         """Tokens of the longest answer."""
         blocked = torch.full((5, text.vocab_size), IMPOSSIBLE, device=self.device)
@@ -177,12 +177,12 @@ class CodePolicy(Adapted):
         """What each place of answers int64 [B, T] is for, and in which step it is; both int64 [B, T]."""
         kinds, steps = [], []
         for row in tokens.tolist():
-            place, found = Place(), []
+            place, kind_ids = Place(), []
             for token in row:
-                found.append((self._kind(place), place.step))
+                kind_ids.append((self._kind(place), place.step))
                 place = self._after(place, token)
-            kinds.append([kind for kind, _ in found])
-            steps.append([step for _, step in found])
+            kinds.append([kind for kind, _ in kind_ids])
+            steps.append([step for _, step in kind_ids])
         return torch.tensor(kinds, device=self.device), torch.tensor(steps, device=self.device)
 
     def _kind(self, place: Place) -> int:
@@ -205,19 +205,20 @@ class CodePolicy(Adapted):
     def states(self, prompts: Sequence[Encoded], tokens: Tensor, model: Any = None) -> Tensor:
         """Hidden states [B, T, H] that predict the answers `tokens` int64 [B, T], prompts[b] being row b's."""
         ids, real = (rows.to(self.device) for rows in left_padded(prompts, self.pad_id))
-        whole = torch.cat([ids, tokens[:, :-1]], 1)
+        # The last token is predicted, and predicts nothing.
+        inputs = torch.cat([ids, tokens[:, :-1]], 1)
         real = torch.cat([real, torch.ones_like(tokens[:, :-1])], 1)
-        found: Tensor = (model or self.body)(
-            input_ids=whole, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0), use_cache=False
+        hidden: Tensor = (model or self.body)(
+            input_ids=inputs, attention_mask=real, position_ids=(real.cumsum(1) - 1).clamp(min=0), use_cache=False
         ).last_hidden_state[:, -tokens.shape[1] :]
-        return found
+        return hidden
 
     def log_rows(self, states: Tensor, kinds: Tensor, temperature: float) -> Tensor:
         """log softmax over the ids that may stand there, [..., V] in float32 or more; the others IMPOSSIBLE."""
         logits = self.model.get_output_embeddings()(states)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-        found: Tensor = (logits + self._blocked[kinds]).log_softmax(-1)
-        return found
+        rows: Tensor = (logits + self._blocked[kinds]).log_softmax(-1)
+        return rows
 
     def log_probs(
         self,
@@ -234,10 +235,10 @@ class CodePolicy(Adapted):
 
         Logits exist for `chunk` tokens at a time, in the backward pass too.
         """
-        tokens, kept = tokens.to(self.device), mask.to(self.device).bool()
+        tokens, valid = tokens.to(self.device), mask.to(self.device).bool()
         kinds, _ = self.kinds(tokens)
-        states = self.states([prompts[number] for number in group.tolist()], tokens)[kept]
-        ids, places = tokens[kept], kinds[kept]
+        states = self.states([prompts[number] for number in group.tolist()], tokens)[valid]
+        ids, places = tokens[valid], kinds[valid]
 
         def scored(some: Tensor, place: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
             rows = self.log_rows(some, place, temperature)
@@ -250,9 +251,9 @@ class CodePolicy(Adapted):
             for at in range(0, len(ids), chunk)
         ]
         empty = torch.zeros(tokens.shape, dtype=parts[0][0].dtype, device=self.device)
-        found = empty.masked_scatter(kept, torch.cat([part[0] for part in parts]))
-        spread = empty.masked_scatter(kept, torch.cat([part[1] for part in parts])) if entropy else None
-        return TokenScores(found, spread)
+        log_prob = empty.masked_scatter(valid, torch.cat([part[0] for part in parts]))
+        spread = empty.masked_scatter(valid, torch.cat([part[1] for part in parts])) if entropy else None
+        return TokenScores(log_prob, spread)
 
     @torch.no_grad()
     def sample(
@@ -266,6 +267,7 @@ class CodePolicy(Adapted):
         rows = [prompt for prompt in prompts for _ in range(n)]
         uniform = uniforms(keys, n, self.longest).to(self.device)
         ids, real = (part.to(self.device) for part in left_padded(rows, self.pad_id))
+        # By what is there: the first word has position 0 however much padding stands before it.
         positions = (real.cumsum(1) - 1).clamp(min=0)
         cache = transformers.DynamicCache(config=self.model.config)
         places, tokens, log_probs, masks = [Place()] * len(rows), [], [], []
@@ -284,13 +286,14 @@ class CodePolicy(Adapted):
             places = [self._after(place, own) for place, own in zip(places, token.tolist(), strict=True)]
             ids, positions = token[:, None], positions[:, -1:] + 1
             real = torch.cat([real, torch.ones_like(real[:, :1])], 1)
-        found = torch.nn.functional.pad(torch.stack(tokens, 1), (0, self.longest - len(tokens)), value=self.pad_id)
+        # As wide in every batch, so that those of an iteration can be put together.
+        sequences = torch.nn.functional.pad(torch.stack(tokens, 1), (0, self.longest - len(tokens)), value=self.pad_id)
         short = (0, self.longest - len(tokens))
         mask = torch.nn.functional.pad(torch.stack(masks, 1), short)
         log_prob = torch.where(mask, torch.nn.functional.pad(torch.stack(log_probs, 1), short), 0.0)
-        texts = [self.tokenizer.decode(row[row != self.pad_id]) for row in found]
+        texts = [self.tokenizer.decode(row[row != self.pad_id]) for row in sequences]
         cut = torch.zeros(len(rows), dtype=torch.bool)
-        return Sampled(found.cpu(), mask.cpu(), log_prob.cpu(), cut, texts, self._made(found))
+        return Sampled(sequences.cpu(), mask.cpu(), log_prob.cpu(), cut, texts, self._made(sequences))
 
     @property
     def body(self) -> Any:
@@ -320,10 +323,10 @@ class CodePolicy(Adapted):
             return {"audio": sounds, "rate": [self.codec.rate] * len(sounds)}
         assert palette is not None
         if isinstance(table, Tensor):
-            seen = views(voxels(things.flatten(0, 1).cpu(), table), palette)
+            pictures = views(voxels(things.flatten(0, 1).cpu(), table), palette)
         else:
-            seen = views(table.solid(things.flatten(0, 1)).cpu(), palette, fade=FADE)
-        return {"images": seen.view(len(tokens), self.codec.steps, *seen.shape[1:])}
+            pictures = views(table.solid(things.flatten(0, 1)).cpu(), palette, fade=FADE)
+        return {"images": pictures.view(len(tokens), self.codec.steps, *pictures.shape[1:])}
 
 
 class Place(NamedTuple):
@@ -351,11 +354,11 @@ def views(shapes: Tensor, palette: Tensor, *, scale: int = 2, fade: float = 0.0)
         for turned in (shapes, shapes.flip(axis)):
             solid = turned != 0
             first = solid.int().argmax(axis, keepdim=True)
-            seen = turned.gather(axis, first).squeeze(axis)
-            lit = torch.where(seen != 0, 1 - fade * first.squeeze(axis) / shapes.shape[axis], 1.0)
-            for found, part in ((pictures, seen), (light, lit)):
+            surface = turned.gather(axis, first).squeeze(axis)
+            lit = torch.where(surface != 0, 1 - fade * first.squeeze(axis) / shapes.shape[axis], 1.0)
+            for collected, part in ((pictures, surface), (light, lit)):
                 upright = part.transpose(1, 2) if axis == 3 else part  # from the side: height by depth
-                axis_turned = TURNED[len(found)]
-                found.append(upright if axis_turned is None else upright.flip(axis_turned))
+                axis_turned = TURNED[len(collected)]
+                collected.append(upright if axis_turned is None else upright.flip(axis_turned))
     colours = palette[torch.stack(pictures, 1).long()].float() / 255 * torch.stack(light, 1)[..., None]
     return colours.movedim(-1, 2).repeat_interleave(scale, -1).repeat_interleave(scale, -2)

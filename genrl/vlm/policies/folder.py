@@ -31,15 +31,15 @@ def open_policy(config: VLMConfig, device: str | torch.device = "cpu", path: str
 
     Raises ValueError as the policy's `open` does, and for a class that is no policy, naming what it lacks.
     """
-    made: Any = find(config.vlm.output, OUTPUTS)
-    opened = getattr(made, "open", None)
-    if not isinstance(made, type) or opened is None:
+    kind: Any = find(config.vlm.output, OUTPUTS)
+    opened = getattr(kind, "open", None)
+    if not isinstance(kind, type) or opened is None:
         raise ValueError(
             f"vlm.output: {config.vlm.output} is no policy: a class with open(config, device, path), {SEE}"
         )
     policy: Any = opened(config, device, path or config.vlm.path)
-    whole = isinstance(policy, Policy | SequencePolicy)
-    if not whole:
+    has_interface = isinstance(policy, Policy | SequencePolicy)
+    if not has_interface:
         lacks = ", ".join(name for name in members() if not hasattr(policy, name))
         raise ValueError(f"vlm.output: {config.vlm.output} has no {lacks}, {SEE}")
     return policy  # type: ignore[no-any-return]  # used as a Policy where both can the same
@@ -51,18 +51,18 @@ def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: 
     Raises ValueError where there is none.
     """
     folder = run / "checkpoints"
-    found = checkpoint.latest(folder) if step is None else folder / f"step-{step:06d}"
-    if found is None or not found.is_dir():
+    saved = checkpoint.latest(folder) if step is None else folder / f"step-{step:06d}"
+    if saved is None or not saved.is_dir():
         have = ", ".join(path.name for path in sorted(folder.glob("step-*"))) or "none"
         raise ValueError(
             f"{run} has no checkpoint {'' if step is None else f'after {step} iterations'}; there are {have}"
         )
     policy = open_policy(config, device)
     trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-    weights = result(checkpoint.load(found).tensors)
+    weights = result(checkpoint.load(saved).tensors)
     if any(name.startswith("baseline.") for name in weights):  # MusicRL trains two models
         weights = {name.removeprefix("policy."): v for name, v in weights.items() if name.startswith("policy.")}
-    put_back(trained, weights, found)
+    put_back(trained, weights, saved)
     return policy
 
 
@@ -84,6 +84,7 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
     if is_given(source):
         source = policy.model.config.name_or_path or source
     if policy.peft is not None and not full:
+        # PEFT notes where the model came from, which of a script's is nowhere; who loads the adapter looks there.
         policy.peft.peft_config["default"].base_model_name_or_path = source
         policy.peft.save_pretrained(str(out))
         return out
@@ -91,8 +92,8 @@ def save_model(policy: Policy, source: str, out: Path, *, full: bool = False) ->
     model.save_pretrained(out)
     if Path(source).is_dir():
         for file in own_files(Path(source)):  # a link may lead to what is nobody else's business
-            kept = file.name == CODEC or not file.name.endswith(WEIGHTS)
-            if kept and not (out / file.name).exists():
+            is_copied = file.name == CODEC or not file.name.endswith(WEIGHTS)
+            if is_copied and not (out / file.name).exists():
                 shutil.copy(file, out / file.name)
         return out
     policy.tokenizer.save_pretrained(out)

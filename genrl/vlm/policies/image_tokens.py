@@ -120,20 +120,21 @@ class ImagePolicy(Adapted):
         if self.guidance == 1.0:
             return ids, mask
         empty = torch.where(torch.isin(ids, self._kept), ids, self._pad)
+        # The same mask, as in Janus's own sampling: the padding in place of the words is attended to.
         return torch.cat([ids, empty]), torch.cat([mask, mask])
 
     def _codes(self, tokens: Tensor) -> Tensor:
         """Embeddings of codes [B, T] -> [B, T, H], for both halves under guidance."""
-        found: Tensor = self.model.prepare_embeddings_for_image_generation(tokens)
-        return found if self.guidance == 1.0 else torch.cat([found, found])
+        embeddings: Tensor = self.model.prepare_embeddings_for_image_generation(tokens)
+        return embeddings if self.guidance == 1.0 else torch.cat([embeddings, embeddings])
 
     def _log_rows(self, states: Tensor, temperature: float) -> Tensor:
         """Guided log-softmax rows [N, V] in float32 or more, of states [2, N, H] (without guidance [1, N, H])."""
         logits = self.model.model.generation_head(states)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         guided = logits[0] if len(logits) == 1 else logits[1] + self.guidance * (logits[0] - logits[1])
-        found: Tensor = (guided / temperature).log_softmax(-1)
-        return found
+        rows: Tensor = (guided / temperature).log_softmax(-1)
+        return rows
 
     def log_probs(
         self,
@@ -152,11 +153,13 @@ class ImagePolicy(Adapted):
         time, in the backward pass too.
         """
         tokens = tokens.to(self.device)
-        ids, asked = self._asked([prompts[number] for number in group.tolist()])
-        told = self._codes(tokens[:, :-1])
-        attended = torch.cat([asked, torch.ones(told.shape[:2], dtype=asked.dtype, device=self.device)], 1)
+        ids, prompt_mask = self._asked([prompts[number] for number in group.tolist()])
+        embedded = self._codes(tokens[:, :-1])
+        attended = torch.cat(
+            [prompt_mask, torch.ones(embedded.shape[:2], dtype=prompt_mask.dtype, device=self.device)], 1
+        )
         states = self.model.model.language_model(
-            inputs_embeds=torch.cat([self.model.get_input_embeddings()(ids), told], 1),
+            inputs_embeds=torch.cat([self.model.get_input_embeddings()(ids), embedded], 1),
             attention_mask=attended,
             position_ids=(attended.cumsum(1) - 1).clamp(min=0),
             use_cache=False,
@@ -174,8 +177,8 @@ class ImagePolicy(Adapted):
                 with torch.no_grad():
                     rows = self._log_rows(some, temperature)
                     entropies.append(-(rows.exp() * rows).sum(-1))
-        found = torch.cat(parts).view(tokens.shape)
-        return TokenScores(found, torch.cat(entropies).view(tokens.shape) if entropy else None)
+        log_prob = torch.cat(parts).view(tokens.shape)
+        return TokenScores(log_prob, torch.cat(entropies).view(tokens.shape) if entropy else None)
 
     @torch.no_grad()
     def sample(
@@ -194,7 +197,7 @@ class ImagePolicy(Adapted):
         cache = transformers.DynamicCache(config=self.model.config.get_text_config())
         tokens, log_probs = [], []
         for step in range(self.length):
-            found = self.model.model.language_model(
+            output = self.model.model.language_model(
                 inputs_embeds=embedded,
                 attention_mask=attended,
                 position_ids=positions,
@@ -202,7 +205,7 @@ class ImagePolicy(Adapted):
                 use_cache=True,
             )
             log_p = self._log_rows(
-                found.last_hidden_state[:, -1].view(-1, len(rows), embedded.shape[-1]), temperature or 1.0
+                output.last_hidden_state[:, -1].view(-1, len(rows), embedded.shape[-1]), temperature or 1.0
             )
             token = chosen(log_p, None if temperature == 0 else uniform[:, step])
             tokens.append(token)

@@ -112,6 +112,7 @@ def with_lora(model: Any, lora: VLMLoRA, seed: int) -> PeftModel:
     if not chosen:
         held = sorted({name.rsplit(".", 1)[-1] for name in linear})
         raise ValueError(f"no linear layer of the language model is named {list(targets)}. There are {held}")
+    # Whole names: the layers of many vision towers end in `q_proj`, too, and are not to be adapted.
     prefix = next(name for name, module in model.named_modules() if module is language)
     config = LoraConfig(
         r=lora.rank,

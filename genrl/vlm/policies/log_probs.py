@@ -55,11 +55,13 @@ def completion_log_probs(
             f"{list(weight.shape)}"
         )
     chunk = max(1, min(1024, LOGITS // len(weight))) if chunk is None else chunk
-    kept = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
-    states, chosen = hidden[kept], tokens[kept]
+    valid = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+    states, chosen = hidden[valid], tokens[valid]
     if forbidden is not None and bool(torch.isin(chosen, forbidden).any()):
-        found = sorted(set(chosen[torch.isin(chosen, forbidden)].tolist()))
-        raise ValueError(f"the completions hold the forbidden tokens {found}: the sampler must suppress the same ids")
+        forbidden_ids = sorted(set(chosen[torch.isin(chosen, forbidden)].tolist()))
+        raise ValueError(
+            f"the completions hold the forbidden tokens {forbidden_ids}: the sampler must suppress the same ids"
+        )
     # the states may be bfloat16; from the logits on, all is float32 or more
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     offset = None if bias is None else bias.to(dtype)
@@ -70,9 +72,9 @@ def completion_log_probs(
     empty = torch.zeros(tokens.shape, dtype=dtype, device=hidden.device)
     if hidden.dtype == weight.dtype == dtype and not entropy and hasattr(F, "linear_cross_entropy"):
         values = _fused(states, weight, offset, chosen, temperature, chunk)
-        return TokenScores(empty.masked_scatter(kept, values), None)
+        return TokenScores(empty.masked_scatter(valid, values), None)
     values, entropies = _Chunked.apply(states, weight, offset, chosen, temperature, chunk, entropy)  # type: ignore[no-untyped-call]
-    return TokenScores(empty.masked_scatter(kept, values), empty.masked_scatter(kept, entropies) if entropy else None)
+    return TokenScores(empty.masked_scatter(valid, values), empty.masked_scatter(valid, entropies) if entropy else None)
 
 
 def _fused(

@@ -138,8 +138,8 @@ def open_masked(path: str, dtype: torch.dtype) -> Opened:
     The tokenizer's mask token is that of `mask_token_id`, where it names none itself. Raises OSError, ValueError and
     KeyError where there is no such model, and ValueError where weights are missing or left over.
     """
-    own, _ = PreTrainedConfig.get_config_dict(path)
-    kind = own.get("model_type")
+    config, _ = PreTrainedConfig.get_config_dict(path)
+    kind = config.get("model_type")
     if kind not in ("llada", "Dream"):
         model = pretrained(transformers.AutoModelForMaskedLM, path, types=(), reward="policy", dtype=dtype)
         return Opened(model, tokenizer_of(path, "policy"), 0)
@@ -147,9 +147,9 @@ def open_masked(path: str, dtype: torch.dtype) -> Opened:
     reader = transformers.PreTrainedTokenizerFast if kind == "llada" else transformers.Qwen2Tokenizer
     with accounted(path):
         tokenizer = reader.from_pretrained(path)
-    if tokenizer.mask_token is None and own.get("mask_token_id") is not None:
-        tokenizer.mask_token = tokenizer.convert_ids_to_tokens(own["mask_token_id"])
-    return Opened(_filled(LLaDA if kind == "llada" else Dream, path, own, dtype), tokenizer, int(kind == "Dream"))
+    if tokenizer.mask_token is None and config.get("mask_token_id") is not None:
+        tokenizer.mask_token = tokenizer.convert_ids_to_tokens(config["mask_token_id"])
+    return Opened(_filled(LLaDA if kind == "llada" else Dream, path, config, dtype), tokenizer, int(kind == "Dream"))
 
 
 def _filled(made: Any, path: str, own: Mapping[str, Any], dtype: torch.dtype) -> Any:

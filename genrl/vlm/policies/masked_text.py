@@ -117,14 +117,15 @@ class MaskedPolicy(Adapted):
         def select(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (inputs[0].gather(1, index.expand(-1, -1, inputs[0].shape[-1])), *inputs[1:])
 
+        # In front of the output layer: logits of prompts and of all places would be the largest tensor of a pass.
         hook = self.model.get_output_embeddings().register_forward_pre_hook(select)
         try:
             logits = self.model(input_ids=ids, attention_mask=real).logits
         finally:
             hook.remove()
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).index_fill(-1, self.forbidden, IMPOSSIBLE)
-        found: Tensor = (logits / temperature).log_softmax(-1)
-        return found
+        rows: Tensor = (logits / temperature).log_softmax(-1)
+        return rows
 
     def log_probs(
         self,
@@ -149,13 +150,15 @@ class MaskedPolicy(Adapted):
             return TokenScores(torch.stack(columns, 1), None)
         scored, entropies = [], []
         for t in range(self.length):
-            kept = mask[:, t].bool().nonzero()[:, 0].tolist()
+            present = mask[:, t].bool().nonzero()[:, 0].tolist()
             column = torch.zeros(len(rows), device=self.device)
             spread = torch.zeros(len(rows), device=self.device)
-            if kept:
-                found = _again(self._place, rows, tokens, t, kept, temperature)
-                column = column.to(found.dtype).index_put((torch.tensor(kept, device=self.device),), found[0])
-                spread = spread.to(found.dtype).index_put((torch.tensor(kept, device=self.device),), found[1].detach())
+            if present:
+                bound = _again(self._place, rows, tokens, t, present, temperature)
+                column = column.to(bound.dtype).index_put((torch.tensor(present, device=self.device),), bound[0])
+                spread = spread.to(bound.dtype).index_put(
+                    (torch.tensor(present, device=self.device),), bound[1].detach()
+                )
             scored.append(column)
             entropies.append(spread)
         return TokenScores(torch.stack(scored, 1), torch.stack(entropies, 1) if entropy else None)
@@ -171,19 +174,20 @@ class MaskedPolicy(Adapted):
     def _bound(self, rows: list[Encoded], tokens: Tensor, masked: Tensor, temperature: float) -> Tensor:
         """One estimate [B] of the bound; masked bool [B, L]."""
         log_p = self.log_rows(rows, torch.where(masked, self.mask_id, tokens), temperature)
-        own = log_p.gather(-1, tokens[..., None])[..., 0]
-        return (own * masked).sum(1) * self.length / masked.sum(1)
+        token_log_prob = log_p.gather(-1, tokens[..., None])[..., 0]
+        return (token_log_prob * masked).sum(1) * self.length / masked.sum(1)
 
     def _masks(self, rows: list[Encoded], tokens: Tensor) -> Tensor:
         """bool [B, M, L]: l places of each, l uniform in 1 to L. A function of the round, the prompt and the answer."""
         assert self.samples is not None
-        made = []
+        masks = []
         for row, ids in zip(rows, tokens.tolist(), strict=True):
             source = generator(*self.round, "masks", row.where, *ids)
             number = torch.randint(1, self.length + 1, (self.samples, 1), generator=source)
+            # The ranks of random numbers: of all sets of l places each is as likely.
             rank = torch.rand(self.samples, self.length, generator=source).argsort(1).argsort(1)
-            made.append(rank < number)
-        return torch.stack(made).to(self.device)
+            masks.append(rank < number)
+        return torch.stack(masks).to(self.device)
 
     @torch.no_grad()
     def sample(
@@ -195,12 +199,14 @@ class MaskedPolicy(Adapted):
         the most probable token each time.
         """
         rows = [prompt for prompt in prompts for _ in range(n)]
+        # Without the prompt's name: the round is that of all of an iteration's prompts.
         self.round = tuple(keys[0][:-1])
         uniform = uniforms(keys, n, self.length, self.length).to(self.device)
         scale = temperature or 1.0
         tokens = torch.full((len(rows), self.length), self.mask_id, device=self.device)
         log_prob = torch.zeros(len(rows), self.length)
         if self.samples is None:
+            # Without a cache: attention in both directions changes the keys of earlier places with each new token.
             for t in range(self.length):
                 log_p = self.log_rows(rows, tokens, scale, torch.full((len(rows), 1), t, device=self.device))[:, 0]
                 tokens[:, t] = chosen(log_p, None if temperature == 0 else uniform[:, t, t])
@@ -210,7 +216,8 @@ class MaskedPolicy(Adapted):
         ended = tokens == self.end_id
         answer = ended.cumsum(1) - ended.long() == 0
         texts = [
-            self.tokenizer.decode(row[kept], skip_special_tokens=True) for row, kept in zip(tokens, answer, strict=True)
+            self.tokenizer.decode(row[row_mask], skip_special_tokens=True)
+            for row, row_mask in zip(tokens, answer, strict=True)
         ]
         mask = answer if self.samples is None else torch.ones_like(answer)
         cut = ~ended.any(1).cpu()
@@ -234,5 +241,5 @@ class MaskedPolicy(Adapted):
 
 def _again(run: Callable[..., Tensor], *arguments: object) -> Tensor:
     """`run(*arguments)`, computed again in the backward pass; without gradients just run."""
-    found: Tensor = checkpoint(run, *arguments, use_reentrant=False)
-    return found
+    output: Tensor = checkpoint(run, *arguments, use_reentrant=False)
+    return output

@@ -93,20 +93,21 @@ def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
             ("weights", weights),
             ("float32 copies of the weights", 4 * trained if config.rounds_weights else 0),
         ]
-    own = trained if config.vlm.lora is not None else trained // shares
+    optimised = trained if config.vlm.lora is not None else trained // shares
     state = config.optimizer.state_bytes
-    resting.append((f"optimiser state ({config.optimizer.name})", round(own * state)))
+    resting.append((f"optimiser state ({config.optimizer.name})", round(optimised * state)))
     if config.vlm.lora is not None or (shares == 1 and trained <= LARGEST_COPY):
-        resting.append(("copy to undo an iteration", round(own * (4 + state))))
+        resting.append(("copy to undo an iteration", round(optimised * (4 + state))))
     if config.vlm.lora is None and "ref" in config.trainer.reads:
         resting.append(("reference", weights // shares))
     updating = [
-        ("gradients", own * (held if config.rounds_weights and shares == 1 else 4)),
+        ("gradients", optimised * (held if config.rounds_weights and shares == 1 else 4)),
         *_update(config, size, processes),
     ]
     if shares > 1:
         updating.append(("weights gathered in updates", _gathered(config, size)))
     answering = _answers(config, size, processes) + (weights if shares > 1 else 0)
+    # Answering and updating take turns: only the larger of the two counts.
     more = max(0, answering - sum(part for _, part in updating))
     parts = [*resting, *updating, ("answering, beyond what updates need", more)]
     return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
@@ -115,7 +116,7 @@ def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
 def ways(config: VLMConfig) -> Iterator[tuple[str, VLMConfig, int]]:
     """(name, the run in this way, processes): all weights, in shards, adapters, adapters on fewer bits; in bfloat16."""
     adapted: dict[str, Any] = {"lora": config.vlm.lora or VLMLoRA()}
-    known: list[tuple[str, dict[str, Any], int]] = [
+    remedies: list[tuple[str, dict[str, Any], int]] = [
         ("all weights", {}, 1),
         *((f"all weights, {count} processes with fsdp", {}, count) for count in (2, 4, 8)),
         ("LoRA", adapted, 1),
@@ -123,7 +124,7 @@ def ways(config: VLMConfig) -> Iterator[tuple[str, VLMConfig, int]]:
         ("LoRA, int8", {**adapted, "quantize": "int8"}, 1),
         ("LoRA, nf4 (QLoRA)", {**adapted, "quantize": "nf4"}, 1),
     ]
-    for name, changes, processes in known:
+    for name, changes, processes in remedies:
         vlm = config.vlm.model_copy(update={"lora": None, "quantize": None, "dtype": "bfloat16", **changes})
         shards = config.distributed.model_copy(update={"fsdp": processes > 1})
         yield name, config.model_copy(update={"vlm": vlm, "distributed": shards}), processes
@@ -154,16 +155,16 @@ def _gathered(config: VLMConfig, size: Sizes) -> int:
 def _update(config: VLMConfig, size: Sizes, processes: int) -> Parts:
     """Kept for the backward pass of a micro-batch; logits of a part of its tokens, their softmax and gradient."""
     generation, vlm = config.generation, config.vlm
-    again = vlm.gradient_checkpointing
+    recomputes = vlm.gradient_checkpointing
     answers = config.trainer.rows_per_pass or _rows(config, processes)
-    prompts = answers if again or config.distributed.fsdp else math.ceil(answers / generation.group_size)
+    prompts = answers if recomputes or config.distributed.fsdp else math.ceil(answers / generation.group_size)
     tokens = prompts * QUESTION + answers * generation.max_new_tokens
     of_width, of_inner, of_keys = KEPT if vlm.lora is None else KEPT_WITH_LORA
     layer = of_width * size.width + of_inner * size.inner + of_keys * size.keys
-    numbers = size.layers * RECOMPUTED * size.width + layer if again else size.layers * layer
+    numbers = size.layers * RECOMPUTED * size.width + layer if recomputes else size.layers * layer
     parts = [("activations of one micro-batch (rough)", round(tokens * numbers * _bytes(config)))]
     if vlm.quantize in ("int8", "fp8"):  # torchao unpacks a weight, and the graph keeps that copy
-        layers = 1 if again else size.layers
+        layers = 1 if recomputes else size.layers
         parts.append(("unpacked weights, for the backward pass", layers * size.layer * _bytes(config)))
     return [*parts, ("logits", 3 * 4 * LOGITS)]
 

@@ -87,9 +87,9 @@ class MusicPolicy(Adapted):
         self.model.to(device).eval()
         self.device = torch.device(device)
         decoder = self.model.decoder
-        own = self.model.generation_config
-        self.guidance = float(guidance or own.guidance_scale or 1.0)
-        own.guidance_scale = self.guidance  # what is saved plays as it was trained
+        config = self.model.generation_config
+        self.guidance = float(guidance or config.guidance_scale or 1.0)
+        config.guidance_scale = self.guidance  # what is saved plays as it was trained
         least, most = delays(decoder) + fewest(decoder), decoder.config.max_position_embeddings
         steps = least if steps is None else steps
         if not least <= steps <= most:
@@ -131,28 +131,29 @@ class MusicPolicy(Adapted):
 
     def codes(self, tokens: Tensor) -> Tensor:
         """Codes of answers int64 [B, T], by book and frame: int64 [B, K, F]."""
-        found = torch.empty_like(tokens)
-        found[:, self._order] = tokens
-        return found.view(len(tokens), -1, self.frames)
+        codes_out = torch.empty_like(tokens)
+        codes_out[:, self._order] = tokens
+        return codes_out.view(len(tokens), -1, self.frames)
 
     def _states(self, text: tuple[Tensor, Tensor], codes: Tensor, body: Any = None) -> Tensor:
         """Hidden states [B', steps, H], each of which predicts the codes of the next step; B' as the text has it."""
+        # The last step's codes are predicted, and predict nothing.
         grid = delayed(self.model.decoder, codes)[..., :-1]
         ids = grid.repeat(len(text[0]) // len(grid), 1, 1).flatten(0, 1)
-        found: Tensor = (body or self.body)(
+        hidden: Tensor = (body or self.body)(
             input_ids=ids, encoder_hidden_states=text[0], encoder_attention_mask=text[1], use_cache=False
         ).last_hidden_state
-        return found
+        return hidden
 
     def _log_rows(self, states: Tensor, book: int, temperature: float) -> Tensor:
         """Guided log-softmax rows [B, S, V] of a book, in float32 or more, of states [B', S, H]."""
         logits = self.model.decoder.lm_heads[book](states)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.guidance != 1.0:
-            told, free = logits.chunk(2)
-            logits = free + self.guidance * (told - free)
-        found: Tensor = (logits / temperature).log_softmax(-1)
-        return found
+            conditional, free = logits.chunk(2)
+            logits = free + self.guidance * (conditional - free)
+        rows: Tensor = (logits / temperature).log_softmax(-1)
+        return rows
 
     def log_probs(
         self,
@@ -207,8 +208,8 @@ class MusicPolicy(Adapted):
         """Hidden states [B, T, H] that predict the tokens of answers, after the text, by another body. The text's own
         states are the policy's, and constants here: what is learnt with this body does not train the policy."""
         text, mask = self.text(prompts, guided=False)
-        found = self._states((text.detach(), mask), self.codes(tokens), model)
-        return found[:, torch.cat(self._read)[self._order]]
+        hidden = self._states((text.detach(), mask), self.codes(tokens), model)
+        return hidden[:, torch.cat(self._read)[self._order]]
 
     @torch.no_grad()
     def sample(
@@ -245,19 +246,19 @@ class MusicPolicy(Adapted):
         tokens = codes[:, self._order]
         mask, cut = torch.ones(tokens.shape, dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
         texts = [" ".join(map(str, row)) for row in tokens.tolist()]
-        made = {"audio": sounds, "rate": [int(self.model.config.sampling_rate)] * len(sounds)}
-        return Sampled(tokens.cpu(), mask, scored[:, self._order].cpu(), cut, texts, made)
+        outputs = {"audio": sounds, "rate": [int(self.model.config.sampling_rate)] * len(sounds)}
+        return Sampled(tokens.cpu(), mask, scored[:, self._order].cpu(), cut, texts, outputs)
 
     @torch.no_grad()
     def sounds(self, codes: Tensor) -> list[Tensor]:
         """Codes int64 [B, K, F] -> waveforms float32 [S] in about [-1, 1], [2, S] of a stereo model."""
-        found = []
+        waveforms = []
         for some in codes.split(TOGETHER):
             stereo = self.model.decoder.config.audio_channels == 2
             sides = (some[:, ::2], some[:, 1::2]) if stereo else (some,)
             heard = [self.model.audio_encoder.decode(side[None], [None] * len(side)).audio_values for side in sides]
-            found += list(torch.cat(heard, 1).squeeze(1).float().cpu())
-        return found
+            waveforms += list(torch.cat(heard, 1).squeeze(1).float().cpu())
+        return waveforms
 
 
 class MusicRewardPolicy(MusicPolicy):

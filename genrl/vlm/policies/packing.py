@@ -72,9 +72,10 @@ def _attend(
         raise ValueError(
             f"{type(module).__name__} attends with {unknown[0]}, which shared prefixes do not: turn them off"
         )
+    # From the context: transformers hands an attention function its own arguments and no others.
     prompts = _prompts.get()
     layer = prompts.cache.layers[module.layer_idx]
-    found = prefix_attention(
+    attended = prefix_attention(
         query,
         key,
         value,
@@ -85,7 +86,7 @@ def _attend(
         scale=settings.get("scaling"),
         backend=prompts.backend,
     )
-    return found.transpose(1, 2).contiguous(), None
+    return attended.transpose(1, 2).contiguous(), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
@@ -107,6 +108,7 @@ def prefix_shared(
     if partial:
         raise ValueError(f"{type(model).__name__} has layers of {partial[0]}: their prefix cannot be shared")
     before, token = text._attn_implementation, _prompts.set(Prompts(cache, mask, row_of, backend))
+    # Every layer reads it at every call, so that it can be another one for these calls alone.
     text._attn_implementation = NAME
     try:
         yield _Passing(mask.shape[1])
@@ -129,6 +131,7 @@ def packed_states(policy: Policy, prompts: Sequence[Encoded], tokens: Tensor, ma
     """(states [B, T, H] that predict the answers' tokens, positions computed). Answers `tokens` int64 [B, T], row b to
     prompts[b], are read up to the last token of `mask` [B, T]; further states are 0."""
     lengths = [int(row.nonzero().max()) + 1 if row.any() else 1 for row in mask]
+    # The last token is predicted, and predicts nothing.
     answers = [row[: length - 1].cpu() for row, length in zip(tokens, lengths, strict=True)]
     pairs = list(zip(prompts, answers, strict=True))
     found = policy.body(**packed_inputs(policy, pairs), use_cache=False).last_hidden_state[0]
@@ -152,7 +155,7 @@ def packed_inputs(policy: Policy, pairs: Sequence[tuple[Encoded, Tensor]]) -> di
         after = (prompt.next_position + torch.arange(len(answer))).expand(len(prompt.positions), -1)
         return torch.cat([own[None], torch.cat([prompt.positions, after], 1)])
 
-    made: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "input_ids": torch.cat([part for prompt, answer in pairs for part in (prompt.tokens.ids, answer)])[None],
         "position_ids": torch.cat([positions(*pair) for pair in pairs], -1).unsqueeze(-2),
     }
@@ -162,9 +165,9 @@ def packed_inputs(policy: Policy, pairs: Sequence[tuple[Encoded, Tensor]]) -> di
             for prompt, answer in pairs
             for part in (prompt.tokens.kinds.get(name, torch.zeros_like(prompt.tokens.ids)), torch.zeros_like(answer))
         ]
-        made[name] = torch.cat(kinds)[None]
-    made |= join_pixels([prompt.tokens for prompt, _ in pairs])
-    return {k: v.to(policy.device, policy.dtype if v.is_floating_point() else None) for k, v in made.items()}
+        inputs[name] = torch.cat(kinds)[None]
+    inputs |= join_pixels([prompt.tokens for prompt, _ in pairs])
+    return {k: v.to(policy.device, policy.dtype if v.is_floating_point() else None) for k, v in inputs.items()}
 
 
 @torch.no_grad()
@@ -174,10 +177,10 @@ def check_packing(policy: Policy) -> None:
     picture = Image.new("RGB", (64, 64), (90, 120, 60))
     prompts = [policy.encode(Prompt((picture, text))) for text in ("What is it?", "Why is it there, and where?")]
     tokens = torch.tensor([policy.stop_ids[:1]] * 2)
-    kept = torch.ones_like(tokens, dtype=torch.bool)
+    valid = torch.ones_like(tokens, dtype=torch.bool)
     name = type(policy.model).__name__
     try:
-        packed, _ = packed_states(policy, prompts, tokens, kept)
+        packed, _ = packed_states(policy, prompts, tokens, valid)
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         raise ValueError(f"vlm.packing: {name} cannot be given packed sequences ({error}); write false") from error
     alone = torch.cat([policy.body(**policy.inputs([p]), use_cache=False).last_hidden_state[:, -1:] for p in prompts])

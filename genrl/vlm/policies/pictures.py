@@ -55,8 +55,8 @@ def masked(share: float, patch: int) -> Change:
         pixels = np.array(picture)
         rows, columns = (-(-side // patch) for side in pixels.shape[:2])
         gone = rng.random((rows, columns)) < share
-        whole = gone.repeat(patch, 0).repeat(patch, 1)[: pixels.shape[0], : pixels.shape[1]]
-        return Image.fromarray(np.where(whole[..., None], 0, pixels).astype(np.uint8))
+        covered = gone.repeat(patch, 0).repeat(patch, 1)[: pixels.shape[0], : pixels.shape[1]]
+        return Image.fromarray(np.where(covered[..., None], 0, pixels).astype(np.uint8))
 
     return change
 

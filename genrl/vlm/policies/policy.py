@@ -109,20 +109,20 @@ class Policy(Adapted):
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it."""
         lora, kind = config.vlm.lora, config.vlm.quantize
-        made = cls(path, lora=lora, dtype=dtype_of(config), device=device, quantize=kind, seed=config.seed)
+        policy = cls(path, lora=lora, dtype=dtype_of(config), device=device, quantize=kind, seed=config.seed)
         if config.vlm.kernels == "liger":
-            use_liger(made.model)
-        made.prefix_attention = config.vlm.prefix_attention
-        made.shares_prompts = not config.distributed.fsdp
-        made.pixels = Pixels(config.task.min_pixels, config.task.max_pixels)
-        check_pixels(made.pixels, made.processor)
-        made.videos &= config.generation.engine != "vllm"  # which is given pictures
+            use_liger(policy.model)
+        policy.prefix_attention = config.vlm.prefix_attention
+        policy.shares_prompts = not config.distributed.fsdp
+        policy.pixels = Pixels(config.task.min_pixels, config.task.max_pixels)
+        check_pixels(policy.pixels, policy.processor)
+        policy.videos &= config.generation.engine != "vllm"  # which is given pictures
         if config.vlm.gradient_checkpointing:
-            made.checkpoint_blocks()
+            policy.checkpoint_blocks()
         if config.vlm.packing:
-            check_packing(made)
-            made.packing = True
-        return made
+            check_packing(policy)
+            policy.packing = True
+        return policy
 
     def __init__(
         self,
@@ -136,9 +136,9 @@ class Policy(Adapted):
     ) -> None:
         """path: hub id or folder, or of a script's `Loaded`, python:NAME. lora None: all weights are trained. quantize:
         as `vlm.quantize`. seed: of the adapters' initial values."""
-        found = take(path) if is_given(path) else loaded(path, dtype, quantize)
-        self.model = found.model.requires_grad_(False)
-        self.processor = found.processor
+        loaded_parts = take(path) if is_given(path) else loaded(path, dtype, quantize)
+        self.model = loaded_parts.model.requires_grad_(False)
+        self.processor = loaded_parts.processor
         self.tokenizer: Any = self.processor.tokenizer
         config = checked(self.model.config, path)
         self.room: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -248,7 +248,7 @@ class Policy(Adapted):
 
         after = [(p.next_position + steps).expand(*p.positions.shape[:-1], -1) for p in prompts]
         real = [torch.ones_like(p.tokens.ids) for p in prompts]
-        made = {
+        tensors = {
             "input_ids": torch.cat([left([p.tokens.ids for p in prompts], self.pad_id), answers], 1),
             "attention_mask": torch.cat([left(real, 0), torch.ones_like(answers)], 1),
             "position_ids": torch.cat([left([p.positions for p in prompts], 0), torch.stack(after, -2)], -1),
@@ -256,16 +256,16 @@ class Policy(Adapted):
         for name in self._per_token:
             kinds = [p.tokens.kinds.get(name, torch.zeros_like(p.tokens.ids)) for p in prompts]
             if any(name in p.tokens.kinds for p in prompts):
-                made[name] = torch.cat([left(kinds, 0), torch.zeros_like(answers)], 1)
-        made |= join_pixels([p.tokens for p in prompts]) if pixels else {}
-        return {k: v.to(self.device, self.dtype if v.is_floating_point() else None) for k, v in made.items()}
+                tensors[name] = torch.cat([left(kinds, 0), torch.zeros_like(answers)], 1)
+        tensors |= join_pixels([p.tokens for p in prompts]) if pixels else {}
+        return {k: v.to(self.device, self.dtype if v.is_floating_point() else None) for k, v in tensors.items()}
 
     def prefix(self, prompts: Sequence[Encoded]) -> tuple[Any, Tensor]:
         """Cache of the prompts' keys and values, with gradients, and the states [N, H] that predict the first token."""
         cache = transformers.DynamicCache(config=self.model.config.get_text_config())
         cache.activate_past_recording()  # layers with a window (Gemma 3) keep what lies before it: it may be cropped
-        found = self.body(**self.inputs(prompts), past_key_values=cache, use_cache=True)
-        return found.past_key_values, found.last_hidden_state[:, -1]
+        output = self.body(**self.inputs(prompts), past_key_values=cache, use_cache=True)
+        return output.past_key_values, output.last_hidden_state[:, -1]
 
     def log_probs(
         self,
@@ -337,14 +337,14 @@ class Policy(Adapted):
         allowed = ids[~torch.isin(ids, self.forbidden)]
         for number in range(len(prompts)):
             at = (group == number).nonzero()[:, 0]
-            kept = mask[at].to(self.device).bool()
-            chosen = torch.where(kept, tokens[at].to(self.device), self.pad_id)
+            valid = mask[at].to(self.device).bool()
+            chosen = torch.where(valid, tokens[at].to(self.device), self.pad_id)
             hidden, _, _ = self._shared(prompts, [prompts[number]] * len(at), chosen, group[at])
             parts = []
             for start in range(0, tokens.shape[1], chunk):
                 logits = head(hidden[:, start : start + chunk])[..., allowed].float() / temperature
                 same = torch.zeros(len(at), dtype=torch.int64)
-                parts.append(group_divergence(logits.log_softmax(-1), kept[:, start : start + chunk], same)[0])
+                parts.append(group_divergence(logits.log_softmax(-1), valid[:, start : start + chunk], same)[0])
             found.append(torch.cat(parts).cpu())
         return torch.stack(found)
 
@@ -358,23 +358,25 @@ class Policy(Adapted):
         cache, last = self.prefix(used)
         longest = max(prompt.length for prompt in used)
         positions, first = longest * len(used), last[row_of, None]
+        # The prompt's last state predicts the only token.
         if tokens.shape[1] == 1:
             return first, positions, len(used)
-        whole = self.inputs(rows, tokens[:, :-1], pixels=False)
-        mask = whole.pop("attention_mask")
-        new = {name: value[..., longest:] for name, value in whole.items()}
+        inputs = self.inputs(rows, tokens[:, :-1], pixels=False)
+        mask = inputs.pop("attention_mask")
+        new = {name: value[..., longest:] for name, value in inputs.items()}
         if self.prefix_attention is None:
             cache.batch_select_indices(row_of)
-            found = self.body(**new, attention_mask=mask, past_key_values=cache, use_cache=True)
+            output = self.body(**new, attention_mask=mask, past_key_values=cache, use_cache=True)
         else:
             lengths = torch.tensor([prompt.length for prompt in used], device=self.device)
-            with prefix_shared(self.model, cache, present(lengths), row_of, self.prefix_attention) as kept:
-                found = self.body(**new, past_key_values=kept, use_cache=True)
-        return torch.cat([first, found.last_hidden_state], 1), positions + new["input_ids"].numel(), len(used)
+            with prefix_shared(self.model, cache, present(lengths), row_of, self.prefix_attention) as shared:
+                output = self.body(**new, past_key_values=shared, use_cache=True)
+        return torch.cat([first, output.last_hidden_state], 1), positions + new["input_ids"].numel(), len(used)
 
 
 def _stop_ids(model: Any, tokenizer: Any, path: str) -> tuple[int, ...]:
     """Tokens that end an answer. Raises ValueError where there are none."""
+    # Both: chat models end a turn by another token than the tokenizer's end of a text.
     of_model = model.generation_config.eos_token_id
     stop = {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])} - {None}
     if not stop:

@@ -115,21 +115,21 @@ def load_processor(path: str, kind: str) -> Any:
     image processor or no chat template.
     """
     try:
-        made = _by_pillow(path, kind) if kind in (*QWEN, "smolvlm") else _auto(path)
+        processor = _by_pillow(path, kind) if kind in (*QWEN, "smolvlm") else _auto(path)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(
             f"{path!r} ({kind}) has no processor that can be loaded: {error}. A vision-language policy needs an image "
             "processor (preprocessor_config.json) beside its tokenizer: save the processor of the original model there"
         ) from error
-    if getattr(made, "image_processor", None) is None:
+    if getattr(processor, "image_processor", None) is None:
         raise ValueError(
-            f"{path!r} ({kind}) has no image processor, only a {type(made).__name__}: save the processor of the "
+            f"{path!r} ({kind}) has no image processor, only a {type(processor).__name__}: save the processor of the "
             "original model beside the weights (preprocessor_config.json)"
         )
-    made.chat_template = made.chat_template or made.tokenizer.chat_template
-    if not made.chat_template:
+    processor.chat_template = processor.chat_template or processor.tokenizer.chat_template
+    if not processor.chat_template:
         raise ValueError(f"{path!r} has no chat template: save one as chat_template.jinja beside the weights")
-    return made
+    return processor
 
 
 def _by_pillow(path: str, kind: str) -> Any:
@@ -138,8 +138,8 @@ def _by_pillow(path: str, kind: str) -> Any:
     template = settings.get("chat_template") or tokenizer.chat_template
     if kind in QWEN:
         pictures: Any = transformers.Qwen2VLImageProcessorPil.from_pretrained(path)
-        made = qwen_with_videos(path, kind, pictures, tokenizer, template)
-        return QwenPictures(pictures, tokenizer, template) if made is None else made
+        processor = qwen_with_videos(path, kind, pictures, tokenizer, template)
+        return QwenPictures(pictures, tokenizer, template) if processor is None else processor
     images = transformers.SmolVLMImageProcessorPil.from_pretrained(path)
     return SmolPictures(images, tokenizer, settings.get("image_seq_len", 169), template)
 
@@ -152,10 +152,10 @@ def _auto(path: str) -> Any:
 
 def placeholder_ids(config: Any, processor: Any) -> list[int]:
     """Ids that only a processor may write. A policy that samples one of them breaks the training forward."""
-    found = {getattr(config, f"{name}_{end}", None) for name in PLACEHOLDERS for end in ("id", "index")}
+    ids = {getattr(config, f"{name}_{end}", None) for name in PLACEHOLDERS for end in ("id", "index")}
     vocabulary = processor.tokenizer.get_vocab()
-    found |= {vocabulary.get(token) for token in placeholder_tokens(processor)}
-    return sorted(token for token in found if isinstance(token, int))
+    ids |= {vocabulary.get(token) for token in placeholder_tokens(processor)}
+    return sorted(token for token in ids if isinstance(token, int))
 
 
 def placeholder_tokens(processor: Any) -> list[str]:
@@ -192,20 +192,20 @@ class Pixels(NamedTuple):
         """The picture, larger or smaller where it is outside, in its own proportions to a pixel."""
         width, height = picture.size
         area = width * height
-        wanted = max(area, self.least or area)
-        wanted = min(wanted, self.most or wanted)
-        if wanted == area:
+        area_wanted = max(area, self.least or area)
+        area_wanted = min(area_wanted, self.most or area_wanted)
+        if area_wanted == area:
             return picture
         # rounded so that the limit holds
-        to_whole, scale = math.floor if wanted < area else math.ceil, math.sqrt(wanted / area)
+        to_whole, scale = math.floor if area_wanted < area else math.ceil, math.sqrt(area_wanted / area)
         size = (max(1, to_whole(width * scale)), max(1, to_whole(height * scale)))
         return picture.resize(size, Image.Resampling.BICUBIC)
 
 
 def check_pixels(pixels: Pixels, processor: Any) -> None:
     """Raises ValueError for limits that a processor of Qwen's, which has its own, would not keep."""
-    own = getattr(processor.image_processor, "size", None) or {}
-    least, most = (own.get(key) for key in ("shortest_edge", "longest_edge"))  # of Qwen's, areas
+    limits = getattr(processor.image_processor, "size", None) or {}
+    least, most = (limits.get(key) for key in ("shortest_edge", "longest_edge"))  # of Qwen's, areas
     if not isinstance(processor.image_processor, transformers.Qwen2VLImageProcessorPil) or not least or not most:
         return
     for key, value in (("min_pixels", pixels.least), ("max_pixels", pixels.most)):
@@ -218,7 +218,7 @@ def without_clips(prompt: Prompt) -> Prompt:
     """A prompt with the frames of its clips as pictures."""
 
     def shown(parts: Parts) -> Parts:
-        return tuple(one for part in parts for one in (part.frames if isinstance(part, Clip) else (part,)))
+        return tuple(piece for part in parts for piece in (part.frames if isinstance(part, Clip) else (part,)))
 
     before = tuple(turn._replace(parts=shown(turn.parts)) for turn in prompt.before)
     return replace(prompt, before=before, parts=shown(prompt.parts))
@@ -254,19 +254,19 @@ def tokenize(
     frames = [[opened(frame) for frame in clip.frames] for clip in clips]
     text = _written(prompt, processor)
     special = _adds_special(text, processor)
-    made = processor(
+    tensors = processor(
         text=[text],
         images=[pictures] if pictures else None,
         add_special_tokens=special,
         return_tensors="pt",
         **video_arguments(clips, frames, processor, prompt.where),
     )
-    made = {name: value for name, value in made.items() if isinstance(value, Tensor) and name != "attention_mask"}
-    ids = made.pop("input_ids")[0]
-    kinds = {name: made.pop(name)[0] for name in PER_TOKEN if name in made}
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor) and name != "attention_mask"}
+    ids = tensors.pop("input_ids")[0]
+    kinds = {name: tensors.pop(name)[0] for name in PER_TOKEN if name in tensors}
     unexpanded = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
     kinds = {name: kind for name, kind in kinds.items() if name in per_token}
-    return Tokens(ids, kinds, made, tuple(unexpanded), tuple(pictures))
+    return Tokens(ids, kinds, tensors, tuple(unexpanded), tuple(pictures))
 
 
 def _written(prompt: Prompt, processor: Any, answer: str | None = None) -> str:
@@ -282,8 +282,8 @@ def _written(prompt: Prompt, processor: Any, answer: str | None = None) -> str:
 
 def opened_tag(asked: str) -> str:
     """The tag that a chat template leaves open for the answer, as reasoning models' do with `<think>`; "" if none."""
-    found = re.search(r"<(\w+)>\s*$", asked)
-    return found[0].strip() if found else ""
+    match = re.search(r"<(\w+)>\s*$", asked)
+    return match[0].strip() if match else ""
 
 
 def without_opened(asked: str, text: str) -> str:
@@ -310,21 +310,21 @@ def answer_ids(prompt: Prompt, text: str, processor: Any, stop_ids: Sequence[int
     if held:
         raise ValueError(f"{prompt.where}: the answer holds {held[0]!r}, which stands for an image")
     prompt = without_clips(prompt)  # what stands before the answer does not change it
-    asked = _written(prompt, processor)
-    text = without_opened(asked, text)
-    whole = _written(prompt, processor, text)
-    special, tokenizer = _adds_special(asked, processor), processor.tokenizer
-    before: list[int] = tokenizer(asked, add_special_tokens=special)["input_ids"]
-    ids: list[int] = tokenizer(whole, add_special_tokens=special)["input_ids"]
+    prompt_text = _written(prompt, processor)
+    text = without_opened(prompt_text, text)
+    full_text = _written(prompt, processor, text)
+    special, tokenizer = _adds_special(prompt_text, processor), processor.tokenizer
+    before: list[int] = tokenizer(prompt_text, add_special_tokens=special)["input_ids"]
+    ids: list[int] = tokenizer(full_text, add_special_tokens=special)["input_ids"]
     if ids[: len(before)] == before:
         ids = ids[len(before) :]
     else:
-        alone = whole.removeprefix(asked) if whole.startswith(asked) else text
+        alone = full_text.removeprefix(prompt_text) if full_text.startswith(prompt_text) else text
         ids = tokenizer(alone, add_special_tokens=False)["input_ids"]
     end = next((place for place, token in enumerate(ids) if token in stop_ids), None)
     if end is None:  # the template ends no turn
-        own = tokenizer.eos_token_id
-        return torch.tensor([*ids, own if own in stop_ids else stop_ids[0]])
+        end_token = tokenizer.eos_token_id
+        return torch.tensor([*ids, end_token if end_token in stop_ids else stop_ids[0]])
     return torch.tensor(ids[: end + 1])
 
 

@@ -57,16 +57,18 @@ class ShapeDecoder(nn.Module):
 
     def __init__(self, weights: Weights, what: str) -> None:
         super().__init__()
-        own = {name.removeprefix("Decoder."): value for name, value in weights.items() if name.startswith("Decoder.")}
+        decoder = {
+            name.removeprefix("Decoder."): value for name, value in weights.items() if name.startswith("Decoder.")
+        }
         table = weights.get("vq.embeddings.weight")
-        if table is None or not {"input_layer.weight", "out_layer.0.weight"} <= set(own):
+        if table is None or not {"input_layer.weight", "out_layer.0.weight"} <= set(decoder):
             raise ValueError(f"{what} holds no VQVAE of ShapeLLM-Omni: it lacks vq.embeddings or the Decoder's layers")
-        (width, self.latent), last = own["input_layer.weight"].shape[:2], len(own["out_layer.0.weight"])
+        (width, self.latent), last = decoder["input_layer.weight"].shape[:2], len(decoder["out_layer.0.weight"])
         self.input_layer = nn.Conv3d(self.latent, width, 3, padding=1)
-        self.middle_block = nn.Sequential(*_blocks(own, "middle_block"))
-        self.blocks = nn.Sequential(*_blocks(own, "blocks"))
+        self.middle_block = nn.Sequential(*_blocks(decoder, "middle_block"))
+        self.blocks = nn.Sequential(*_blocks(decoder, "blocks"))
         self.out_layer = nn.Sequential(ChannelNorm(last), nn.SiLU(), nn.Conv3d(last, 1, 3, padding=1))
-        fill(self, {name: value.float() for name, value in own.items()}, what)
+        fill(self, {name: value.float() for name, value in decoder.items()}, what)
         self.table = nn.Parameter(table.float())
         self.eval().requires_grad_(False)
 
@@ -86,26 +88,26 @@ class ShapeDecoder(nn.Module):
     def solid(self, codes: Tensor) -> Tensor:
         """Bodies as they are drawn, uint8 [B, G, G, G], 1 where solid: depth from the front (+y), height from above,
         width from the left. One at a time, for the last layers are large."""
-        solid = torch.cat([self.logits(one[None]) > 0 for one in codes])
+        solid = torch.cat([self.logits(code[None]) > 0 for code in codes])
         return solid.permute(0, 2, 3, 1).flip(1, 2, 3).to(torch.uint8)
 
 
 def _blocks(weights: Weights, part: str) -> list[nn.Module]:
     """The layers of a part in their order, as wide as their weights."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for number in sorted({int(m[1]) for name in weights if (m := re.match(rf"{part}\.(\d+)\.", name))}):
         wide = weights.get(f"{part}.{number}.conv.weight")
         if wide is not None:
-            found.append(Upsample(wide.shape[1], wide.shape[0] // 8))
+            blocks.append(Upsample(wide.shape[1], wide.shape[0] // 8))
         else:
-            found.append(ResBlock(len(weights[f"{part}.{number}.norm1.weight"])))
-    return found
+            blocks.append(ResBlock(len(weights[f"{part}.{number}.norm1.weight"])))
+    return blocks
 
 
 def load_decoder(settings: ShapeCodec) -> ShapeDecoder:
     """Raises ValueError where there is none, or bodies of so many codes are no cubes."""
-    given = Path(settings.path).expanduser()
-    file = find(str(given) if given.exists() else settings.path, settings.files, "vlm.codec.path")
+    path = Path(settings.path).expanduser()
+    file = find(str(path) if path.exists() else settings.path, settings.files, "vlm.codec.path")
     decoder = ShapeDecoder(read_weights(file), str(file))
     if round((total := settings.length * decoder.cells) ** (1 / 3)) ** 3 != total:
         raise ValueError(f"vlm.codec.length: {settings.length} codes of {decoder.cells} cells are no cube; 1024 are")

@@ -54,6 +54,7 @@ def hold(config: VLMConfig, *policies: Policy) -> None:
         policy.sharded = body = cast(Any, Body(model))
         shard(body, layers, sharding, compute=compute)
         reshard_layers(body, after_forward=True)
+        # A process whose passes have no pictures has no gradients of the vision tower, and must take part in their sum.
         body.set_reduce_scatter_unused_params(True)
         # by default the backward pass goes by the last passes, which may have been some process's own
         for layer, before in zip(layers, [body, *layers], strict=False):
@@ -112,24 +113,24 @@ def _layers(policy: Policy) -> list[Layer]:
     """The policy's own tensors, base weights in place of adapted ones, those of a layer together: names and shapes in
     a checkpoint may be made of several of them. What is in no layer comes first."""
     saved = policy.model.state_dict().keys()
-    own: Layer = [(name, value) for name, value in policy.model.named_parameters() if ".lora_" not in name]
-    own += [(name, value) for name, value in policy.model.named_buffers() if name in saved]
-    found: dict[str, Layer] = {"": []}
-    for name, value in own:
+    layer: Layer = [(name, value) for name, value in policy.model.named_parameters() if ".lora_" not in name]
+    layer += [(name, value) for name, value in policy.model.named_buffers() if name in saved]
+    layers: dict[str, Layer] = {"": []}
+    for name, value in layer:
         inside = re.match(r".*?\.\d+\.", name)
-        found.setdefault(inside[0] if inside else "", []).append((name.replace(".base_layer.", "."), value))
-    return list(found.values())
+        layers.setdefault(inside[0] if inside else "", []).append((name.replace(".base_layer.", "."), value))
+    return list(layers.values())
 
 
 @torch.no_grad()
 def _tensors(policy: Policy, layers: Iterable[Layer]) -> Iterator[tuple[str, Tensor]]:
     adapted = {f"{name}.weight": m for name, m in policy.model.named_modules() if isinstance(m, lora.Linear)}
     for layer in layers:
-        given = {}
+        tensors = {}
         for name, value in layer:
             dtype = policy.dtype if isinstance(value, DTensor) else value.dtype  # shares may be finer than the model
             tensor = whole(value.detach())
             if name in adapted:
                 tensor = tensor + adapted[name].get_delta_weight("default")
-            given[name] = tensor.to(dtype)
-        yield from revert_weight_conversion(policy.model, given).items()
+            tensors[name] = tensor.to(dtype)
+        yield from revert_weight_conversion(policy.model, tensors).items()

@@ -51,7 +51,7 @@ class Qwen3Videos(transformers.Qwen3VLProcessor):
     ) -> Any:
         """Call transformers' processor with the text without these marks."""
         marked = f"{self.vision_start_token}{self.video_token}{self.vision_end_token}"
-        bare = [one.replace(marked, self.video_token) for one in text]
+        bare = [text_of.replace(marked, self.video_token) for text_of in text]
         return super().get_text_with_replacements(bare, images_replacements, videos_replacements, audio_replacements)
 
 
@@ -68,9 +68,12 @@ def qwen_with_videos(path: str, kind: str, images: Any, tokenizer: Any, template
         videos = half.from_pretrained(path)
     except (OSError, ImportError):
         return None
-    made = processors.get(kind, Qwen3Videos)(images, tokenizer, videos, chat_template=template)
-    made.vision_start_token, made.vision_end_token = "<|vision_start|>", "<|vision_end|>"  # not all have them by name
-    return made
+    processor = processors.get(kind, Qwen3Videos)(images, tokenizer, videos, chat_template=template)
+    processor.vision_start_token, processor.vision_end_token = (
+        "<|vision_start|>",
+        "<|vision_end|>",
+    )  # not all have them by name
+    return processor
 
 
 def gone_on(positions: Tensor, kinds: Tensor) -> Tensor:
@@ -79,11 +82,11 @@ def gone_on(positions: Tensor, kinds: Tensor) -> Tensor:
     Qwen2-VL and 2.5-VL were published so (transformers 4.57). That of transformers 5.23 goes on after the rows or
     columns, also where the time of a video has larger positions. kinds [P]: the same number within one run.
     """
-    found, start = positions.clone(), 0
+    shifted, start = positions.clone(), 0
     for part in torch.tensor_split(torch.arange(len(kinds)), (kinds.diff().nonzero()[:, 0] + 1).tolist()):
-        found[:, part] = positions[:, part] - positions[:, part[:1]] + start
-        start = int(found[:, part].max()) + 1
-    return found
+        shifted[:, part] = positions[:, part] - positions[:, part[:1]] + start
+        start = int(shifted[:, part].max()) + 1
+    return shifted
 
 
 def video_arguments(clips: list[Clip], frames: list[list[Image.Image]], processor: Any, where: str) -> dict[str, Any]:
@@ -99,8 +102,8 @@ def video_arguments(clips: list[Clip], frames: list[list[Image.Image]], processo
     for one in frames:
         if len({frame.size for frame in one}) > 1:
             raise ValueError(f"{where}: the frames of a clip have different sizes; make them one size")
-    known = [VideoMetadata(clip.total, clip.fps, frames_indices=list(clip.numbers)) for clip in clips]
-    how: dict[str, Any] = {"video_metadata": known, "do_sample_frames": False}
+    metadata = [VideoMetadata(clip.total, clip.fps, frames_indices=list(clip.numbers)) for clip in clips]
+    how: dict[str, Any] = {"video_metadata": metadata, "do_sample_frames": False}
     if "cap_pixels_per_frame" in processor.video_processor.valid_kwargs.__annotations__:
         how["cap_pixels_per_frame"] = True
     return {"videos": frames, "videos_kwargs": how}

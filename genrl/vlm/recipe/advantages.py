@@ -84,7 +84,7 @@ class LengthWeighted(Estimator):
 
 class WhitenedReturns(Estimator):
     """Returns of [token_rewards], or of the row's reward at its last token, whitened over the tokens of the batch:
-    REINFORCE++ (`token_advantages.reinforce_plus_plus`)."""
+    REINFORCE++ (`token_advantages.token_returns`, `whitened`)."""
 
     by_token: ClassVar[bool] = True
     name: Literal["whitened_returns"] = "whitened_returns"
@@ -220,10 +220,10 @@ class SemiOnline(Estimator):
         row, place = batch.mask.bool().nonzero(as_tuple=True)
         matched = batch.read("matched", self.name)[row, place].bool()
         of_expert = rewards.new_zeros(rewards.shape).bool().index_put((row, turns[row, place]), matched)
-        found = token_credit.semi_online_advantages(
+        by_turn = token_credit.semi_online_advantages(
             rewards, of_expert, batch.group, gamma=self.gamma, episode=1.0, step=1.0
         )
-        return of_tokens(found, turns, batch)
+        return of_tokens(by_turn, turns, batch)
 
 
 class TurnLeaveOneOut(Estimator):
@@ -270,9 +270,11 @@ class Signed(Estimator):
     def estimate(self, batch: TokenBatch) -> Tensor:
         right, tokens = batch.read("right", self.name), masking.token_count(batch.mask)
         scored = ~batch.scores(self.name).isnan()  # the others are neither right nor wrong
-        found = right.new_zeros(len(right)).double()
-        found[scored] = token_advantages.signed(right[scored], tokens[scored], positive=self.right, negative=self.wrong)
-        return found
+        advantage = right.new_zeros(len(right)).double()
+        advantage[scored] = token_advantages.signed(
+            right[scored], tokens[scored], positive=self.right, negative=self.wrong
+        )
+        return advantage
 
 
 class TokenStatistics(Estimator):

@@ -27,6 +27,7 @@ class lazily:  # noqa: N801 used like a function
         self.module = module
 
     def __getattr__(self, name: str) -> Any:
+        # Looked up every time: `import_module` finds a loaded module in a dictionary, and tests may replace a function.
         return getattr(import_module(self.module), name)
 
 

@@ -93,10 +93,10 @@ class RightAnswers(WholeGroups):
         log_prob, old, _, mask = batch.terms
         ratio = masking.sequence_log_ratio(log_prob, old, mask)[scored]
         right = batch.read("right", self.name)[scored] > 0
-        found = group_losses.right_answer_loss(
+        losses = group_losses.right_answer_loss(
             self.beta * ratio, right, batch.group[scored], compare=self.compare, balanced=self.balanced
         )
-        return found.sum() / batch.number
+        return losses.sum() / batch.number
 
 
 GroupLoss = Regression | Classification | Preference | RightAnswers

@@ -81,47 +81,49 @@ class RecipeMethod(VLMMethod):
     @classmethod
     def completed(cls, written: Mapping[str, Any]) -> Mapping[str, Any]:
         """Complete what is written by the constants that its functions have in the preset."""
-        own = PRESETS.get(written.get("preset", cls.model_fields["preset"].default))
-        if own is None:
+        preset = PRESETS.get(written.get("preset", cls.model_fields["preset"].default))
+        if preset is None:
             return written
         changes: dict[str, Any] = {}
         for key in ONE:
-            known = [choice] if (choice := getattr(own, key)) is not None else []
+            choices = [choice] if (choice := getattr(preset, key)) is not None else []
             if key in written:
                 value = written[key]
-                named = {"name": known[0].name, **value} if known and isinstance(value, Mapping) else value
-                changes[key] = _completed(named, known)
+                named = {"name": choices[0].name, **value} if choices and isinstance(value, Mapping) else value
+                changes[key] = _completed(named, choices)
         for key in SEVERAL:
             if isinstance(written.get(key), list | tuple):
-                changes[key] = [_completed(value, getattr(own, key)) for value in written[key]]
+                changes[key] = [_completed(value, getattr(preset, key)) for value in written[key]]
         return {**written, **changes}
 
     @property
     def composed(self) -> Preset:
         """The functions: those that are written, else the preset's. Raises Contradiction."""
-        own = PRESETS[self.preset]
+        preset = PRESETS[self.preset]
         changes = {key: value for key in (*ONE, *SEVERAL, "aggregation") if (value := getattr(self, key)) is not None}
         # writing one of the two takes the place of the preset's other
         if "surrogate" in changes and "group_loss" not in changes:
             changes["group_loss"] = None
         if "group_loss" in changes and "surrogate" not in changes:
             changes["surrogate"] = None
-        return replace(own, **changes)
+        return replace(preset, **changes)
 
     def recipe(self, config: VLMConfig) -> Preset:
         """`composed`, with what other sections decide: the longest answer, and the correction of an engine that
         samples, or of older weights."""
-        made = self.composed
-        if made.aggregation == "const":
-            made = replace(made, length=config.generation.max_new_tokens)
-        there = any(isinstance(one, EngineMismatch) for one in made.weights)
-        corrected = self.weights is not None or there
+        preset = self.composed
+        if preset.aggregation == "const":
+            preset = replace(preset, length=config.generation.max_new_tokens)
+        has_mismatch = any(isinstance(weight, EngineMismatch) for weight in preset.weights)
+        corrected = self.weights is not None or has_mismatch
         # older weights sampled, so that importance weights come before the clip
-        if config.generation.staleness and not there and made.group_loss is None:
-            return replace(made, weights=(*made.weights, decoupling(made)))
-        if config.generation.engine == "vllm" and not corrected and made.group_loss is None:
-            made = replace(made, weights=(*made.weights, EngineMismatch()))  # TRL's default
-        return made
+        if config.generation.staleness and not has_mismatch and preset.group_loss is None:
+            return replace(preset, weights=(*preset.weights, decoupling(preset)))
+        # Two programs never round alike, so what an engine sampled is off policy from the start. Whoever writes
+        # `weights` decides.
+        if config.generation.engine == "vllm" and not corrected and preset.group_loss is None:
+            preset = replace(preset, weights=(*preset.weights, EngineMismatch()))  # TRL's default
+        return preset
 
     @property
     def name(self) -> str:
@@ -197,7 +199,7 @@ class RecipeMethod(VLMMethod):
 
     def _of_outputs(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         output, makes, pictured = config.vlm.output, config.vlm.makes, preset.reads & OF_PICTURES
-        if makes and any(isinstance(one, EntropyBonus) for one in preset.regularisers):
+        if makes and any(isinstance(regulariser, EntropyBonus) for regulariser in preset.regularisers):
             text = f"entropies of a model whose output is {output} have no gradient; nearest: entropy_penalty"
             yield (self.key("regularisers"),), text
         if makes and pictured:
@@ -228,5 +230,5 @@ def _completed(written: Any, known: Sequence[Choice]) -> Any:
         written = {"name": written}
     if not isinstance(written, Mapping):
         return written
-    own = next((choice for choice in known if choice.name == written.get("name")), None)
-    return written if own is None else {**own.model_dump(mode="json"), **written}
+    of_preset = next((choice for choice in known if choice.name == written.get("name")), None)
+    return written if of_preset is None else {**of_preset.model_dump(mode="json"), **written}

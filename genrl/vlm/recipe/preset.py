@@ -80,7 +80,7 @@ class Preset:
     def choices(self) -> Iterator[Choice]:
         """All of them."""
         yield from (self.advantage, *self.reward_terms, *self.transforms, *self.weights, *self.regularisers)
-        yield from (one for one in (self.surrogate, self.group_loss) if one is not None)
+        yield from (choice for choice in (self.surrogate, self.group_loss) if choice is not None)
 
     @property
     def reads(self) -> frozenset[str]:

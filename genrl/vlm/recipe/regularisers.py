@@ -59,6 +59,8 @@ class Kl(Added):
         kl = estimate(masking.masked(log_prob, mask), masking.masked(batch.read("ref_log_prob", self.name), mask))
         measured = {f"kl_{self.estimator}": masking.token_mean(kl.detach(), mask)}
         if self.corrected:
+            # The estimate is of samples of the old policy: the ratio makes it one of the present policy, gradient
+            # included.
             kl = kl * masking.log_ratio(log_prob, old, mask).exp()
         if self.weighted and batch.weight is not None:
             kl = kl * batch.weight
@@ -135,6 +137,7 @@ class EntropyBand(Added):
         costs = []
         for number in sorted(set(tasks.tolist())):
             entropy = token_regularisers.sampled_entropy(batch.terms[0], tokens & (tasks == number)[:, None])
+            # Weighted by the task's rows of the step, so that micro-batches add up to one loss.
             costs.append((tasks == number).sum() / batch.number * token_regularisers.entropy_band(entropy, low, high))
         return self.coefficient * torch.stack(costs).sum(), {}
 

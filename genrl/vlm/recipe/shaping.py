@@ -157,7 +157,7 @@ class ClampAdvantage(Change):
 
 
 class InformativeGroups(Change):
-    """Times rows / rows of groups that have spread: GPG (`token_advantages.informative_rescaled`)."""
+    """Times rows / rows of groups that have spread: GPG (`token_advantages.informative_factor`)."""
 
     name: Literal["informative_groups"] = "informative_groups"
 
@@ -177,11 +177,11 @@ class Asymmetry(Change):
 
     def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
         right = batch.read("right", self.name)
-        found, scored = advantage.clone(), ~batch.scores(self.name).isnan()  # the others are neither right nor wrong
-        found[scored] = token_advantages.asymmetric(
+        changed, scored = advantage.clone(), ~batch.scores(self.name).isnan()  # the others are neither right nor wrong
+        changed[scored] = token_advantages.asymmetric(
             advantage[scored], right[scored], batch.group[scored], alpha=self.alpha
         )
-        return found
+        return changed
 
 
 Transform = (

@@ -211,6 +211,7 @@ class LinearBound(Rule):
     name: Literal["linear_bound"] = "linear_bound"
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
+        # Here: at the top it would load torch when a configuration is read.
         from genrl.objectives.surrogates.policy_losses import SurrogateOutput
 
         if not bool(batch.mask.bool().all()):
@@ -276,6 +277,7 @@ class LowProbability(Rule):
 
     def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
         assert batch.advantage is not None, "it is estimated before"
+        # Lp-Reg protects tokens that are pushed down: rewarded ones need no help.
         blamed = batch.scored & (masking.per_token(batch.advantage, batch.mask).expand(batch.mask.shape) < 0)
         rare = token_trust.lowest_share(batch.read("old_log_prob", self.name), blamed, share=self.share)
         return {"held": rare}

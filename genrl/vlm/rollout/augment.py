@@ -52,6 +52,7 @@ def gaps(config: VLMConfig, loop: Loop, answers: Answers) -> tuple[Tensor | None
     means = totals(config, answers.scores).nan_to_num(nan=0.0).view(len(answers.rows), -1).mean(1)
     recent: list[float] = loop.memory.get(RECENT, [])
     every = torch.cat(gather_object([means]))
+    # A new list: an iteration that is undone puts the old one back.
     memory = {RECENT: [*recent, float(every.mean())][-config.augmentation.window :]}
     return (sum(recent) / len(recent) - means if recent else None), memory
 
@@ -84,18 +85,18 @@ def augmented(
     size, hard = answers.size, [k for k, d in enumerate(gap.tolist()) if d > 0]
     rows = list(answers.rows)
     if hard:
-        asked = {k: question_of(rows[k]) for k in hard}
+        questions = {k: question_of(rows[k]) for k in hard}
         for k in hard:
             if "answer" not in rows[k].columns:
                 raise ValueError(f"{rows[k].name}: augmentation reads the column 'answer', which is not there")
         answer = {k: rows[k].columns["answer"] for k in hard}
-        told = [with_text(rows[k], settings.truth.format(question=asked[k], answer=answer[k])) for k in hard]
-        found = ask(told, "told")
-        worth = totals(config, found.scores).nan_to_num(nan=-math.inf).view(-1, size)
+        with_truth = [with_text(rows[k], settings.truth.format(question=questions[k], answer=answer[k])) for k in hard]
+        reasoned = ask(with_truth, "told")
+        worth = totals(config, reasoned.scores).nan_to_num(nan=-math.inf).view(-1, size)
         for place, k in enumerate(hard):
-            best = found.texts[place * size + int(worth[place].argmax())]
+            best = reasoned.texts[place * size + int(worth[place].argmax())]
             words = hint(best, float(gap[k]))
-            rows[k] = with_text(rows[k], f"{asked[k]} {words}".strip())
+            rows[k] = with_text(rows[k], f"{questions[k]} {words}".strip())
     for k, d in enumerate(gap.tolist()):
         if d < 0:
             rng = np.random.default_rng(derive_seed(config.seed, "noise", iteration, rows[k].name))
@@ -103,9 +104,9 @@ def augmented(
     changed = [k for k, d in enumerate(gap.tolist()) if d != 0]
     if not changed:
         return answers
-    again = ask([rows[k] for k in changed], "changed")
+    new_answers = ask([rows[k] for k in changed], "changed")
     places = {k: len(rows) + place for place, k in enumerate(changed)}
-    return joined([answers, again]).chosen([places.get(k, k) for k in range(len(rows))])
+    return joined([answers, new_answers]).chosen([places.get(k, k) for k in range(len(rows))])
 
 
 TOGETHER = 64
@@ -132,11 +133,11 @@ def leave_out(config: VLMConfig, questions: Questions, policy: Policy, loop: Loo
     questions.kept = [number for number, right in enumerate(counts) if 0 < right < passes]
     never, always = sum(right == 0 for right in counts), sum(right == passes for right in counts)
     loop.process.progress.say(f"{len(questions.kept)} of {len(counts)} questions: {never} never right, {always} always")
-    wanted = config.generation.prompts_per_iteration
-    if len(questions.kept) < wanted:
+    per_iteration = config.generation.prompts_per_iteration
+    if len(questions.kept) < per_iteration:
         raise ValueError(
             f"task.passes: {len(questions.kept)} of {len(counts)} questions are sometimes right, and an iteration asks "
-            f"{wanted}; take more questions, more passes, or easier ones ({file})"
+            f"{per_iteration}; take more questions, more passes, or easier ones ({file})"
         )
 
 
@@ -146,21 +147,21 @@ def _count(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, 
     generation = config.generation.model_copy(update={"group_size": size, "batch_size": None})
     config, opened = config.model_copy(update={"generation": generation}), open_rewards(config)
     rank, processes = loop.process.accelerator.process_index, loop.process.accelerator.num_processes
-    mine = list(range(rank, len(questions), processes))
-    loop.phase("counting passes", len(mine) * size)
+    numbers_here = list(range(rank, len(questions), processes))
+    loop.phase("counting passes", len(numbers_here) * size)
     right: dict[int, int] = {}
     together, unscored = max(1, TOGETHER // size), 0
     for start in range(0, -(-len(questions) // processes), together):  # as often in every process
-        numbers, failures = mine[start : start + together], dict[str, tuple[Failure, ...]]()
+        numbers, failures = numbers_here[start : start + together], dict[str, tuple[Failure, ...]]()
         if numbers:
             rows = [questions.row(number) for number in numbers]
-            found = draw(policy, config, opened, rows, (config.seed, "passes", stage), advance=loop.advance_or_leave)
-            values, failures = found.scores[config.reward_labels[0]], found.failures
+            answers = draw(policy, config, opened, rows, (config.seed, "passes", stage), advance=loop.advance_or_leave)
+            values, failures = answers.scores[config.reward_labels[0]], answers.failures
             first = values >= config.evaluation.right_at - 1e-9  # not where there is no score
             right |= dict(zip(numbers, first.view(-1, size).sum(1).tolist(), strict=True))
             unscored += int(values.isnan().sum())
         every: list[tuple[Mapping[str, tuple[Failure, ...]], int]] = gather_object([(failures, len(numbers) * size)])
-        check_failed(config, failures_of([one for one, _ in every]), sum(number for _, number in every))
+        check_failed(config, failures_of([failed for failed, _ in every]), sum(number for _, number in every))
     loop.check_stop()
     without = sum(gather_object([unscored]))
     if without:

@@ -83,8 +83,10 @@ class Questions:
         if plan is None:
             return [self.kept[place] for place in order(len(self.kept), seed, first, count)]
         if self._easiest is None:
+            # When it is first asked for: sorting reads the column of every row.
             self._easiest = sorted(self.kept, key=self._difficulty)
         share = min(1.0, plan.start + (1 - plan.start) * iteration / plan.over)
+        # At least as many as are asked, or a question would come twice in one iteration.
         pool = self._easiest[: max(count, math.ceil(share * len(self.kept)))]
         chosen = torch.randperm(len(pool), generator=generator(seed, "curriculum", first))[:count]
         return [pool[place] for place in chosen.tolist()]
@@ -95,8 +97,8 @@ class Questions:
         if rows is None:
             return
         if self.format is None and hasattr(rows, "select_columns"):
-            kept = [name for name in rows.column_names if name not in (task.prompt, task.image, task.video)]
-            for number, columns in enumerate(rows.select_columns(kept)):
+            names = [name for name in rows.column_names if name not in (task.prompt, task.image, task.video)]
+            for number, columns in enumerate(rows.select_columns(names)):
                 yield f"{self.source}:{number + 1}", dict(columns)
             return
         for number in range(len(rows)):
@@ -109,22 +111,22 @@ class Questions:
     def _difficulty(self, number: int) -> float:
         assert self.config.task.curriculum is not None
         row, column = self[number], self.config.task.curriculum.column
-        found = row.columns.get(column)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found):
+        value = row.columns.get(column)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             have = ", ".join(row.columns)
             raise ValueError(
                 f"{row.name}: the column {column!r} is to say how hard the question is (task.curriculum.column), and "
-                f"holds {found!r}; it must be a number. Columns: {have}"
+                f"holds {value!r}; it must be a number. Columns: {have}"
             )
-        return float(found)
+        return float(value)
 
     def __getitem__(self, number: int) -> Row:
         """Raises ValueError naming file and row where a picture, a clip or the question is of no use."""
         task = self.config.task
         if task.name is not None:
-            found = self.generated[number]
-            prompt = Prompt(found.prompt.parts, system=task.system, where=found.name)
-            return Row(found.name, prompt, found.columns)
+            generated = self.generated[number]
+            prompt = Prompt(generated.prompt.parts, system=task.system, where=generated.name)
+            return Row(generated.name, prompt, generated.columns)
         return self._row(number, {"image": self._picture, "video": self._clip})
 
     def row(self, number: int) -> Row:
@@ -134,69 +136,71 @@ class Questions:
         except Exception as error:  # noqa: BLE001 a data set, a decoder or a user's format may raise anything
             where, columns = f"{self.source}:{number + 1}", dict[str, Any]()
             if isinstance(self.rows, list):
-                one = self.rows[number]
-                where, columns = (self._name(number), dict(one.columns if isinstance(one, Asked) else one))
+                stored = self.rows[number]
+                where, columns = (self._name(number), dict(stored.columns if isinstance(stored, Asked) else stored))
             return Row(where, Prompt(("?",), where=where, broken=named_error(where, error)), columns)
 
     def _name(self, number: int) -> str:
-        one = self.rows[number] if isinstance(self.rows, list) else None
-        return f"{self.source}:{one.line if isinstance(one, Asked) else number + 1}"
+        row = self.rows[number] if isinstance(self.rows, list) else None
+        return f"{self.source}:{row.line if isinstance(row, Asked) else number + 1}"
 
     def _row(self, number: int, opened: dict[str, Opener]) -> Row:
         """The row of data of this number. opened: what becomes of its pictures and clips."""
         task, where = self.config.task, self._name(number)
         try:
-            one = self.rows[number]
+            stored = self.rows[number]
         except Exception as error:  # a data set decodes its pictures itself
             raise ValueError(named_error(where, error)) from error
-        if isinstance(one, Asked):
-            columns = {task.prompt: one.text, **one.columns}
+        if isinstance(stored, Asked):
+            columns = {task.prompt: stored.text, **stored.columns}
         else:  # of a data set or a script
-            columns = dict(one)
+            columns = dict(stored)
         if self.format is not None:
             columns = self._formatted(columns, where)
-        asked = columns.pop(task.prompt)
-        shown = {"image": self._cells(columns, task.image, where), "video": self._cells(columns, task.video, where)}
+        question = columns.pop(task.prompt)
+        media = {"image": self._cells(columns, task.image, where), "video": self._cells(columns, task.video, where)}
         if not self.sees:  # what is asked for is made, not looked at
-            return Row(where, Prompt((asked,), system=task.system, where=where), columns)
+            return Row(where, Prompt((question,), system=task.system, where=where), columns)
         named = {kind: partial(open_one, where) for kind, open_one in opened.items()}
-        prompt, answer = prompt_of(asked, shown, named, task.system, where)
+        prompt, answer = prompt_of(question, media, named, task.system, where)
         if answer is not None:
             columns.setdefault("answer", answer)
         return Row(where, prompt, columns)
 
     def _formatted(self, columns: dict[str, Any], where: str) -> dict[str, Any]:
         try:
-            found = dict(self.format(columns))
+            formatted = dict(self.format(columns))
         except Exception as error:  # a user's code, or a data set with other columns
             text = f"{type(error).__name__}: {error}; its columns: {', '.join(columns)}"
             raise ValueError(f"{where}: task.format {self.config.task.format} cannot read this row: {text}") from error
-        if self.config.task.prompt not in found:
+        if self.config.task.prompt not in formatted:
             raise ValueError(
                 f"{where}: task.format {self.config.task.format} gives no column {self.config.task.prompt!r}"
             )
-        return found
+        return formatted
 
     def _cells(self, columns: dict[str, Any], column: str | None, where: str) -> list[Any]:
         """The pictures or clips of a row, which leave its columns."""
         cell = None if column is None else columns.pop(column, None)
         clip = column is not None and column == self.config.task.video
         several = cell if isinstance(cell, list) and not (clip and _are_frames(cell)) else [cell]
-        if cell is not None and any(one is None for one in several):
+        if cell is not None and any(item is None for item in several):
             raise ValueError(f"{where}: there is no {'clip' if clip else 'picture'} in the column {column!r}")
         return [] if cell is None else several
 
     def _clip(self, where: str, clip: Any) -> tuple[Any, ...]:
         task = self.config.task
         several = isinstance(clip, list)
-        held: Any = [self._picture(where, one)[0] for one in clip] if several else self._picture(where, clip)[0]
+        held: Any = [self._picture(where, frame)[0] for frame in clip] if several else self._picture(where, clip)[0]
         return (clip_of(held, task.fps, task.frames, where),)
 
     def _picture(self, where: str, picture: Any) -> tuple[Image.Image | Path]:
+        # How `datasets` hands on a picture that it was told not to decode: its file's path.
         if isinstance(picture, Mapping) and picture.get("bytes") is None and isinstance(picture.get("path"), str):
             picture = picture["path"]
         if isinstance(picture, str) and "://" not in picture[:10] and not picture.startswith("data:"):
             return (self._file(where, picture),)
+        # Made by a program, so it has nothing to convert and no file that could be broken.
         if isinstance(picture, Image.Image) and picture.mode == "RGB" and picture.format is None:
             return (picture,)
         return (open_image(picture, where),)
@@ -221,7 +225,9 @@ def _unopened(where: str, held: Any) -> tuple[Any]:
 
 def _are_frames(cell: list[Any]) -> bool:
     """Whether a list in the column of clips is one clip, not several: of pictures, or of their files."""
-    return all(hasattr(one, "size") or (isinstance(one, str) and Path(one).suffix.lower() in SUFFIXES) for one in cell)
+    return all(
+        hasattr(frame, "size") or (isinstance(frame, str) and Path(frame).suffix.lower() in SUFFIXES) for frame in cell
+    )
 
 
 def _data_set(source: str, prompt: str, image: str | None) -> Any:
@@ -258,12 +264,12 @@ def target_of(row: Row, target: str) -> str:
     not there, or holds nothing."""
 
     def column(name: str) -> str:
-        found = row.columns.get(name)
-        if found is None or not str(found).strip():
+        value = row.columns.get(name)
+        if value is None or not str(value).strip():
             have = ", ".join(row.columns) or "none"
-            text = f"the column {name!r} is to be the answer (trainer.target), and holds {found!r}"
+            text = f"the column {name!r} is to be the answer (trainer.target), and holds {value!r}"
             raise ValueError(f"{row.name}: {text}; columns: {have}")
-        return str(found)
+        return str(value)
 
     return PLACE.sub(lambda place: column(place[1]), target) if "{" in target else column(target)
 
@@ -276,6 +282,7 @@ def tell(policy: Policy, rows: Sequence[Row], target: str) -> Told:
         prompt = policy.encode(row.prompt)
         ids = answer_ids(row.prompt, target_of(row, target), policy.processor, policy.stop_ids)
         policy.check_room([prompt], len(ids))
+        # The model would look for a picture behind it, and shift all positions after it.
         if held := sorted(set(ids.tolist()) & set(policy.forbidden.tolist())):
             words = policy.tokenizer.convert_ids_to_tokens(held)
             raise ValueError(f"{row.name}: the answer holds {words[0]!r}, which stands for an image")
@@ -295,10 +302,10 @@ def held_out_loss(
     many tokens."""
     total, squares, tokens = 0.0, 0.0, 0
     for start in range(0, len(numbers), TOGETHER):
-        told = tell(policy, [questions[number] for number in numbers[start : start + TOGETHER]], target)
-        each = torch.arange(len(told.prompts))
-        log_prob = policy.log_probs(*told, group=each, share_prefix=False).log_prob.double()
+        batch = tell(policy, [questions[number] for number in numbers[start : start + TOGETHER]], target)
+        each = torch.arange(len(batch.prompts))
+        log_prob = policy.log_probs(*batch, group=each, share_prefix=False).log_prob.double()
         total, squares = total - float(log_prob.sum()), squares + float(log_prob.square().sum())
-        tokens += int(told.mask.sum())
-        advance(len(told.prompts))
+        tokens += int(batch.mask.sum())
+        advance(len(batch.prompts))
     return total, squares, tokens

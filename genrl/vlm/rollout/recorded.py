@@ -35,6 +35,7 @@ class Asked:
 
     def dumped(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(JSON, tensors): the prompts that are asked alone."""
+        # The prompts that this micro-batch asks: pictures of all others would make the dump many times as large.
         numbers, group = torch.unique(self.group, return_inverse=True)
         used = [self.prompts[n] for n in numbers.tolist()]
         changed = None if self.changed is None else [self.changed[n] for n in numbers.tolist()]
@@ -53,8 +54,8 @@ class Asked:
         """The reverse of `dumped`; None for a micro-batch without answers."""
         if "asked" not in info:
             return None
-        found = {n.removeprefix("inputs/"): value for n, value in tensors.items() if n.startswith("inputs/")}
-        tree = state.unpack(found, info["asked"])
+        inputs = {n.removeprefix("inputs/"): value for n, value in tensors.items() if n.startswith("inputs/")}
+        tree = state.unpack(inputs, info["asked"])
         changed = None if tree["changed"] is None else [encoded_of(prompt) for prompt in tree["changed"]]
         preset = None if info["preset"] is None else PRESET.validate_python(info["preset"])
         prompts = [encoded_of(prompt) for prompt in tree["prompts"]]
@@ -74,20 +75,20 @@ def encoded_of(tree: Mapping[str, Any]) -> Encoded:
 
 def token_tensors(batch: TokenBatch) -> dict[str, Tensor]:
     """The rows of a batch as tensors by name, for `token_batch`."""
-    found: dict[str, Tensor] = {f"extra/{name}": value for name, value in batch.extra.items()}
-    for one in fields(batch):
-        value = getattr(batch, one.name)
+    tensors: dict[str, Tensor] = {f"extra/{name}": value for name, value in batch.extra.items()}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
         if isinstance(value, Tensor):
-            found[one.name] = value
+            tensors[field.name] = value
         elif isinstance(value, int):
-            found[one.name] = torch.tensor(value)
-    return found
+            tensors[field.name] = torch.tensor(value)
+    return tensors
 
 
 def token_batch(tensors: Mapping[str, Tensor]) -> TokenBatch:
     """The reverse of `token_tensors`; other names are left out. Rows are scored on the CPU."""
-    known = {one.name for one in fields(TokenBatch)}
-    named: dict[str, Any] = {name: value.cpu() for name, value in tensors.items() if name in known}
+    names = {field.name for field in fields(TokenBatch)}
+    named: dict[str, Any] = {name: value.cpu() for name, value in tensors.items() if name in names}
     named |= {name: int(value) for name, value in named.items() if name in TOTALS}
     extra = {name.removeprefix("extra/"): value.cpu() for name, value in tensors.items() if name.startswith("extra/")}
     return TokenBatch(**named, extra=extra)

@@ -70,8 +70,8 @@ class Answers:
 
     def downsampled(self, totals: Tensor, keep: int) -> Answers:
         """Keep of each group the `keep` answers whose total rewards [B] have the largest variance (PODS)."""
-        kept = max_variance(totals.view(len(self.rows), -1), keep) if self.rows else totals.bool()
-        return self._of(range(len(self.rows)), kept.flatten().nonzero()[:, 0].tolist())
+        selected = max_variance(totals.view(len(self.rows), -1), keep) if self.rows else totals.bool()
+        return self._of(range(len(self.rows)), selected.flatten().nonzero()[:, 0].tolist())
 
     def _of(self, groups: Sequence[int], index: Sequence[int]) -> Answers:
         """Answers of these groups, those at `index`."""
@@ -112,7 +112,7 @@ def joined(parts: Sequence[Answers]) -> Answers:
 def failures_of(parts: Sequence[Mapping[str, tuple[Failure, ...]]]) -> dict[str, tuple[Failure, ...]]:
     """Failures of several calls, by the reward's label."""
     labels = {label: None for part in parts for label in part}
-    return {label: tuple(one for part in parts for one in part.get(label, ())) for label in labels}
+    return {label: tuple(failure for part in parts for failure in part.get(label, ())) for label in labels}
 
 
 def check_failed(config: VLMConfig, failures: Mapping[str, Sequence[Failure]], answers: int) -> None:
@@ -120,20 +120,20 @@ def check_failed(config: VLMConfig, failures: Mapping[str, Sequence[Failure]], a
     for label, settings in zip(config.reward_labels, config.rewards, strict=True):
         failed = failures.get(label, ())
         first = genrl_rewards.first_failure(failed)
-        number = sum(one.samples for one in failed)
+        number = sum(failure.samples for failure in failed)
         genrl_rewards.check_failures(label, number, answers, first, limit=settings.max_failed)
 
 
 def order(number: int, seed: int, first: int, count: int) -> list[int]:
     """Which of `number` questions come first, first + 1 ...: passes over all of them, each in an order of its own."""
-    found: list[int] = []
+    numbers: list[int] = []
     for place in range(first, first + count):
         lap, inside = divmod(place, number)
         # One order a lap, whichever part of it is asked for: a resumed run asks for the rest.
-        if not found or inside == 0:
+        if not numbers or inside == 0:
             shuffled = torch.randperm(number, generator=generator(seed, "questions", lap)).tolist()
-        found.append(shuffled[inside])
-    return found
+        numbers.append(shuffled[inside])
+    return numbers
 
 
 def open_rewards(config: VLMConfig) -> dict[str, Reward]:
@@ -150,23 +150,23 @@ def score(
     """Scores of what was sampled, number k being an answer to rows[group[k]]: by rewards of pictures where there are
     `images`, else of texts; failures name the question. Raises ValueError for a column that is not there, and a result
     of the wrong length."""
-    asked = [rows[number] for number in group]
+    questions = [rows[number] for number in group]
     # A reward is given whole columns, so what some of the rows lack it cannot have.
-    known = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
-    columns = {name: [row.columns[name] for row in asked] for name in sorted(known)}
-    prompts, images = [text_of(row) for row in asked], sampled.made.get("images")
-    found: dict[str, Scores] = {}
+    shared_columns = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
+    columns = {name: [row.columns[name] for row in questions] for name in sorted(shared_columns)}
+    prompts, images = [text_of(row) for row in questions], sampled.made.get("images")
+    scores: dict[str, Scores] = {}
     for (label, reward), settings in zip(opened.items(), config.rewards, strict=True):
         if images is None:
-            whole = sampled.mask.shape == sampled.tokens.shape  # else it is of estimates
+            of_tokens = sampled.mask.shape == sampled.tokens.shape  # else it is of estimates
             pairs = zip(sampled.tokens, sampled.mask, strict=True)
-            found[label] = score_completions(
+            scores[label] = score_completions(
                 reward,
                 prompts=prompts,
                 completions=sampled.texts,
                 columns=columns | {name: list(values) for name, values in sampled.made.items()},
                 group=list(group),
-                completion_ids=[row[kept].tolist() for row, kept in pairs] if whole else None,
+                completion_ids=[row[row_mask].tolist() for row, row_mask in pairs] if of_tokens else None,
                 conversational=settings.conversational,
                 name=label,
             )
@@ -174,13 +174,15 @@ def score(
             coarse, fine = (
                 _of_views(reward, images[:, step], prompts, columns, settings.views, label) for step in (0, -1)
             )
-            found |= {label: fine, f"{label}/coarse": coarse}
+            scores |= {label: fine, f"{label}/coarse": coarse}
         else:
-            found[label] = genrl_rewards.score(
+            scores[label] = genrl_rewards.score(
                 reward, images=images, prompts=prompts, columns=columns, group=list(group), name=label
             )
-        found[label] = replace(found[label], failures=tuple(_named(one, asked) for one in found[label].failures))
-    return found
+        scores[label] = replace(
+            scores[label], failures=tuple(_named(failure, questions) for failure in scores[label].failures)
+        )
+    return scores
 
 
 def _named(failure: Failure, asked: Sequence[Row]) -> Failure:
@@ -197,7 +199,7 @@ def _of_views(
     def each(values: Sequence[Any]) -> list[Any]:
         return [value for value in values for _ in range(images.shape[1])]
 
-    one = genrl_rewards.score(
+    scored = genrl_rewards.score(
         reward,
         images=images.flatten(0, 1),
         prompts=each(prompts),
@@ -205,8 +207,8 @@ def _of_views(
         group=each(range(len(images))),
         name=label,
     )
-    scores = torch.tensor(one.values, dtype=torch.float64).view(images.shape[:2])
-    return Scores(over_views(scores, rule).tolist(), failures=one.failures)
+    scores = torch.tensor(scored.values, dtype=torch.float64).view(images.shape[:2])
+    return Scores(over_views(scores, rule).tolist(), failures=scored.failures)
 
 
 def text_of(row: Row) -> str:
@@ -225,10 +227,12 @@ def sample(
     """n answers to each prompt: by the policy's own `sample`, or texts of a vision-language model; 0 is greedy."""
     if isinstance(policy, SequencePolicy):
         return policy.sample(prompts, n, temperature, keys)
-    made = generate(policy, prompts, n, Sampling(config.generation.max_new_tokens, temperature), keys)
+    completions = generate(policy, prompts, n, Sampling(config.generation.max_new_tokens, temperature), keys)
     # Answers of a whole iteration wait on the CPU: the device has its room for the next ones.
-    cut = torch.tensor([reason == "length" for reason in made.finish])
-    return Sampled(made.tokens.cpu(), made.mask.cpu(), made.log_prob.cpu(), cut, made.texts, {})
+    cut = torch.tensor([reason == "length" for reason in completions.finish])
+    return Sampled(
+        completions.tokens.cpu(), completions.mask.cpu(), completions.log_prob.cpu(), cut, completions.texts, {}
+    )
 
 
 def greedy_label(label: str) -> str:
@@ -252,6 +256,7 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
     cannot be prepared (a picture that cannot be opened, a text that is too long, ...) is asked about black pictures or
     not at all, and the answers to it will have no score."""
     settings, size = config.generation, config.generation.group_size
+    # Whole groups: the prefix of a question is computed once for all of its answers.
     together = max(1, (settings.batch_size or len(rows) * size) // size)
     for start in range(0, len(rows), together):
         some, prompts, unread = list(rows[start : start + together]), list[Encoded](), dict[int, str]()
@@ -270,22 +275,24 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
         columns = next((row.columns for k, row in enumerate(some) if k not in unread), {})
         for k in unread:  # a row that is broken may lack columns, by which the others are scored
             some[k] = replace(some[k], columns={**columns, **some[k].columns})
+        # By name, not by place: the answer to a question is the same whichever questions are drawn beside it.
         named = [(*keys, row.name) for row in some]
-        made = sample(policy, config, prompts, size, settings.temperature, named)
+        sampled = sample(policy, config, prompts, size, settings.temperature, named)
         greedy = sample(policy, config, prompts, 1, 0.0, named) if "greedy" in config.trainer.reads else None
-        yield Part(some, prompts, made, greedy, unread)
+        yield Part(some, prompts, sampled, greedy, unread)
 
 
 def _encoded(policy: Policy, config: VLMConfig, prompt: Prompt) -> Encoded:
     """A prompt that the model has room for."""
-    made = policy.encode(prompt)
+    encoded = policy.encode(prompt)
     if not isinstance(policy, SequencePolicy):
-        policy.check_room([made], config.generation.max_new_tokens)
-    return made
+        policy.check_room([encoded], config.generation.max_new_tokens)
+    return encoded
 
 
 def _in_place_of(policy: Policy, config: VLMConfig, row: Row, error: Exception) -> tuple[Row, Encoded]:
     """A question about black pictures, or a mark alone where that cannot be asked either."""
+    # Something has to be asked, so that batches and processes keep their shapes; the answers get no score.
     for prompt in (blank(row.prompt), Prompt(("?",), where=row.name)):
         try:
             return replace(row, prompt=prompt), _encoded(policy, config, prompt)
@@ -299,7 +306,7 @@ def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answe
     reward raised has no score by any: a part of the sum would say nothing about it. Nor have the answers to a question
     whose most probable answer, with which they are compared, has no score by a reward that one of them has a score by,
     nor those to a question whose pictures could not be opened, which counts as a failure of every reward."""
-    rows, prompts, made, greedy, unread = part
+    rows, prompts, sampled, greedy, unread = part
     size = config.generation.group_size
     of_row = [number for number in range(len(rows)) for _ in range(size)]
     if len(unread) == len(rows):  # there may be no columns to score by
@@ -307,13 +314,13 @@ def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answe
         scores = {label: torch.full((len(of_row),), math.nan, dtype=torch.float64) for label in labels}
         failures: dict[str, tuple[Failure, ...]] = {}
     else:
-        scores, failures = _all_or_none(score(config, opened, rows, made, of_row))
+        scores, failures = _all_or_none(score(config, opened, rows, sampled, of_row))
     if greedy is not None and len(unread) < len(rows):
         compared, failed = _all_or_none(score(config, opened, rows, greedy, range(len(rows))))
         for label in opened:
             scores[greedy_label(label)] = compared[label][of_row]
             failures[label] = (*failures.get(label, ()), *failed.get(label, ()))
-        failures = {label: found for label, found in failures.items() if found}
+        failures = {label: failed_rows for label, failed_rows in failures.items() if failed_rows}
         lacking = [compared[label].isnan() & ~scores[label].view(-1, size).isnan().all(1) for label in opened]
         unknown = torch.stack(lacking).any(0)[of_row]
         for label in opened:
@@ -323,16 +330,16 @@ def scored(config: VLMConfig, opened: Mapping[str, Reward], part: Part) -> Answe
         for values in scores.values():
             values[list(places)] = math.nan
         for label in opened:
-            others = tuple(one for one in failures.get(label, ()) if not set(one.rows) & set(places))
+            others = tuple(failure for failure in failures.get(label, ()) if not set(failure.rows) & set(places))
             failures[label] = (*others, Failure(size, error, error, rows=places))
     return Answers(
         rows,
         prompts,
-        made.tokens,
-        made.mask,
-        torch.full(made.mask.shape, torch.nan) if made.log_prob is None else made.log_prob,
-        made.texts,
-        made.cut,
+        sampled.tokens,
+        sampled.mask,
+        torch.full(sampled.mask.shape, torch.nan) if sampled.log_prob is None else sampled.log_prob,
+        sampled.texts,
+        sampled.cut,
         scores,
         failures,
     )
@@ -360,6 +367,7 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
     weighted = [
         (label, reward.weight)
         for label, reward in zip(config.reward_labels, config.rewards, strict=True)
+        # A reward of weight 0 is watched only: that it failed for an answer must not take the answer out.
         if reward.weight
     ]
     values = torch.stack([weight * scores[label] for label, weight in weighted])
@@ -369,22 +377,22 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
 
 def _all_or_none(found: Mapping[str, Scores]) -> tuple[dict[str, Tensor], dict[str, tuple[Failure, ...]]]:
     """Scores by reward, float64 [B], NaN in all of them where one raised; and the failures of those that did."""
-    scores = {label: torch.tensor(one.values, dtype=torch.float64) for label, one in found.items()}
-    failures = {label: one.failures for label, one in found.items() if one.failures}
-    for one in (one for failed in failures.values() for one in failed):
+    scores = {label: torch.tensor(result.values, dtype=torch.float64) for label, result in found.items()}
+    failures = {label: result.failures for label, result in found.items() if result.failures}
+    for result in (result for failed in failures.values() for result in failed):
         for values in scores.values():
-            values[list(one.rows or range(len(values)))] = math.nan
+            values[list(result.rows or range(len(values)))] = math.nan
     return scores, failures
 
 
 def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float, seconds: float) -> dict[str, float]:
     """Metrics of the answers that all processes sampled in `rounds` rounds, `share` of whose groups are trained on.
     Raises RewardFailed as `check_failed`."""
-    mine = {"tokens": drawn.mask.sum(1).double(), "cut": drawn.cut.double(), "total": totals(config, drawn.scores)}
-    mine |= {f"reward/{label}": values for label, values in drawn.scores.items()}
-    every = gather_object([mine])
-    check_failed(config, failures_of(gather_object([drawn.failures])), sum(len(one["total"]) for one in every))
-    joint = {name: torch.cat([one[name] for one in every]) for name in mine}
+    local = {"tokens": drawn.mask.sum(1).double(), "cut": drawn.cut.double(), "total": totals(config, drawn.scores)}
+    local |= {f"reward/{label}": values for label, values in drawn.scores.items()}
+    every = gather_object([local])
+    check_failed(config, failures_of(gather_object([drawn.failures])), sum(len(rows_of["total"]) for rows_of in every))
+    joint = {name: torch.cat([rows_of[name] for rows_of in every]) for name in local}
     # All wait for the slowest.
     slowest = max(gather_object([seconds]))
     row = {
@@ -407,14 +415,14 @@ def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float
 def worths(config: VLMConfig, selection: Selection, answers: Answers) -> Tensor:
     """Values by which questions are chosen, of the answers of all processes, [P, G]."""
     first, right_at = answers.scores[config.reward_labels[0]], config.evaluation.right_at
-    own = values_of(selection, first, totals(config, answers.scores), right_at=right_at)
-    return torch.cat(gather_object([own.view(len(answers.rows), -1)]))
+    values = values_of(selection, first, totals(config, answers.scores), right_at=right_at)
+    return torch.cat(gather_object([values.view(len(answers.rows), -1)]))
 
 
 def trained_on(config: VLMConfig, answers: Answers) -> Answers:
     """Groups that the method is trained on, or `economy.keep` of each."""
-    found, keep = answers.chosen(worth(config, answers)), config.economy.keep
-    return found if keep is None else found.downsampled(totals(config, found.scores), keep)
+    chosen, keep = answers.chosen(worth(config, answers)), config.economy.keep
+    return chosen if keep is None else chosen.downsampled(totals(config, chosen.scores), keep)
 
 
 def worth(config: VLMConfig, answers: Answers) -> list[int]:
@@ -423,8 +431,9 @@ def worth(config: VLMConfig, answers: Answers) -> list[int]:
     if rule == "none" or not answers.rows:
         return list(range(len(answers.rows)))
     if rule == "spread":
-        kept = groups.with_spread(totals(config, answers.scores), answers.group)
+        worthwhile = groups.with_spread(totals(config, answers.scores), answers.group)
     else:
         first = answers.scores[config.reward_labels[0]]
-        kept = groups.within(first, answers.group, low=-1.0)
-    return [g for g in range(len(answers.rows)) if bool(kept[g * answers.size])]
+        # NGRPO keeps groups that are all wrong: its virtual right answer gives them an advantage.
+        worthwhile = groups.within(first, answers.group, low=-1.0)
+    return [g for g in range(len(answers.rows)) if bool(worthwhile[g * answers.size])]

@@ -32,6 +32,7 @@ class Server:
         self._scoring: Ahead[tuple[Answers, float]] = Ahead()
         self.opened, self._own = opened, sampler
         self._server, self._rewards = Lock(), Lock()
+        # The model is shared, nothing is copied of it; processor and tokenizer keep state while they work.
         self.policy = copy.copy(sampler.policy)
         self.policy.processor = copy.deepcopy(sampler.policy.processor)
         self.policy.tokenizer = self.policy.processor.tokenizer
@@ -62,6 +63,7 @@ class Server:
     def alone(self) -> Iterator[None]:
         """Within the block the run's own sampler has the server, and this thread the rewards."""
         with self._server, self._rewards:
+            # The server held the other one's weights meanwhile: each has to give its own again.
             self._own.loaded = None
             yield
             self._sampler.loaded = None

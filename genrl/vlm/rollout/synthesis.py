@@ -54,6 +54,8 @@ class DataServer:
         self.arrived: queue.Queue[str] = queue.Queue()
         self.asked: dict[str, str] = {}
         self.drawn: dict[str, Image.Image] = {}
+        # Read all the time: a pipe that nobody empties is full after some pictures, and the process that draws would
+        # wait.
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -139,23 +141,26 @@ class Synthesis:
 
     @property
     def parked(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.loop.memory.setdefault(PARKED, [])
-        return found
+        groups: list[dict[str, Any]] = self.loop.memory.setdefault(PARKED, [])
+        return groups
 
     def due(self) -> list[dict[str, Any]]:
         """Parked groups whose pictures are to be asked about in this iteration."""
         if not self.known:  # in a resumed run the server has yet to hear of those that wait
-            for one in self.parked:
-                self._submit(one)
+            for group in self.parked:
+                self._submit(group)
             self.known = True
-        return [one for one in self.parked if one["iteration"] < self.loop.iteration]
+        return [group for group in self.parked if group["iteration"] < self.loop.iteration]
 
     def replaced(self, rows: Sequence[Row]) -> list[Row]:
         """The questions of the iteration, the first of them with pictures that were drawn."""
-        made = [
-            self._row(one, k) for one in self.due() for k, said in enumerate(one["descriptions"]) if said is not None
+        drawn_rows = [
+            self._row(group, k)
+            for group in self.due()
+            for k, description in enumerate(group["descriptions"])
+            if description is not None
         ][: len(rows)]
-        return [*made, *rows[len(made) :]]
+        return [*drawn_rows, *rows[len(drawn_rows) :]]
 
     def _row(self, one: dict[str, Any], k: int) -> Row:
         source, name = self.questions[one["number"]], self._name(one, k)
@@ -171,9 +176,9 @@ class Synthesis:
         return f"synthesis/{one['iteration']}/{one['number']}/{k}"
 
     def _submit(self, one: dict[str, Any]) -> None:
-        for k, said in enumerate(one["descriptions"]):
-            if said is not None:
-                self.server.submit(said, self._name(one, k), self.config.seed)
+        for k, description in enumerate(one["descriptions"]):
+            if description is not None:
+                self.server.submit(description, self._name(one, k), self.config.seed)
 
     def described(self, number: int) -> Row:
         """The question about a description of a question's picture."""
@@ -190,42 +195,42 @@ class Synthesis:
             passed = score_completions(self.check, prompts=[""] * size, completions=texts, columns=columns)
             if passed.failures:
                 raise ValueError(f"synthesis.check failed: {passed.failures[0].error}")
-            said = [answer_in(t) if value >= 1 else None for t, value in zip(texts, passed.values, strict=True)]
+            descriptions = [answer_in(t) if value >= 1 else None for t, value in zip(texts, passed.values, strict=True)]
             lengths = found.mask.sum(1).tolist()
-            one = {
+            group = {
                 "iteration": self.loop.iteration,
                 "number": number,
-                "descriptions": [text or None for text in said],
+                "descriptions": [text or None for text in descriptions],
                 "tokens": [found.tokens[k, : lengths[k]].tolist() for k in index],
                 "log_probs": [found.sampler_log_prob[k, : lengths[k]].tolist() for k in index],
                 "texts": texts,
                 "cut": [bool(found.cut[k]) for k in index],
             }
-            self.parked.append(one)
-            self._submit(one)
+            self.parked.append(group)
+            self._submit(group)
 
     def paid(self, answers: Answers) -> tuple[list[Answers], dict[str, float]]:
         """The groups of descriptions whose pictures `answers` are about, with what they are worth, and figures of them.
         They wait no longer."""
-        due, size, found, worths, drawn = self.due(), answers.size, [], [], 0
+        due, size, answer_groups, worths, num_drawn = self.due(), answers.size, [], [], 0
         spread = dict(zip([row.name for row in answers.rows], self._diversity(answers), strict=True))
-        for one in due:
-            names = [self._name(one, k) for k in range(size)]
+        for group in due:
+            names = [self._name(group, k) for k in range(size)]
             worth = [
-                spread.get(name, math.nan) if said is not None else 0.0
-                for name, said in zip(names, one["descriptions"], strict=True)
+                spread.get(name, math.nan) if description is not None else 0.0
+                for name, description in zip(names, group["descriptions"], strict=True)
             ]
-            drawn += sum(said is not None for said in one["descriptions"])
+            num_drawn += sum(description is not None for description in group["descriptions"])
             # a picture that nobody asks about would stay with the server for ever
             for name in set(names) - set(spread):  # more pictures than questions in the iteration
                 self.server.forget(name)
             worths += [value for value in worth if not math.isnan(value)]
-            found.append(self._answers(one, worth))
-            self.parked.remove(one)
+            answer_groups.append(self._answers(group, worth))
+            self.parked.remove(group)
         if not worths:
-            return found, {}
-        return found, {
-            "synthesis/drawn": drawn / (size * len(due)),
+            return answer_groups, {}
+        return answer_groups, {
+            "synthesis/drawn": num_drawn / (size * len(due)),
             "synthesis/diversity_mean": sum(worths) / len(worths),
         }
 
@@ -246,6 +251,7 @@ class Synthesis:
         first = next(k for k, reward in enumerate(self.config.rewards) if reward.weight)
         label, weight = self.config.reward_labels[first], self.config.rewards[first].weight
         scores = {name: torch.full((len(worth),), math.nan, dtype=torch.float64) for name in self.config.reward_labels}
+        # Over the weight, by which the total multiplies it again: the description is to be worth what it is.
         scores[label] = torch.tensor(worth, dtype=torch.float64) * (1.0 / weight)
         return Answers(
             [row],

@@ -48,15 +48,20 @@ def prompt_of(
     system: of a question without a system message. Raises ValueError, naming the row, for messages of another form, and
     where places and pictures differ in number.
     """
-    said = [("user", _parts(asked, where))] if isinstance(asked, str) else [_message(one, where) for one in asked]
-    if said and said[0][0] == "system":
-        system = "".join(part for part in said.pop(0)[1] if isinstance(part, str))
-    answer = "".join(map(str, said.pop()[1])) if said and said[-1][0] == "assistant" else None
-    wrong = [role for (role, _), due in zip(said, ("user", "assistant") * len(said), strict=False) if role != due]
-    if wrong or not said or said[-1][0] != "user":
+    messages = (
+        [("user", _parts(asked, where))] if isinstance(asked, str) else [_message(message, where) for message in asked]
+    )
+    if messages and messages[0][0] == "system":
+        system = "".join(part for part in messages.pop(0)[1] if isinstance(part, str))
+    answer = "".join(map(str, messages.pop()[1])) if messages and messages[-1][0] == "assistant" else None
+    wrong = [
+        role for (role, _), due in zip(messages, ("user", "assistant") * len(messages), strict=False) if role != due
+    ]
+    if wrong or not messages or messages[-1][0] != "user":
         raise ValueError(f"{where}: messages are by user and assistant in turn, after a system message if there is one")
     turns = [
-        Turn("user" if role == "user" else "assistant", parts) for role, parts in _filled(said, shown, opened, where)
+        Turn("user" if role == "user" else "assistant", parts)
+        for role, parts in _filled(messages, shown, opened, where)
     ]
     return Prompt(turns[-1].parts, system=system, where=where, before=tuple(turns[:-1])), answer
 
@@ -101,14 +106,15 @@ def _filled(
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """Roles and parts, with pictures in their places."""
     first = said[0][1]
+    # Reversed, since each is put in front: pictures come before clips then.
     for kind in reversed(KINDS):
         places = sum(isinstance(part, Place) and part == Place(kind) for _, parts in said for part in parts)
-        there = len(shown.get(kind, ()))
+        num_shown = len(shown.get(kind, ()))
         if not any(isinstance(part, Place) and part.kind == kind for _, parts in said for part in parts):
-            first[:0] = [Place(kind)] * there
-        elif places != there:
+            first[:0] = [Place(kind)] * num_shown
+        elif places != num_shown:
             raise ValueError(
-                f"{where}: the question has {places} places <{kind}>, and the row {there}; they must agree"
+                f"{where}: the question has {places} places <{kind}>, and the row {num_shown}; they must agree"
             )
     left = {kind: iter(shown.get(kind, ())) for kind in KINDS}
 
@@ -117,7 +123,7 @@ def _filled(
             return (part,)
         return opened[part.kind](next(left[part.kind]) if part.held is None else part.held)
 
-    return [(role, tuple(one for part in parts for one in filled(part))) for role, parts in said]
+    return [(role, tuple(content for part in parts for content in filled(part))) for role, parts in said]
 
 
 def spread(number: int, wanted: int) -> list[int]:
@@ -149,9 +155,9 @@ def clip_of(clip: Path | Sequence[Any], fps: float, most: int, where: str) -> Cl
             step = times[-1] / max(1, len(times) - 1)
             chosen = spread(len(times), min(most, max(1, round(len(times) * step * fps))))
             container.seek(0)
-            found: list[Image.Image] = [
+            frames: list[Image.Image] = [
                 frame.to_image() for number, frame in enumerate(container.decode(stream)) if number in set(chosen)
             ]
     except (OSError, IndexError, ValueError) as error:  # av's errors are these, too
         raise ValueError(f"{where}: the video {clip} cannot be read: {error}") from error
-    return Clip(tuple(found), tuple(chosen), len(times), 1 / step if step > 0 else fps)
+    return Clip(tuple(frames), tuple(chosen), len(times), 1 / step if step > 0 else fps)

@@ -50,10 +50,10 @@ class Generated:
     """The questions of a task and a split: `[number]` gives a `Row`. Raises ValueError for an unknown task."""
 
     def __init__(self, task: str, split: Split) -> None:
-        made: Any = find(task, TASKS)
+        task_made: Any = find(task, TASKS)
         self.task, self.split = task, split
-        self.read = made(split) if isinstance(made, type) else None
-        self.make = made
+        self.read = task_made(split) if isinstance(task_made, type) else None
+        self.make = task_made
 
     def number(self, wanted: int) -> int:
         """How many there are of so many: all where they are made, or those that are there to be read."""
@@ -63,11 +63,11 @@ class Generated:
         """Raises ValueError for what is no question."""
         name = f"{self.task.rpartition(':')[2]}/{self.split}/{number}"
         rng = np.random.default_rng(derive_seed(name))
-        found = self.make(rng, self.split) if self.read is None else self.read[number]
-        if not isinstance(found, tuple) or len(found) not in (3, 4):
-            kind = type(found).__name__
+        row = self.make(rng, self.split) if self.read is None else self.read[number]
+        if not isinstance(row, tuple) or len(row) not in (3, 4):
+            kind = type(row).__name__
             raise ValueError(f"task {self.task} gives a {kind}; it must be a Question(parts, answer, level, columns)")
-        question = Question(*found)
+        question = Question(*row)
         text = " ".join(part for part in question.parts if isinstance(part, str))
         columns = {"answer": question.answer, "question": text, "level": float(question.level), **question.columns}
         return Row(name, Prompt(question.parts, where=name), columns)

@@ -79,13 +79,13 @@ NOT |= {"were": "weren't", "would": "wouldn't", "will": "won't"}
 
 def negated(question: str) -> str | None:
     """The question with a `not` in its first or second word, as in "What didn't the person do ?", or None."""
-    first, _, rest = question.strip().partition(" ")
-    second, _, others = rest.partition(" ")
+    first, _, remainder = question.strip().partition(" ")
+    second, _, others = remainder.partition(" ")
     if second.lower() in NOT:
         return f"{first} {NOT[second.lower()]} {others}"
     if first.lower() in NOT:
         word = NOT[first.lower()]
-        return f"{word.capitalize() if first.istitle() else word} {rest}"
+        return f"{word.capitalize() if first.istitle() else word} {remainder}"
     return f"{first} didn't happen {others}" if second.lower() == "happened" else None
 
 
@@ -104,12 +104,13 @@ def inversion(row: Mapping[str, Any]) -> Columns:
     Rows with several right options, and questions that `negated` cannot turn, stay as they are.
     """
     question = row["question"] if "question" in row else row["problem"]
-    given = row["answer"] if "answer" in row else row["solution"]
-    right, options = sorted(letters_in(answer_in(given) or given)), _unlettered(row["options"])
+    answer = row["answer"] if "answer" in row else row["solution"]
+    right, options = sorted(letters_in(answer_in(answer) or answer)), _unlettered(row["options"])
+    # By its text: a row is the same question in every epoch and process.
     draw, other = Random("\n".join([question, *options])), negated(question)
     if draw.random() < 0.5 and other is not None and len(right) == 1 < len(options):
         wrong = [text for letter, text in zip(ascii_uppercase, options, strict=False) if letter != right[0]]
-        old, kept = options[ascii_uppercase.index(right[0])], draw.sample(wrong, draw.randint(1, len(wrong)))
-        question, options = other, draw.sample([old, *kept], 1 + len(kept))
+        old, wrong_options = options[ascii_uppercase.index(right[0])], draw.sample(wrong, draw.randint(1, len(wrong)))
+        question, options = other, draw.sample([old, *wrong_options], 1 + len(wrong_options))
         right = [letter for letter, text in zip(ascii_uppercase, options, strict=False) if text != old]
     return {**row, "prompt": lettered(question, options), "options": options, "answer": ", ".join(right)}

@@ -54,26 +54,26 @@ def accounted(what: str, *, quiet: str = r"(?!)") -> Iterator[None]:
     """
     wrong: list[str] = []
     unused: list[str] = []
-    said: list[str] = []
+    messages: list[str] = []
     try:
         with ExitStack() as stack:
             for base in (transformers.PreTrainedModel, _networks()):
                 if base is not None:
                     stack.enter_context(_reported(base, lambda m, r: _judge(m, r, wrong, unused)))
             stack.enter_context(_read_tokenizers(wrong))
-            stack.enter_context(collected(said))
+            stack.enter_context(collected(messages))
             yield
     except Exception as error:  # noqa: BLE001  whatever a library says of a file; it goes on with the key and the reason
-        shapes = [line for line in said if "MISMATCH" in line]
+        shapes = [line for line in messages if "MISMATCH" in line]
         text = "; ".join([str(error).strip() or type(error).__name__, *wrong, *shapes])
         raise ValueError(f"{what}: {' '.join(text.split())}") from error
-    said = [line for line in dict.fromkeys(said) if not re.search(quiet, line)]
+    messages = [line for line in dict.fromkeys(messages) if not re.search(quiet, line)]
     if wrong:  # a library's own words for what its report says already
-        said = [line for line in said if not re.search(REPORTED, line)]
-    wrong += [line for line in said if any(re.search(pattern, line) for pattern in LOSS)]
+        messages = [line for line in messages if not re.search(REPORTED, line)]
+    wrong += [line for line in messages if any(re.search(pattern, line) for pattern in LOSS)]
     if wrong:
         raise ValueError(f"{what}: {'; '.join(dict.fromkeys(wrong))}")
-    for line in (*unused, *(line for line in said if not re.search(REPORTED, line))):
+    for line in (*unused, *(line for line in messages if not re.search(REPORTED, line))):
         logger.warning("%s: %s", what, line)
 
 
@@ -92,10 +92,11 @@ def _reported(base: Any, judge: Callable[[Any, dict[str, Any]], None]) -> Iterat
     plain = base.from_pretrained.__func__
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = kwargs.pop("output_loading_info", False)
+        # The library's own callers may ask for the report, too (a model within a model).
+        wants_info = kwargs.pop("output_loading_info", False)
         model, report = plain(cls, *args, output_loading_info=True, **kwargs)
         judge(model, report)
-        return (model, report) if wanted else model
+        return (model, report) if wants_info else model
 
     with patch.object(base, "from_pretrained", classmethod(from_pretrained)):
         yield
@@ -106,11 +107,12 @@ def _judge(model: Any, report: dict[str, Any], wrong: list[str], unused: list[st
     missing = sorted(map(str, report.get("missing_keys", ())))
     if missing:
         wrong.append(f"it lacks {len(missing)} weights of {kind} ({first(missing)}), which nothing else can fill")
-    shaped = sorted(str(one[0] if isinstance(one, tuple) else one) for one in report.get("mismatched_keys", ()))
+    shaped = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in report.get("mismatched_keys", ()))
     if shaped:
         wrong.append(f"{len(shaped)} weights of {kind} have another shape in its files ({first(shaped)})")
     wrong += [f"{kind}: {str(line).splitlines()[0]}" for line in report.get("error_msgs", ())]
     left = sorted(map(str, report.get("unexpected_keys", ())))
+    # Unused keys are common (heads, buffers) and harmless; further layers of a stack mean that the model is cut short.
     layers = further_layers(left, model.state_dict())
     if layers:
         wrong.append(
@@ -131,14 +133,14 @@ def _read_tokenizers(wrong: list[str]) -> Iterator[None]:
     plain = PreTrainedTokenizerBase.from_pretrained.__func__  # type: ignore[attr-defined]
 
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        made = plain(cls, *args, **kwargs)
+        tokenizer = plain(cls, *args, **kwargs)
         # A file of a few tokens is what somebody wrote; without a file a library makes a tokenizer of nothing.
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path", "")
         folder = Path(str(source)) / str(kwargs.get("subfolder") or "")
-        there = any((folder / str(name)).is_file() for name in {*cls.vocab_files_names.values(), "tokenizer.json"})
-        if not there and isinstance(made, PreTrainedTokenizerBase) and (problem := no_vocabulary(made)):
+        has_files = any((folder / str(name)).is_file() for name in {*cls.vocab_files_names.values(), "tokenizer.json"})
+        if not has_files and isinstance(tokenizer, PreTrainedTokenizerBase) and (problem := no_vocabulary(tokenizer)):
             wrong.append(problem)
-        return made
+        return tokenizer
 
     with patch.object(PreTrainedTokenizerBase, "from_pretrained", classmethod(from_pretrained)):
         yield
@@ -161,8 +163,10 @@ def no_vocabulary(tokenizer: Any) -> str | None:
 
 def _tells_apart(tokenizer: Any) -> bool:
     """Whether two texts become other tokens: of tokenizers that read bytes or have their words added."""
-    one, other = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a red cat", "two blue dogs"))
-    return list(one) != list(other) and not {*one, *other} <= set(tokenizer.all_special_ids)
+    first_ids, other = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a red cat", "two blue dogs")
+    )
+    return list(first_ids) != list(other) and not {*first_ids, *other} <= set(tokenizer.all_special_ids)
 
 
 @contextmanager
@@ -175,19 +179,19 @@ def collected(lines: list[str]) -> Iterator[None]:
 
     handler = Collector(logging.WARNING)
     loggers = [logging.getLogger(name) for name in LIBRARIES]
-    before = [(one, one.level, one.propagate, one.handlers[:]) for one in loggers]
+    before = [(log, log.level, log.propagate, log.handlers[:]) for log in loggers]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        for one in loggers:
-            one.handlers, one.propagate = [handler], False
-            one.setLevel(logging.WARNING)
+        for log in loggers:
+            log.handlers, log.propagate = [handler], False
+            log.setLevel(logging.WARNING)
         try:
             yield
         finally:
-            for one, level, propagate, handlers in before:
-                one.handlers, one.propagate = handlers, propagate
-                one.setLevel(level)
-    lines += [" ".join(str(one.message).split())[:400] for one in caught if issubclass(one.category, UserWarning)]
+            for log, level, propagate, handlers in before:
+                log.handlers, log.propagate = handlers, propagate
+                log.setLevel(level)
+    lines += [" ".join(str(log.message).split())[:400] for log in caught if issubclass(log.category, UserWarning)]
 
 
 def first(keys: list[str]) -> str:

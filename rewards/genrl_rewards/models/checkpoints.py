@@ -88,11 +88,14 @@ def renamed(name: str, rules: Mapping[str, str]) -> str:
 
 def fill(module: torch.nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
     """Load weights into a module. Raises ValueError, naming some, unless they are exactly those of the module."""
-    wanted = module.state_dict()
+    expected = module.state_dict()
     problems = [
-        ("lacks", sorted(set(wanted) - set(weights))),
-        ("has but should not", sorted(set(weights) - set(wanted))),
-        ("has in another shape", sorted(k for k in set(wanted) & set(weights) if wanted[k].shape != weights[k].shape)),
+        ("lacks", sorted(set(expected) - set(weights))),
+        ("has but should not", sorted(set(weights) - set(expected))),
+        (
+            "has in another shape",
+            sorted(k for k in set(expected) & set(weights) if expected[k].shape != weights[k].shape),
+        ),
     ]
     listed = [f"it {verb} {len(keys)} weights ({', '.join(keys[:3])}...)" for verb, keys in problems if keys]
     if listed:
@@ -141,6 +144,7 @@ def pretrained(
     held = {} if quantization is None else {"quantization_config": quantization}
     with accounted(f"{reward}: {model!r}"):
         loaded = architecture.from_pretrained(model, dtype=dtype, use_safetensors=True, **held)
+    # Parameters alone are frozen: a differentiable score still has its gradient to the pictures.
     return loaded.eval().requires_grad_(False)
 
 

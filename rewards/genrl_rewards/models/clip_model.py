@@ -71,6 +71,7 @@ class ClipScorer:
 
     def __init__(self, model: str, processor: str, device: str, reward: str = "clip", dtype: str = "float32"):
         clip = pretrained(transformers.CLIPModel, model, types=("clip",), reward=reward)
+        # Before the cast: of the logarithm in bfloat16 it would be 98.9 instead of 100.
         self.logit_scale = math.exp(clip.logit_scale.item())
         """exp of the checkpoint's logit scale; 100 in the published ones."""
         self.model = clip.to(device, torch_dtype(dtype, reward))
@@ -86,8 +87,8 @@ class ClipScorer:
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        found: torch.device = self.model.device
-        return found
+        device: torch.device = self.model.device
+        return device
 
     def cosines(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         """Cosine of each of N pictures with its prompt, float32 [N] on the device of the images.

@@ -34,8 +34,8 @@ def fewest(decoder: Any) -> int:
 def pattern(decoder: Any, frames: int) -> Tensor:
     """Which places of a grid hold codes: bool [K, frames + delays + 1], by the model's own rule."""
     start = torch.full((decoder.num_codebooks, 1), decoder.config.pad_token_id)
-    _, found = decoder.build_delay_pattern_mask(start, decoder.config.pad_token_id, frames + delays(decoder) + 1)
-    places: Tensor = found == -1
+    _, mask = decoder.build_delay_pattern_mask(start, decoder.config.pad_token_id, frames + delays(decoder) + 1)
+    places: Tensor = mask == -1
     return places
 
 
@@ -53,8 +53,8 @@ def text_states(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     states = model.text_encoder(input_ids=ids, attention_mask=mask).last_hidden_state
     if hasattr(model, "enc_to_dec_proj"):
         states = model.enc_to_dec_proj(states)
-    found: Tensor = states * mask[..., None]
-    return found
+    hidden: Tensor = states * mask[..., None]
+    return hidden
 
 
 def read_wav(file: str | Path, *, header: bool = False) -> tuple[Tensor, int]:
@@ -92,7 +92,7 @@ class MusicgenReward(_Musicgen):  # type: ignore[misc]
         which no step before them sees.
         """
         device, pad = self.device, self.decoder.config.pad_token_id
-        grids = [delayed(self.decoder, one[None].to(device))[0] for one in codes]
+        grids = [delayed(self.decoder, code[None].to(device))[0] for code in codes]
         steps = max(grid.shape[1] for grid in grids)
         read = torch.stack([F.pad(grid, (0, steps - grid.shape[1]), value=pad) for grid in grids])
         states = self.decoder.model(
@@ -102,17 +102,20 @@ class MusicgenReward(_Musicgen):  # type: ignore[misc]
             use_cache=False,
         ).last_hidden_state
         last = torch.tensor([grid.shape[1] for grid in grids], device=device)[:, None]
-        kept = (torch.arange(steps, device=device) < last)[..., None]
-        mean = (states * kept).sum(1) / last
+        valid = (torch.arange(steps, device=device) < last)[..., None]
+        mean = (states * valid).sum(1) / last
         found: Tensor = self.reward_head(mean.to(self.reward_head.weight.dtype))[:, 0].float()
         return found
 
     def check_sound(self, sound: Tensor, rate: int) -> None:
         """Raises ValueError for a waveform that this model does not hear: stereo, of another rate, or too short."""
-        own, least = int(self.config.sampling_rate), fewest(self.decoder) * int(self.audio_encoder.config.hop_length)
-        if rate != own or sound.ndim != 1:
-            kind = f"{rate} samples per second" if rate != own else f"{len(sound)} channels"
-            raise ValueError(f"a sound of {kind}; this model hears one channel of {own}: resample it first")
+        own_rate, least = (
+            int(self.config.sampling_rate),
+            fewest(self.decoder) * int(self.audio_encoder.config.hop_length),
+        )
+        if rate != own_rate or sound.ndim != 1:
+            kind = f"{rate} samples per second" if rate != own_rate else f"{len(sound)} channels"
+            raise ValueError(f"a sound of {kind}; this model hears one channel of {own_rate}: resample it first")
         if len(sound) < least:
             raise ValueError(f"a sound of {len(sound)} samples; this model hears {least} or more")
 
@@ -125,8 +128,8 @@ class MusicgenReward(_Musicgen):  # type: ignore[misc]
         if codes.shape[0] != 1 or codes.shape[2] != self.decoder.num_codebooks:
             books = f"{codes.shape[0]} chunks of {codes.shape[2]} books"
             raise ValueError(f"EnCodec gives {books}, and the decoder reads one of {self.decoder.num_codebooks}")
-        found: Tensor = codes[0, 0]
-        return found
+        codes_heard: Tensor = codes[0, 0]
+        return codes_heard
 
 
 def with_reward_head(path: str) -> MusicgenReward:
@@ -139,5 +142,5 @@ def with_reward_head(path: str) -> MusicgenReward:
             torch.nn.init.zeros_(parameter)
     elif missing:
         raise ValueError(f"{path!r} lacks {len(missing)} weights of a MusicGen ({', '.join(missing[:3])}...)")
-    found: MusicgenReward = model.eval().requires_grad_(False)
-    return found
+    reward_model: MusicgenReward = model.eval().requires_grad_(False)
+    return reward_model

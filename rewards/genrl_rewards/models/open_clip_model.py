@@ -40,8 +40,8 @@ class OpenClipScorer:
             clip: Any = open_clip.create_model(name, weights, pretrained_text=False, require_pretrained=True)
             self.tokenizer: Any = open_clip.get_tokenizer(name)
         except (RuntimeError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            said = " ".join(str(error).split())[:400]
-            raise ValueError(f"{reward}: open_clip cannot load {model!r}: {said}") from error
+            reason = " ".join(str(error).split())[:400]
+            raise ValueError(f"{reward}: open_clip cannot load {model!r}: {reason}") from error
         self.logit_scale = math.exp(clip.logit_scale.item())
         """exp of the checkpoint's logit scale; 100 in most of the published ones."""
         self.model = clip.eval().requires_grad_(False).to(device, torch_dtype(dtype, reward))
@@ -55,8 +55,8 @@ class OpenClipScorer:
     @property
     def device(self) -> torch.device:
         """Device of the model."""
-        found: torch.device = next(self.model.parameters()).device
-        return found
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     def cosines(self, images: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         """Cosine of each of N pictures, or the mean over frames [N, F, 3, H, W], with its prompt, float32 [N]."""
@@ -103,8 +103,8 @@ def locate(model: str, reward: str) -> tuple[str, str | None]:
     if Path(model).is_dir():
         return f"local-dir:{model}", None
     name, _, weights = model.partition("/")
-    known = open_clip.list_models()
-    if name in known:
+    available = open_clip.list_models()
+    if name in available:
         tags = open_clip.list_pretrained_tags_by_model(name)
         if weights in tags or Path(weights).is_file():
             return name, weights
@@ -116,5 +116,5 @@ def locate(model: str, reward: str) -> tuple[str, str | None]:
         return f"hf-hub:{model}", None
     raise ValueError(
         f"{reward}: {model!r} is neither a folder (looked from {Path.cwd()}) nor a hub id nor ARCHITECTURE/WEIGHTS of "
-        f"open_clip.{nearest(name, known)}"
+        f"open_clip.{nearest(name, available)}"
     )

@@ -63,8 +63,8 @@ class OrientAnything:
         outputs, width = head["down_sampler.net1.0.weight"].shape
         config = transformers.AutoConfig.from_pretrained(backbone)
         if (config.model_type, config.hidden_size) != ("dinov2", width):
-            found = f"a {config.model_type!r} of width {config.hidden_size}"
-            raise ValueError(f"{reward}: {model!r} was made from a 'dinov2' of width {width}; {backbone!r} is {found}")
+            got = f"a {config.model_type!r} of width {config.hidden_size}"
+            raise ValueError(f"{reward}: {model!r} was made from a 'dinov2' of width {width}; {backbone!r} is {got}")
         tower = {name.removeprefix("dinov2."): value for name, value in weights.items() if name not in head}
         architecture: Any = transformers.Dinov2Model
         # from_pretrained knows the names that its architecture had when the file was written.

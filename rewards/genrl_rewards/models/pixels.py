@@ -68,6 +68,7 @@ def shortest_side(height: int, width: int, size: int) -> tuple[int, int]:
 def crop_to(images: torch.Tensor, size: int) -> torch.Tensor:
     """Shorter side to `size`, then the central square: CLIP's own preparation, [N, 3, size, size]."""
     height, width = images.shape[-2:]
+    # Bicubic overshoots at edges; Pillow's result has 8 bits and cannot.
     images = resize(images, *shortest_side(height, width, size)).clamp(0, 1)
     top, left = (images.shape[-2] - size) // 2, (images.shape[-1] - size) // 2
     return images[..., top : top + size, left : left + size]

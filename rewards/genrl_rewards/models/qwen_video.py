@@ -33,10 +33,10 @@ def patches(images: Any, frames: Sequence[Image]) -> tuple[torch.Tensor, torch.T
 
     images: a `Qwen2VLImageProcessorPil`. It makes a patch of one frame twice; here its second half is that of the next.
     """
-    seen = images(images=list(frames), return_tensors="pt")
-    pairs = seen["pixel_values"].view(len(frames) // 2, 2, -1, 3, 2, images.patch_size**2)
+    processed = images(images=list(frames), return_tensors="pt")
+    pairs = processed["pixel_values"].view(len(frames) // 2, 2, -1, 3, 2, images.patch_size**2)
     pixels = torch.stack([pairs[:, 0, :, :, 0], pairs[:, 1, :, :, 1]], 3).flatten(0, 1).flatten(1)
-    _, height, width = seen["image_grid_thw"][0].tolist()
+    _, height, width = processed["image_grid_thw"][0].tolist()
     return pixels, torch.tensor([[len(pairs), height, width]])
 
 
@@ -49,5 +49,5 @@ def tokens(tokenizer: Any, text: str, places: int, reward: str) -> torch.Tensor:
     asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     if asked.count(PAD) != 1:
         raise ValueError(f"{reward}: the chat template has {asked.count(PAD)} places {PAD} for a video")
-    found: torch.Tensor = tokenizer(asked.replace(PAD, PAD * places), return_tensors="pt")["input_ids"]
-    return found
+    ids: torch.Tensor = tokenizer(asked.replace(PAD, PAD * places), return_tensors="pt")["input_ids"]
+    return ids

@@ -26,12 +26,12 @@ def ensure() -> Literal["absent", "works", "declared"]:
 
     Does nothing if torchvision is absent, is already imported, or can load its operators.
     """
-    found = importlib.util.find_spec("torchvision")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
         return "absent"
     if _libraries:  # the search above called this function, where somebody watches for torchvision
         return "declared"
-    if "torchvision" in sys.modules or _loads(Path(found.origin).parent):
+    if "torchvision" in sys.modules or _loads(Path(spec.origin).parent):
         return "works"
     library: Any = torch.library.Library("torchvision", "DEF")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -72,6 +72,8 @@ class Scorer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._once, body, content_type, key)
 
     def _once(self, body: IO[bytes], content_type: str, key: tuple[str, ...]) -> Answer:
+        # In this thread, after whatever was scoring: a client that asks again while its first request runs finds the
+        # answer here instead of having it scored twice.
         if key in self._remembered:
             return self._remembered[key]
         body.seek(0)
@@ -87,21 +89,27 @@ class Scorer:
 
         reward, name = self.reward, self.name
         try:
-            asked = wire.decode(body, content_type, self.limits)
-            check_columns(reward, asked.columns, name=name)
-            if needs(reward).kind != "pointwise" and asked.group is None:
+            request_batch = wire.decode(body, content_type, self.limits)
+            check_columns(reward, request_batch.columns, name=name)
+            if needs(reward).kind != "pointwise" and request_batch.group is None:
                 raise BadRequest(f"reward {name!r} compares the samples of a group: send `group`")
         except ValueError as error:  # a BadRequest, or a missing column
             return 422, {"error": str(error), "final": True}
         try:
             scores = score(
-                reward, images=asked.images, prompts=asked.prompts, columns=asked.columns, group=asked.group, name=name
+                reward,
+                images=request_batch.images,
+                prompts=request_batch.prompts,
+                columns=request_batch.columns,
+                group=request_batch.group,
+                name=name,
             )
         except ValueError as error:  # the reward returned something that is not scores
             return 500, {"error": str(error), "final": True}
         except torch.OutOfMemoryError:
             logger.exception("reward %s", name)
             return 500, _raised(name, "OutOfMemoryError")
+        # A server's traceback may hold paths and prompts of others; clients are told the kind alone.
         if scores.failures:
             logger.error("reward %s raised:\n%s", name, scores.failures[0].traceback)
             kind = scores.failures[0].error.partition(":")[0]
@@ -122,8 +130,9 @@ def app(
     server = FastAPI(title="genrl reward", docs_url=None, redoc_url=None, openapi_url=None)
 
     async def check_token(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        authorization = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        # In constant time, so that how long a refusal takes says nothing of how many letters were right.
+        if token and not hmac.compare_digest(authorization, f"Bearer {token}".encode()):
             raise Refused(401, "the token is missing or wrong")
         request.state.admitted = True  # see `Connection`
 
@@ -144,6 +153,7 @@ def app(
         async with places:
             with SpooledTemporaryFile(IN_MEMORY) as body:
                 digest = await _receive(request, body, limit)
+                # With the digest: a client that reuses an id for another body must not be given the first one's scores.
                 return _reply(*await scorer.score(body, content_type, (key, content_type, digest) if key else ()))
 
     @server.exception_handler(Refused)
@@ -183,6 +193,7 @@ async def _receive(request: Request, body: IO[bytes], limit: int) -> str:
     """Write the body into a file, no more than the limit, and return its digest. Raises Refused if there is more, or if
     it takes too long."""
     length = request.headers.get("content-length", "")
+    # Refused before the first byte where the header says so; it may also lie, or be absent, so bytes are counted below.
     if length.isdecimal() and len(length) < 20 and int(length) > limit:
         raise Refused(413, f"a body of {int(length)} bytes; at most {limit} are accepted", final=True)
     digest, size = hashlib.blake2b(), 0

@@ -93,12 +93,18 @@ async def _within(
 async def _send(method: str, url: str, body: bytes, headers: Mapping[str, str], most: int) -> Reply:
     import httpx
 
+    # Not compressed: the bound on a reply is of the bytes that arrive. Closed: every call of a thread has a loop of its
+    # own, which no connection survives.
     headers = {**headers, "Accept-Encoding": "identity", "Connection": "close"}
     reply = bytearray()
     try:
         async with (
             httpx.AsyncClient(
-                trust_env=False, timeout=None, verify=_tls() if url.startswith("https") else False
+                # Proxies of the environment are not asked: a token for a server in the house must not travel through
+                # them.
+                trust_env=False,
+                timeout=None,
+                verify=_tls() if url.startswith("https") else False,
             ) as client,
             client.stream(method, url, content=body or None, headers=headers) as response,
         ):
@@ -136,6 +142,7 @@ def retry(
     end, late = time.monotonic() + patience_s, tenacity.stop_before_delay(patience_s)
 
     def pause(state: tenacity.RetryCallState) -> float:
+        # Random, so that the processes of a run do not come back all at once to the server that they overloaded.
         return _jitter.uniform(0.5, 1) * min(FIRST_PAUSE_S * 2.0 ** (state.attempt_number - 1), LONGEST_PAUSE_S)
 
     def sleep(seconds: float) -> None:

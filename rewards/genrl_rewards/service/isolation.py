@@ -56,9 +56,10 @@ class Isolated(Remote):
 
         self._python = python_of(venv) if venv else sys.executable
         threads = torch.get_num_threads()  # the same number there: sums in other pieces have other last bits
-        asked = {"name": name, "args": dict(args), "device": device, "dtype": dtype, "threads": threads}
-        self._asked = json.dumps(asked)
+        settings = {"name": name, "args": dict(args), "device": device, "dtype": dtype, "threads": threads}
+        self._asked = json.dumps(settings)
         self._name, self._start_s, self._restarts = name, start_s, 0
+        # The port is open to every user of this machine.
         self._secret = secrets.token_urlsafe(32)
         self._process, url = self._start(name)
         try:
@@ -108,6 +109,7 @@ class Isolated(Remote):
         except OSError as error:
             folder.cleanup()
             raise ValueError(f"reward {name!r}: {self._python} cannot be started: {error.strerror}") from error
+        # Also when this object is merely dropped, and at the end of the interpreter.
         self._end = weakref.finalize(self, _stop, process, folder)
         report = _ask(process, self._asked, self._start_s)
         if "port" not in report:
@@ -122,6 +124,8 @@ def python_of(venv: str) -> str:
     python = Path(venv) / "bin" / "python"
     if not python.exists():
         raise ValueError(f"isolate: {venv!r} is not a virtual environment: there is no {python}")
+    # Not resolved: `bin/python` is a link to the system's interpreter, which finds its environment by the link's own
+    # place.
     return str(python.absolute())
 
 

@@ -96,9 +96,9 @@ class Remote:
         self.servers = [Server(url) for url in ([urls] if isinstance(urls, str) else urls)]
         infos = [self._info(server) for server in self.servers]
         takes = infos[0][0]
-        for server, (found, _) in zip(self.servers, infos, strict=True):
-            if found != takes:
-                raise ValueError(f"reward server {server.url} takes {found}, and {self.servers[0].url} takes {takes}")
+        for server, (info, _) in zip(self.servers, infos, strict=True):
+            if info != takes:
+                raise ValueError(f"reward server {server.url} takes {info}, and {self.servers[0].url} takes {takes}")
         self._limits = wire.Limits(
             **{key: min(getattr(limits, key) for _, limits in infos) for key in vars(wire.Limits())}
         )
@@ -125,6 +125,7 @@ class Remote:
                 server.busy -= 1
 
     def __call__(self, images: torch.Tensor, **rest: Sequence[Any]) -> Scored:
+        # Groups must arrive whole: what is too large for the server then is refused there, with the limit's name.
         step = len(images) if self._grouped else self._fitting(images, rest)
         scored: list[Row] = []
         for start in range(0, len(images), step):
@@ -135,11 +136,14 @@ class Remote:
     def _fitting(self, images: torch.Tensor, rest: Mapping[str, Sequence[Any]]) -> int:
         """How many samples fit into a request."""
         references = [row for name, row in rest.items() if name in IMAGE_COLUMNS]
-        own, others = images[0].numel() // 3, sum(max(int(p.width * p.height) for p in row) for row in references)
+        own_pixels, others = (
+            images[0].numel() // 3,
+            sum(max(int(p.width * p.height) for p in row) for row in references),
+        )
         pictures = (images.shape[1] if images.ndim == 5 else 1) + len(references)
-        size = own * (3 if self._eight_bit else 12) + 3 * others
+        size = own_pixels * (3 if self._eight_bit else 12) + 3 * others
         limits = self._limits
-        fitting = (limits.images // pictures, limits.pixels // (own + others), limits.bytes * 9 // 10 // size)
+        fitting = (limits.images // pictures, limits.pixels // (own_pixels + others), limits.bytes * 9 // 10 // size)
         return max(1, min(fitting))  # a tenth of the bytes is left for texts
 
     def _score(self, images: torch.Tensor, rest: Mapping[str, Sequence[Any]]) -> Scored:
@@ -147,6 +151,7 @@ class Remote:
         plain = {name: values for name, values in rest.items() if name not in FROM_SAMPLER}
         prompts = rest.get("prompts", [""] * len(images))
         body = wire.encode(images, prompts, plain, rest.get("group"), pictures, eight_bit=self._eight_bit)
+        # The same in every attempt of this call: a server that has scored it meanwhile answers from memory.
         headers = {"Content-Type": wire.SAFETENSORS, "X-Request-Id": uuid.uuid4().hex}
         return self._by_policy(body, headers, len(images))
 
@@ -196,6 +201,7 @@ class Remote:
                 if status != 200:
                     error, final = _error_of(reply)
                     why = f"status {status}: {error}"
+                    # 401 is final without saying so: the token does not become right by waiting.
                     if not final and status != 401:
                         raise Unavailable(why)
                     self._is_down = False

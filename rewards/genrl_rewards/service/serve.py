@@ -77,13 +77,15 @@ def child(settings: IO[str], report: IO[str]) -> None:
 
     The process ends when `settings` is closed, which the system does when the parent ends, whatever the reason.
     """
-    asked = json.loads(settings.readline())
+    settings_read = json.loads(settings.readline())
     try:
         require_extra()
         from genrl_rewards.service.http_app import app
         from genrl_rewards.service.wire import Limits
 
-        reward = load(asked["name"], asked["args"], device=asked["device"], dtype=asked["dtype"])
+        reward = load(
+            settings_read["name"], settings_read["args"], device=settings_read["device"], dtype=settings_read["dtype"]
+        )
         bound = listen("127.0.0.1", 0)
     except Exception as error:  # noqa: BLE001  reported to the parent, which raises it
         message = str(error) if isinstance(error, ValueError) else traceback.format_exc()
@@ -92,13 +94,16 @@ def child(settings: IO[str], report: IO[str]) -> None:
 
     def end_with_parent() -> None:
         settings.read()
+        # Without the interpreter's own end, which would wait for a reward that computes for nobody.
         os._exit(0)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     bound.listen()
     print(json.dumps({"port": bound.getsockname()[1]}), file=report, flush=True)
     limits = Limits(2**32, 2**16, 2**28)  # the parent could use as much memory itself
-    application = app(reward, asked["name"], token=os.environ[TOKEN_VARIABLE], limits=limits, threads=asked["threads"])
+    application = app(
+        reward, settings_read["name"], token=os.environ[TOKEN_VARIABLE], limits=limits, threads=settings_read["threads"]
+    )
     run(application, bound)
 
 

@@ -130,6 +130,7 @@ def _numbers(what: str, row: Any, count: int) -> list[float]:
 
 
 def _nullable(values: Sequence[float]) -> list[float | None]:
+    # JSON has no NaN; Python would write one that other readers refuse.
     return [None if math.isnan(value) else value for value in values]
 
 
@@ -142,6 +143,7 @@ def _from_safetensors(body: bytes, limits: Limits) -> Request:
     if len(body) < 8 or size > len(body) - 8:
         raise BadRequest("the body is not safetensors: its header is cut off")
     header = _json(body[8 : 8 + size])
+    # The header alone says how much memory the tensors take: it is judged before any of it is given.
     _check_header(header, limits)
     try:
         tensors = load(body)
@@ -176,8 +178,8 @@ def _check_header(header: Any, limits: Limits) -> None:
         kind = name.partition(".")[0]
         dtype, channels = ("F32", -3) if kind == "images" else ("U8", -1)
         ranks = (3,) if kind in IMAGE_COLUMNS else (4, 5)
-        known = kind in ("images", "pixels", *IMAGE_COLUMNS)
-        if not known or len(shape) not in ranks or shape[channels] != 3 or 0 in shape:
+        is_known = kind in ("images", "pixels", *IMAGE_COLUMNS)
+        if not is_known or len(shape) not in ranks or shape[channels] != 3 or 0 in shape:
             raise BadRequest("a tensor of the body is none of images, pixels, reference_images.K, source_images.K")
         if entry.get("dtype") != dtype:
             raise BadRequest(f"the tensor {kind} must be of type {dtype}")
@@ -211,6 +213,7 @@ def _from_json(body: bytes, limits: Limits) -> Request:
         _check_sizes(len(opened) + len(files), 0, limits)
         for k, file in enumerate(files):
             opened.append(_open(file, f"{kind} {k}"))
+            # After each: a small PNG may unpack to gigabytes, and its header says so before it is decoded.
             _check_sizes(0, sum(picture.width * picture.height for picture in opened), limits)
         pictures[kind] = opened[len(opened) - len(files) :]
     if not pictures.get("images"):
@@ -266,6 +269,7 @@ def _request(images: torch.Tensor, fields: Any, pictures: Mapping[str, list[Any]
     if group is not None and (not isinstance(group, list) or not all(type(g) is int for g in group)):
         raise BadRequest("group must be a list of whole numbers, or null")
     named = sorted(set(columns) & set(IMAGE_COLUMNS.values()))
+    # A file's name would be opened here, on the server, with the server's rights.
     if named:
         raise BadRequest(f"columns must not name files ({', '.join(named)}): send the pictures themselves")
     everything = dict(columns) | {IMAGE_COLUMNS[kind]: row for kind, row in pictures.items()}

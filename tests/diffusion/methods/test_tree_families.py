@@ -1,4 +1,4 @@
-"""Trees, windows and tails on pipelines of six families, with no line written for any (DESIGN 1.2)."""
+"""Trees, windows and tails on pipelines of six families, with no line written for any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family of diffusers pipelines works as a policy, with no line written for it (DESIGN 1.1)."""
+"""Every family of diffusers pipelines works as a policy, with no line written for it."""
 
 from __future__ import annotations
 

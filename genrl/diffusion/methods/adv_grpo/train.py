@@ -107,18 +107,18 @@ def judge(run: DiffusionRun, adversary: Trainable, pairs: list[Pairs], num_sampl
     A loss is a mean over its micro-batch: weighted by samples / all samples of all processes they make the whole mean.
     Raises ValueError for logits without a graph to train by.
     """
-    for one in pairs:
-        real, fake = (checked_logits(adversary, x.float() / 255, one.prompts) for x in (one.real, one.fake))
-        found = adversary_loss(real, fake, kind=adversary.loss, patch_weight=adversary.patch_weight)
+    for pair in pairs:
+        real, fake = (checked_logits(adversary, x.float() / 255, pair.prompts) for x in (pair.real, pair.fake))
+        output = adversary_loss(real, fake, kind=adversary.loss, patch_weight=adversary.patch_weight)
         if torch.is_grad_enabled():
-            if not found.loss.requires_grad:
+            if not output.loss.requires_grad:
                 raise ValueError(
                     f"reward {genrl_rewards.name_of(adversary)!r}: its logits have no graph to its parameters()"
                 )
-            (found.loss * len(one.slots) / num_samples).backward()
-        weight = torch.tensor([float(len(one.slots))])
-        meter.add("adversary/loss", found.loss[None], weight)
-        meter.add("adversary/accuracy", torch.tensor([found.accuracy]), weight)
+            (output.loss * len(pair.slots) / num_samples).backward()
+        weight = torch.tensor([float(len(pair.slots))])
+        meter.add("adversary/loss", output.loss[None], weight)
+        meter.add("adversary/accuracy", torch.tensor([output.accuracy]), weight)
         run.loop.alive()
 
 
@@ -153,21 +153,21 @@ class Pairs(NamedTuple):
 def trainable_of(scorers: Scorers) -> tuple[str, Trainable]:
     """Label and object of the one trainable reward. ValueError for none, several, an incomplete or an offloaded one."""
     plain_rewards = {label: inner(reward) for label, reward in scorers.rewards.items()}
-    found = [label for label, reward in plain_rewards.items() if genrl_rewards.is_trainable(reward)]
-    if len(found) != 1:
-        which = f"found {', '.join(found)}; keep one" if found else "found none; add {name: dino_adversary, ...}"
+    labels = [label for label, reward in plain_rewards.items() if genrl_rewards.is_trainable(reward)]
+    if len(labels) != 1:
+        which = f"found {', '.join(labels)}; keep one" if labels else "found none; add {name: dino_adversary, ...}"
         raise ValueError(f"rewards: one reward is trained beside the model (docs/adv_grpo.md), {which}")
-    if found[0] in scorers.offloaded:
-        raise ValueError(f"rewards: {found[0]} is trained, so it stays on the device; remove its offload")
-    return found[0], check_trainable(plain_rewards[found[0]], found[0])
+    if labels[0] in scorers.offloaded:
+        raise ValueError(f"rewards: {labels[0]} is trained, so it stays on the device; remove its offload")
+    return labels[0], check_trainable(plain_rewards[labels[0]], labels[0])
 
 
 def load_trained(scorers: Scorers, run: Path) -> None:
     """Put the trainable reward into the state of the run's newest checkpoint. Raises ValueError where there is none."""
-    found = checkpoint.latest(Run(run).checkpoints)
-    if found is None:
+    saved = checkpoint.latest(Run(run).checkpoints)
+    if saved is None:
         raise ValueError(f"{run} has no checkpoint, so its trainable reward is not known; name others by --reward")
-    loaded = checkpoint.load(found)
+    loaded = checkpoint.load(saved)
     trained = state.unpack(loaded.tensors[f"kept-{ADVERSARY}"], loaded.state["kept"][ADVERSARY])
     trainable_of(scorers)[1].load_state_dict(trained)
 
@@ -177,7 +177,7 @@ def paired(run: DiffusionRun, references: References, rollouts: Rollouts) -> lis
 
     The samples of a group get the references of its prompt in turn, in an order drawn anew.
     """
-    config, found = run.config, []
+    config, pairs = run.config, []
     for micro_batch in rollouts.mine.values():
         real, prompts = [], [rollouts.prompts[slot] for slot in micro_batch.slots]
         if micro_batch.images.ndim != 4:
@@ -189,13 +189,13 @@ def paired(run: DiffusionRun, references: References, rollouts: Rollouts) -> lis
             order = torch.randperm(references.count(prompt), generator=source)
             picture = references.picture(prompt, int(order[slot % config.sampling.group_size % len(order)]))
             real.append(to_bytes(as_tensor(picture, *micro_batch.images.shape[-2:])))
-        found.append(Pairs(micro_batch.slots, prompts, torch.stack(real), micro_batch.images))
-    return found
+        pairs.append(Pairs(micro_batch.slots, prompts, torch.stack(real), micro_batch.images))
+    return pairs
 
 
 def scored_references(run: DiffusionRun, label: str, pairs: list[Pairs], rollouts: Rollouts) -> Tensor:
     """The reward's scores of the references, in the way in which it scores samples: float64 [N]. A collective."""
     rows = [row for row in run.iteration_prompts for _ in range(run.config.sampling.group_size)]
-    pieces = [(one.slots, one.real.float() / 255) for one in pairs]
+    pieces = [(pair.slots, pair.real.float() / 255) for pair in pairs]
     scorers = plain({label: run.scorers.rewards[label]})
     return score(scorers, pieces, rows, rollouts.group.tolist(), run.loop.alive).values[label]

@@ -68,18 +68,18 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
     # 4. Update.
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, batch = micro_batch.final, micro_batch.batch
-        drawn = generator(config.seed, run.iteration, "levels", epoch)  # the same levels for all samples
-        sigma = levels(settings, micro_batch.sigmas, drawn)[k].to(clean)
-        given = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma)
-        given["trained"] = trained[micro_batch.slots].to(clean.device)
-        given["advantage"] = awm_advantage(advantages[micro_batch.slots], clip=settings.advantage_clip).to(clean)
+        levels_generator = generator(config.seed, run.iteration, "levels", epoch)  # the same levels for all samples
+        sigma = levels(settings, micro_batch.sigmas, levels_generator)[k].to(clean)
+        tensors = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma)
+        tensors["trained"] = trained[micro_batch.slots].to(clean.device)
+        tensors["advantage"] = awm_advantage(advantages[micro_batch.slots], clip=settings.advantage_clip).to(clean)
         if run.loop.updates > 0:  # until then the old policy is the present one
-            given["old"] = under(run, OLD, batch, given["noisy"], sigma)
+            tensors["old"] = under(run, OLD, batch, tensors["noisy"], sigma)
         if settings.kl_weight > 0:
-            given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
+            tensors["reference"] = under(run, REFERENCE, batch, tensors["noisy"], sigma)
         if settings.ema_kl_weight > 0:
-            given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
-        return batch, given
+            tensors["ema"] = under(run, EMA, batch, tensors["noisy"], sigma)
+        return batch, tensors
 
     update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()

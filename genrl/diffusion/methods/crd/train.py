@@ -81,12 +81,12 @@ def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, flo
         grid = micro_batch.sigmas[:-1]
         steps = torch.randperm(len(grid), generator=generator(config.seed, run.iteration, "levels", epoch))
         sigma = grid[steps[k]].to(clean)  # one level for all samples: implicit rewards are compared within it
-        given = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma)
-        given |= {"aim": aims[slots].to(clean), "group": group[slots]}
-        given["old"] = under(run, OLD, batch, given["noisy"], sigma)
+        tensors = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma)
+        tensors |= {"aim": aims[slots].to(clean), "group": group[slots]}
+        tensors["old"] = under(run, OLD, batch, tensors["noisy"], sigma)
         if settings.kl_weight > 0:
-            given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
-        return batch, given
+            tensors["reference"] = under(run, REFERENCE, batch, tensors["noisy"], sigma)
+        return batch, tensors
 
     update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()

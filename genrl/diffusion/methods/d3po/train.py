@@ -54,8 +54,8 @@ def learn(run: DiffusionRun, settings: D3PO, rollouts: Rollouts, *, num_steps: i
         step = micro_batch.pieces[0].trajectory.step(k)
         with torch.no_grad(), run.weights.reference():
             reference = run.policy.replay(step).log_prob
-        given = {"pairs": pairs, "reference_log_prob": reference, "counts": torch.tensor(float(len(pairs) > 0))}
-        return step.batch, step.tensors() | given
+        tensors = {"pairs": pairs, "reference_log_prob": reference, "counts": torch.tensor(float(len(pairs) > 0))}
+        return step.batch, step.tensors() | tensors
 
     meter = Meter()
     meter.add("preference/pairs", torch.tensor([len(preference_pairs(total, group)) / (len(total) * (size - 1) / 2)]))

@@ -41,9 +41,9 @@ def train(run: DiffusionRun, settings: DDPO) -> None:
 
 def advantages_of(run: DiffusionRun, settings: DDPO, rollouts: Rollouts) -> Tensor:
     """Advantage of every sample, float64 [N]; the rewards of a prompt are remembered."""
-    seen, memory = run.loop.memory.get("prompt_rewards", {}), settings.history
+    histories, memory = run.loop.memory.get("prompt_rewards", {}), settings.history
     advantages, run.loop.memory["prompt_rewards"] = prompt_advantages(
-        rollouts.total, rollouts.prompts, seen, buffer_size=memory.size, min_count=memory.min_count
+        rollouts.total, rollouts.prompts, histories, buffer_size=memory.size, min_count=memory.min_count
     )
     return advantages
 

@@ -71,12 +71,12 @@ def learn(run: DiffusionRun, settings: DGPO, rollouts: Rollouts) -> dict[str, fl
         batch = batch if settings.guidance_in_training else without_guidance(run.policy, batch)
         steps = torch.randperm(settings.first_steps, generator=generator(config.seed, run.iteration, "levels", epoch))
         sigma = micro_batch.sigmas[steps[k]].to(clean)  # the same levels for all samples
-        given = noised(clean, noising.group_noise(micro_batch, group, epoch, k), sigma)
-        given["trained"] = trained[micro_batch.slots].to(clean.device)
-        given |= {"advantage": advantages[micro_batch.slots].to(clean), "group": group}
-        given["ema"] = under(run, EMA, batch, given["noisy"], sigma)
-        given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
-        return batch, given
+        tensors = noised(clean, noising.group_noise(micro_batch, group, epoch, k), sigma)
+        tensors["trained"] = trained[micro_batch.slots].to(clean.device)
+        tensors |= {"advantage": advantages[micro_batch.slots].to(clean), "group": group}
+        tensors["ema"] = under(run, EMA, batch, tensors["noisy"], sigma)
+        tensors["reference"] = under(run, REFERENCE, batch, tensors["noisy"], sigma)
+        return batch, tensors
 
     update(run, settings, rollouts, settings.timesteps_per_sample, prepare, loss, meter)
     return meter.result()

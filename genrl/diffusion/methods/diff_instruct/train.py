@@ -71,12 +71,12 @@ def train(run: DiffusionRun, settings: DiffInstruct) -> None:
 def follow(run: DiffusionRun, rollouts: Rollouts, optimizer: torch.optim.Optimizer, k: int, meter: Meter) -> None:
     """Step 2: one step of the assistant on the generator's samples."""
     with run.weights.use(ASSISTANT):
-        for given, micro_batch in noised(run.policy, rollouts, "assistant", k):
-            score = score_of(run.policy, micro_batch.batch, given)
-            conditional = objective.score_from_noise(given.noise, given.sigma)
-            loss = objective.score_matching_loss(score, conditional, weight=given.sigma**2)
+        for recorded, micro_batch in noised(run.policy, rollouts, "assistant", k):
+            score = score_of(run.policy, micro_batch.batch, recorded)
+            conditional = objective.score_from_noise(recorded.noise, recorded.sigma)
+            loss = objective.score_matching_loss(score, conditional, weight=recorded.sigma**2)
             (loss.sum() / rollouts.num_samples).backward()
-            meter.add("assistant/error", loss / given.noisy[0].numel())
+            meter.add("assistant/error", loss / recorded.noisy[0].numel())
             run.loop.alive()
         meter.add("assistant/grad_norm", torch.tensor([run.loop.optimization.step_other(optimizer)]))
 
@@ -85,9 +85,9 @@ def update(run: DiffusionRun, settings: DiffInstruct, rollouts: Rollouts, meter:
     """Step 3: one step of the generator."""
 
     def prepare(part: tuple[Noised, MicroBatch]) -> Recorded:
-        given, micro_batch = part
+        recorded, micro_batch = part
         batch, z = micro_batch.batch, micro_batch.pieces[0].trajectory.initial
-        gradient, divergence = divergence_gradient(run, settings, batch, given)
+        gradient, divergence = divergence_gradient(run, settings, batch, recorded)
         rewarded = reward_gradient(run, rollouts, micro_batch, reward_loss)
         meter.add("diff_instruct/divergence", divergence)
         meter.add("diff_instruct/pull", gradient.flatten(1).norm(dim=1))

@@ -68,16 +68,16 @@ def learn(run: DiffusionRun, settings: DiffusionNFT, rollouts: Rollouts, *, on_p
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         clean, batch, slots = micro_batch.final, micro_batch.batch, micro_batch.slots
         sigma = levels(micro_batch, epoch)[k].to(clean.device)
-        given = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma) | {"clean": clean}
-        given |= {
+        tensors = noised(clean, noising.own_noise(micro_batch, epoch, k), sigma) | {"clean": clean}
+        tensors |= {
             "trained": trained[slots].to(clean.device),
             "reward_weight": reward_weight[slots].to(clean.device),
         }
         if not on_policy or run.loop.updates > 0:
-            given["old"] = under(run, OLD, batch, given["noisy"], sigma)
+            tensors["old"] = under(run, OLD, batch, tensors["noisy"], sigma)
         if settings.kl_weight > 0:
-            given["reference"] = under(run, REFERENCE, batch, given["noisy"], sigma)
-        return batch, given
+            tensors["reference"] = under(run, REFERENCE, batch, tensors["noisy"], sigma)
+        return batch, tensors
 
     update(run, settings, rollouts, num_draws, prepare, loss, meter)
     return meter.result()

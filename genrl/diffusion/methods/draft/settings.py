@@ -62,10 +62,10 @@ class Draft(Differentiating):
         """Expected. Where several steps are trained, each is computed again in the backward pass."""
         steps, images = config.sampling.num_inference_steps, config.sampling.images_per_iteration
         guidance, most = guided(config.sampling.guidance_scale), self.last_steps(steps)
-        drawn, trained, forwards = steps - (most - 1) / 2, 1.0, 1.0
+        sampled, trained, forwards = steps - (most - 1) / 2, 1.0, 1.0
         if self.truncation != "refl":
             lengths = range(1, most + 1) if self.truncation == "alignprop" else (most,)
-            again = [length if length == 1 else 2 * length for length in lengths]
-            drawn, trained = float(steps), math.fsum(lengths) / len(lengths)
-            forwards = math.fsum(again) / len(lengths)
-        return Calls(images * drawn * guidance, images * forwards * guidance, images * trained * guidance, trained)
+            recomputed = [length if length == 1 else 2 * length for length in lengths]
+            sampled, trained = float(steps), math.fsum(lengths) / len(lengths)
+            forwards = math.fsum(recomputed) / len(lengths)
+        return Calls(images * sampled * guidance, images * forwards * guidance, images * trained * guidance, trained)

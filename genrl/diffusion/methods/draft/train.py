@@ -67,10 +67,10 @@ def draw(
     """Samples without gradients; their piece begins with the state before the first trained step."""
     state = policy.roll_out(batch, stop=steps.start).final if steps.start > 0 else None
     clean = settings.truncation == "refl"
-    rest = policy.roll_out(batch, start=steps.start, stop=steps.stop, state=state, predict=clean)
-    final = rest.predicted if clean else rest.final
+    tail = policy.roll_out(batch, start=steps.start, stop=steps.stop, state=state, predict=clean)
+    final = tail.predicted if clean else tail.final
     assert final is not None
-    return Drawn(slots, batch, final, rest.sigmas, [Piece(rest, {})])
+    return Drawn(slots, batch, final, tail.sigmas, [Piece(tail, {})])
 
 
 def learn(run: DiffusionRun, settings: Draft, rollouts: Rollouts, steps: range) -> dict[str, float]:

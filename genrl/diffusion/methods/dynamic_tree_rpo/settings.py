@@ -54,12 +54,12 @@ class DynamicTreeRPO(Windowed):
         return Layout(self.noise_level, self.window, tree, noise_growth=NOISE_GROWTH)
 
     def problems(self, config: Config) -> Iterator[Finding]:
-        found = [*super().problems(config)]
-        yield from found
+        problems = [*super().problems(config)]
+        yield from problems
         if self.layer_tuning.target == "best_image" and self.kernel == "ddim":
             text = "a velocity towards a picture is of flow models, ddim is for others; use best_path"
             yield ("trainer.layer_tuning.target", "trainer.kernel"), text
-        roots = max(one.plan.roots for one in self.rounds(config)) if not found else 1
+        roots = max(each.plan.roots for each in self.rounds(config)) if not problems else 1
         if roots > 1:
             text = f"a sample and the best one, whose target it learns, must be of one tree, and {roots} make a group"
             text = f"{text}; use {config.sampling.group_size // roots}, with as many leaves in every iteration"

@@ -54,6 +54,7 @@ class FlowGRPO(Windowed):
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
         if self.aggregate == "gdpo":
+            # Its reason is that rewards of different spread weigh the same; another scale would silently be ignored.
             if self.advantage_scale != "group":
                 text = "gdpo divides each reward by its group's spread; use group"
                 yield ("trainer.advantage_scale", "trainer.aggregate"), text

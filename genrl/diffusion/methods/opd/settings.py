@@ -68,11 +68,13 @@ class OPD(Windowed):
 
     @property
     def other_guidance(self) -> tuple[float, ...]:
-        return super().other_guidance + tuple({one.guidance for one in self.teachers if one.guidance is not None})
+        return super().other_guidance + tuple(
+            {teacher.guidance for teacher in self.teachers if teacher.guidance is not None}
+        )
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
-        names = [one.name for one in self.teachers]
+        names = [teacher.name for teacher in self.teachers]
         if len(set(names)) < len(names) or not names:
             yield ("trainer.teachers",), f"teachers need names of their own, found {', '.join(names) or 'none'}"
         if len(names) > 1 and self.route is None:
@@ -85,10 +87,10 @@ class OPD(Windowed):
             ("distributed.fsdp", config.distributed.fsdp, "teachers' adapters are not in shards; write false"),
             ("kernels.compile", config.kernels.compile, "a compiled denoiser cannot change its adapter; write false"),
         ):
-            if wrong and (key == "model.lora" or any(one.lora for one in self.teachers)):
+            if wrong and (key == "model.lora" or any(teacher.lora for teacher in self.teachers)):
                 yield (key, "trainer.teachers"), text
         if config.model.offload.text_encoders == "encode_then_free" and any(
-            one.prompt != "{prompt}" for one in self.teachers
+            teacher.prompt != "{prompt}" for teacher in self.teachers
         ):
             text = "the prompts of teachers are not encoded ahead; write between"
             yield ("model.offload.text_encoders", "trainer.teachers"), text
@@ -98,22 +100,25 @@ class OPD(Windowed):
         from genrl.diffusion.config.files import lora_problems
 
         named: dict[KeyPath, str] = {
-            ("trainer", "teachers", k, "lora"): one.lora for k, one in enumerate(self.teachers) if one.lora
+            ("trainer", "teachers", k, "lora"): teacher.lora for k, teacher in enumerate(self.teachers) if teacher.lora
         }
         yield from lora_problems(named, notes)
         if train is None or self.route is None:
             return
-        known = [one.name for one in self.teachers]
+        names = [teacher.name for teacher in self.teachers]
         for row in train.rows:
-            if (named_there := row.columns.get(self.route)) not in known:
-                said = f"row {row.line} has {self.route}: {named_there!r}, which is none of the teachers"
-                yield ("trainer", "route"), f"{said} {', '.join(sorted(known))}"
+            if (named_there := row.columns.get(self.route)) not in names:
+                problem = f"row {row.line} has {self.route}: {named_there!r}, which is none of the teachers"
+                yield ("trainer", "route"), f"{problem} {', '.join(sorted(names))}"
                 return
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """And a call of the teacher for every trained state."""
-        scales = [config.sampling.guidance_scale if one.guidance is None else one.guidance for one in self.teachers]
+        scales = [
+            config.sampling.guidance_scale if teacher.guidance is None else teacher.guidance
+            for teacher in self.teachers
+        ]
         each = sum(guided(scale) for scale in scales) / len(scales)
-        states = mean_of(config, self.rounds(config), lambda one: one.plan.training_calls(one.trained))
-        found = super().calls(config, guided)
-        return found._replace(train=found.train + states * self.epochs * each)
+        states = mean_of(config, self.rounds(config), lambda teacher: teacher.plan.training_calls(teacher.trained))
+        calls = super().calls(config, guided)
+        return calls._replace(train=calls.train + states * self.epochs * each)

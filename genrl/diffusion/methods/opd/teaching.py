@@ -32,15 +32,15 @@ class Teachers:
 
     def __init__(self, run: DiffusionRun, settings: OPD) -> None:
         self.run, self.settings = run, settings
-        self.known = {one.name: one for one in settings.teachers}
+        self.known = {teacher.name: teacher for teacher in settings.teachers}
         self.denoisers: list[Any] = list(run.policy.denoisers.values())
         hashes = {}
-        for one in settings.teachers:
-            if one.lora is not None:
-                hashes[one.name] = hashlib.sha256(locate(one.lora).read_bytes()).hexdigest()
-                load_lora(run.policy.pipe, one.lora, _adapter(one))
+        for teacher in settings.teachers:
+            if teacher.lora is not None:
+                hashes[teacher.name] = hashlib.sha256(locate(teacher.lora).read_bytes()).hexdigest()
+                load_lora(run.policy.pipe, teacher.lora, _adapter(teacher))
         for name, part in run.policy.pipe.components.items():
-            beside = set(getattr(part, "peft_config", {})) & {_adapter(one) for one in settings.teachers}
+            beside = set(getattr(part, "peft_config", {})) & {_adapter(teacher) for teacher in settings.teachers}
             if beside and part not in self.denoisers:
                 raise ValueError(
                     f"trainer.teachers: a LoRA adapts the {name}, too, which encodes prompts for all alike"
@@ -56,10 +56,10 @@ class Teachers:
 
     def close(self) -> None:
         """Take the adapters out again, so that the pipeline that is handed over has its own alone."""
-        for one in self.settings.teachers:
+        for teacher in self.settings.teachers:
             for denoiser in self.denoisers:
-                if _adapter(one) in denoiser.peft_config:
-                    denoiser.delete_adapters(_adapter(one))
+                if _adapter(teacher) in denoiser.peft_config:
+                    denoiser.delete_adapters(_adapter(teacher))
 
     def of(self, slot: int) -> Teacher:
         """Who teaches the sample in this slot."""

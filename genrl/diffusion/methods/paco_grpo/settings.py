@@ -47,13 +47,11 @@ class PaCoGRPO(Windowed):
         for index in trained if len(trained) > 1 else ():  # one alone is never tamed
             name = config.rewards[index].name
             try:
-                known = genrl_rewards.declaration(genrl_rewards.resolve(name)).range
+                bounds = genrl_rewards.declaration(genrl_rewards.resolve(name)).range
             except ValueError:
                 continue  # told in its own place
-            least = genrl_rewards.lower_end(known)
+            least = genrl_rewards.lower_end(bounds)
             if least is not None and least <= -1:
-                text = (
-                    f"{self.aggregate} takes ln(1 + r), and the scores of {name} may be -1 or less (its range: {known})"
-                )
+                text = f"{self.aggregate} takes ln(1 + r), and the scores of {name} may be -1 or less (range: {bounds})"
                 instead = "use algorithm flow_grpo with aggregate gdpo or sum, or a file of your own that shifts them"
                 yield ("rewards", index, "name"), f"{text}; {instead}"

@@ -110,13 +110,13 @@ def fit(log_ratio: Tensor, rewards: Tensor, settings: PRDP) -> Tensors:
 def evaluated(run: DiffusionRun, rollouts: Rollouts, table: Tensor) -> Tensor:
     """The log-probabilities of all recorded steps under the present weights, in a copy of `table` [T', N]."""
     with run.loop.fitting():
-        found = [
+        log_ratios = [
             (i, micro_batch.slots, run.policy.replay(micro_batch.pieces[0].trajectory.step(i)).log_prob)
             for micro_batch in rollouts.mine.values()
             for i in micro_batch.pieces[0].trajectory.log_probs
         ]
     run.loop.check_stop()
-    return run.gather(found, table.clone())
+    return run.gather(log_ratios, table.clone())
 
 
 # PRDP: proximal reward difference prediction (arXiv 2402.08714), a regression over pairs of samples of one prompt.
@@ -254,5 +254,5 @@ def _pairs(scores: Tensor, kind: Pairs) -> Tensor:
         raise ValueError(f"pairs must be 'all' or 'positive', got {kind!r}")
     first, second = scores[:, :, None], scores[:, None, :]
     size = scores.shape[1]
-    wanted = torch.ones(size, size, dtype=torch.bool).triu(diagonal=1) & ~first.isnan() & ~second.isnan()
-    return (wanted if kind == "all" else wanted & (first != second)).nonzero()
+    pairs = torch.ones(size, size, dtype=torch.bool).triu(diagonal=1) & ~first.isnan() & ~second.isnan()
+    return (pairs if kind == "all" else pairs & (first != second)).nonzero()

@@ -131,14 +131,14 @@ def learn_to_write(
 def compared(generation: Tensor, formats: Tensor, refinements: Sequence[Sequence[str]]) -> dict[str, float]:
     """What all processes know alike of the answers: generation [P, n], formats [P, n - m], texts [P][n - m]."""
     count = formats.shape[1]
-    found = {
+    metrics = {
         "rewriter/format": float(formats.mean()),
         "rewriter/distinct": sum(len(set(texts)) for texts in refinements) / (len(refinements) * count),
     }
     if count < generation.shape[1]:
         gain = generation[:, :count].nanmean(1) - generation[:, count:].nanmean(1)
-        found["rewriter/gain"] = float(gain.nanmean())
-    return found
+        metrics["rewriter/gain"] = float(gain.nanmean())
+    return metrics
 
 
 T = TypeVar("T")
@@ -168,12 +168,12 @@ def write(
 
 def rewritten(run: DiffusionRun, rewriter: Rewriter, fits: TextRoom, prompts: Sequence[Prompt]) -> list[str]:
     """A new prompt for each of the prompts, the same in all processes."""
-    mine = {}
+    texts = {}
     for row, prompt in own(run, prompts):
         key = (run.config.evaluation.seed, row)
-        mine[row] = rewriter.rewrite(prompt.text, key, fits, pictures(run, prompt))
+        texts[row] = rewriter.rewrite(prompt.text, key, fits, pictures(run, prompt))
         run.loop.alive()
-    return of_all(mine)
+    return of_all(texts)
 
 
 def own(run: DiffusionRun, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Prompt]]:
@@ -183,8 +183,8 @@ def own(run: DiffusionRun, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Pro
 
 def of_all(mine: Mapping[int, T]) -> list[T]:
     """What was written for each prompt, by whichever process."""
-    found = dict(gather_object([*mine.items()]))
-    return [found[number] for number in sorted(found)]
+    joint = dict(gather_object([*mine.items()]))
+    return [joint[number] for number in sorted(joint)]
 
 
 def pictures(run: DiffusionRun, prompt: Prompt) -> list[Image]:

@@ -54,8 +54,8 @@ class PipelineSFT(Updating):
     def calls(self, config: Config, guided: Guided) -> Calls:
         """One call for each picture, without guidance; nothing is sampled."""
         calls = float(config.sampling.images_per_iteration)
-        whole = matching_calls(self, config, guided, trained=1.0, states=calls, train=calls * self.epochs)
-        return whole._replace(sample=0.0)
+        counts = matching_calls(self, config, guided, trained=1.0, states=calls, train=calls * self.epochs)
+        return counts._replace(sample=0.0)
 
     def check_data(self, config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
         """Rows without a target, or with one that does not fit its source picture."""

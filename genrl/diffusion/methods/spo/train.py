@@ -61,13 +61,15 @@ def train(run: DiffusionRun, settings: SPO) -> None:
         plan = settings.plan(sampling, last=last_step_is_drawn(policy))
         kernel = choose_kernel(run, settings, plan)
         # 1. Crawl. The chains' ends are scored too: they are the samples that a run reports.
-        found: Found = {}
-        rollouts = run.collect(partial(draw, plan=plan, kernel=kernel, batch_size=sampling.batch_size, found=found))
+        candidates: Found = {}
+        rollouts = run.collect(
+            partial(draw, plan=plan, kernel=kernel, batch_size=sampling.batch_size, found=candidates)
+        )
         # 2, 3. Score and compare.
-        pairs = compare(judge(run, rollouts, found, plan), threshold=settings.threshold)
+        pairs = compare(judge(run, rollouts, candidates, plan), threshold=settings.threshold)
         # 4. Update.
-        metrics = learn(run, settings, rollouts, found, pairs, plan, kernel)
-        del rollouts, found
+        metrics = learn(run, settings, rollouts, candidates, pairs, plan, kernel)
+        del rollouts, candidates
         run.finish(metrics)
 
 
@@ -169,20 +171,20 @@ def crawl(
     last = policy.roll_out(batch, kernel, plan.stochastic, stop=first + 1, children=Children(of_chain, keys))
     state, found = last.states[first], dict[int, Candidates]()
     for i in range(first + 1, plan.steps):
-        drawn, going = last.final, chosen_rows(batch, ways, i)
+        states, going = last.final, chosen_rows(batch, ways, i)
         last = policy.roll_out(
             many,
             kernel,
             plan.stochastic,
             start=i,
             stop=i + 1,
-            state=drawn,
+            state=states,
             children=Children(going[of_chain], keys) if i in plan.splits else None,
             predict=True,
         )
         assert last.predicted is not None
-        found[i - 1] = Candidates(state, *(x.unflatten(0, (chains, ways)) for x in (drawn, last.predicted)))
-        state = drawn[going]
+        found[i - 1] = Candidates(state, *(x.unflatten(0, (chains, ways)) for x in (states, last.predicted)))
+        state = states[going]
     if plan.steps - 1 in plan.splits:  # nothing is left to predict
         going = chosen_rows(batch, ways, plan.steps)
         pictures = last.final.unflatten(0, (chains, ways))
@@ -220,6 +222,6 @@ def judge(run: DiffusionRun, rollouts: Rollouts, found: Found, plan: SamplingPla
                 run.loop.alive()
         with run.loop.timed("score"):
             scored = scoring.result()
-    running = {label: Running(**kept) for label, kept in run.loop.memory.get("scores", {}).items()}
+    running = {label: Running(**statistics) for label, statistics in run.loop.memory.get("scores", {}).items()}
     combined = compose.combine(scored.values, run.scorers.components, group, iteration=run.iteration, running=running)
     return combined.total.view(len(chains), number, ways)

@@ -100,8 +100,8 @@ class Talk2Move(GroupRelative):
         """Say where the chain is left, and its first steps."""
         steps = config.sampling.num_inference_steps
         last = self.latest_exit(steps)
-        rest = self.exit_calls(steps, last) - last
-        yield f"{steps} steps, of which the first {last} are run, with noise; then a shortcut of {rest}"
+        remaining = self.exit_calls(steps, last) - last
+        yield f"{steps} steps, of which the first {last} are run, with noise; then a shortcut of {remaining}"
         if self.exit_step is None:
             yield "the exit step is found by trial edits: all numbers are at most these"
         yield from super().rollout(config, guidance)

@@ -95,7 +95,7 @@ def evaluate_steps(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, itera
     rows = [run.prompts[row] for row in chosen for _ in range(TRIED_SAMPLES)]
     pieces: list[tuple[list[int], Tensor]] = []
     accelerator, size = run.accelerator, config.sampling.batch_size
-    for slots, mine in shares(len(rows), size, accelerator.process_index, accelerator.num_processes):
+    for slots, counts in shares(len(rows), size, accelerator.process_index, accelerator.num_processes):
         batch = Batch(
             [rows[s].text for s in slots],
             [(config.seed, iteration, "exit", s) for s in slots],
@@ -106,7 +106,7 @@ def evaluate_steps(run: DiffusionRun, settings: Talk2Move, kernel: Kernel, itera
         chain = policy.roll_out(batch, kernel, range(steps - 1), stop=steps - 1)
         for k in range(1, steps):
             final = take_shortcut(policy, batch, chain.states[k], chain.sigmas, k, settings.shortcut)
-            if mine:
+            if counts:
                 pieces.append(([(k - 1) * len(rows) + s for s in slots], policy.decode(batch, final).cpu()))
             run.loop.advance_or_leave(0)
     # A group is the samples of one instruction that were left at one step.
@@ -129,8 +129,8 @@ def draw(
 ) -> Drawn:
     """Samples whose steps before `exit_at` are drawn and recorded, with their graph if it is to be kept, and whose end
     is a shortcut of so many steps."""
-    drawn = range(exit_at)
-    trajectory = policy.roll_out(batch, kernel, drawn, stop=exit_at, keep=drawn if keep else ())
+    steps = range(exit_at)
+    trajectory = policy.roll_out(batch, kernel, steps, stop=exit_at, keep=steps if keep else ())
     beat()
     final = take_shortcut(policy, batch, trajectory.final, trajectory.sigmas, exit_at, shortcut)
     return independent(replace(trajectory, final=final), slots)

@@ -64,13 +64,13 @@ def as_wav(sound: Tensor, rate: int) -> bytes:
 
 def _mp4(frames: Tensor, fps: int) -> bytes:
     """Frames [F, 3, H, W] in [0, 1]."""
-    whole = (frames.float().nan_to_num().clamp(0, 1) * 255).round().to(torch.uint8)
+    pixels = (frames.float().nan_to_num().clamp(0, 1) * 255).round().to(torch.uint8)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "video.mp4"
         try:
             file = Mp4(path, fps, frames.shape[2], frames.shape[3], key_interval=fps)
         except ImportError as error:
             raise ValueError(str(error)) from error
-        file.add(whole.permute(0, 2, 3, 1).contiguous().numpy())
+        file.add(pixels.permute(0, 2, 3, 1).contiguous().numpy())
         file.close()
         return path.read_bytes()

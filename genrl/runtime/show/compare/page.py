@@ -114,9 +114,9 @@ class Page:
         both samples are the same. Raises ValueError where the two give themselves away by their kind or size."""
         forms = [(m.kind, m.width, m.height) for m in (pair.a, pair.b)]
         if forms[0] != forms[1]:
-            made = [f"{kind}s" + (f" of {width} x {height} pixels" if width else "") for kind, width, height in forms]
+            kinds = [f"{kind}s" + (f" of {width} x {height} pixels" if width else "") for kind, width, height in forms]
             raise ValueError(
-                f"A makes {made[0]}, B {made[1]}: everybody would see which is which, and the noise is not the same. "
+                f"A makes {kinds[0]}, B {kinds[1]}: everybody would see which is which, and the noise is not the same. "
                 "Give --height and --width"
             )
         if pair.a.data == pair.b.data:
@@ -125,12 +125,12 @@ class Page:
         token = secrets.token_hex(8)
         left = self._random.choice("ab")
         sides = (pair.a, pair.b) if left == "a" else (pair.b, pair.a)
-        shown: dict[str, Any] = {"token": token, "prompt": pair.prompt}
+        entry: dict[str, Any] = {"token": token, "prompt": pair.prompt}
         for name, media in zip(("left", "right", "source"), (*sides, pair.source), strict=True):
             if media is not None:
                 shape = {"kind": media.kind, "width": media.width, "height": media.height}
-                shown[name] = shape | {"url": self._url(media)}
-        self._shown.append(shown)
+                entry[name] = shape | {"url": self._url(media)}
+        self._shown.append(entry)
         self._keys[token] = {"prompt": pair.prompt, "category": pair.category, "left": left, "rewards": {}}
         return token
 

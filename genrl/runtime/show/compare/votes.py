@@ -97,13 +97,13 @@ def read(files: Sequence[Path], key: Path | None = None) -> Reading:
                 f"{files[judges.index(judge)]} and {files[k]} are of the same judge, in the same browser: give only "
                 "the newer one"
             )
-    found = _key(files, votes[0]["page"], key)
-    pairs: dict[str, Any] = found["pairs"]
+    pairs_key = _key(files, votes[0]["page"], key)
+    pairs: dict[str, Any] = pairs_key["pairs"]
     for file, record in zip(files, votes, strict=True):
         if strange := record["votes"].keys() - pairs.keys():
             raise ValueError(f"{file}: {len(strange)} votes are of no pair of this page; download the votes again")
     answers = {token: [r["votes"][token] for r in votes if token in r["votes"]] for token in pairs}
-    return reading(found, {token: given for token, given in answers.items() if given}, len(judges))
+    return reading(pairs_key, {token: by_judge for token, by_judge in answers.items() if by_judge}, len(judges))
 
 
 def reading(key: Mapping[str, Any], answers: Mapping[str, Sequence[str]], judges: int = 1) -> Reading:
@@ -114,15 +114,17 @@ def reading(key: Mapping[str, Any], answers: Mapping[str, Sequence[str]], judges
     if not answers:
         raise ValueError("there are no votes in it: judge some pairs before you download them")
     pairs = key["pairs"]
-    votes = {token: [_for_b(answer, pairs[token]["left"]) for answer in given] for token, given in answers.items()}
+    votes = {
+        token: [_for_b(answer, pairs[token]["left"]) for answer in by_judge] for token, by_judge in answers.items()
+    }
     groups: dict[str, list[list[float]]] = {}
     for token, values in votes.items():
         if pairs[token]["category"] is not None:
             groups.setdefault(str(pairs[token]["category"]), []).append(values)
-    sides = Counter(answer for given in answers.values() for answer in given)
+    sides = Counter(answer for by_judge in answers.values() for answer in by_judge)
     same, compared = same_answers(list(answers.values()))
     agreement = Agreement(
-        sum(len(given) > 1 for given in answers.values()),
+        sum(len(by_judge) > 1 for by_judge in answers.values()),
         same / max(compared, 1),
         krippendorff_alpha(list(answers.values())),
     )

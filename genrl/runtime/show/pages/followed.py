@@ -84,8 +84,8 @@ class Followed:
     @property
     def planned(self) -> int | None:
         """Iterations of the whole run; None where the configuration does not tell."""
-        found = self.settings.get("iterations")
-        return found if isinstance(found, int) else None
+        iterations = self.settings.get("iterations")
+        return iterations if isinstance(iterations, int) else None
 
     def look(self) -> None:
         """Read what was written since the last look. What cannot be read is told by `problem`."""
@@ -108,8 +108,8 @@ class Followed:
             with self.run.config.open(encoding="utf-8") as file:
                 text = file.read(MAX_BYTES + 1)
         if text != self.config:
-            found = read(self.run.config).value if text else {}
-            self.config, self.settings = text, found if isinstance(found, dict) else {}
+            values = read(self.run.config).value if text else {}
+            self.config, self.settings = text, values if isinstance(values, dict) else {}
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Rows of metrics.jsonl, in its order."""

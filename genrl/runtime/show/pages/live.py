@@ -65,15 +65,15 @@ class Live:
             runs = [run if i not in hidden else Followed(run.run.folder, run.name) for i, run in enumerate(self.runs)]
             logged = {key for run in self.runs for key in run.columns}
             large = {f"{_HEADLINE}{i}": headline for i, headline in enumerate(views.headlines(self.runs))}
-            found = {}
+            charts = {}
             for key in keys:
                 if key in large:
                     figure = views.headline_figure(runs, large[key])
-                    found[key] = render("chart_part.html", {"headline_of": figure, "figure_of": None})
+                    charts[key] = render("chart_part.html", {"headline_of": figure, "figure_of": None})
                 elif key in logged:
                     figure = views.figure(runs, key)
-                    found[key] = render("chart_part.html", {"headline_of": None, "figure_of": figure})
-            return found
+                    charts[key] = render("chart_part.html", {"headline_of": None, "figure_of": figure})
+            return charts
 
     def prompts(self, number: int, find: str) -> dict[str, Any]:
         """`html`: the rows of a page of prompts; `number`: of the page that it is, from 0; `pages`; `prompts`: how many
@@ -134,15 +134,15 @@ class Live:
         return {part: render("watch_parts.html", values | {"part": part}) for part in ids}
 
     def _card(self, run: Followed) -> dict[str, Any]:
-        found, rate = state_of(run), pace(run)
+        state, rate = state_of(run), pace(run)
         return {
             "name": run.name,
-            "state": found.word,
-            "note": found.note,
+            "state": state.word,
+            "note": state.note,
             "done": run.done,
             "planned": run.planned,
             "share": min(1.0, run.done / run.planned) if run.planned else None,
-            "pace": _in_words(run, rate, going=found.word in ("starting", "running", "hung")),
+            "pace": _in_words(run, rate, going=state.word in ("starting", "running", "hung")),
             "facts": views.facts(run),
             "warnings": list(warnings(run)),
         }
@@ -150,11 +150,13 @@ class Live:
     def _pictures(self, number: int) -> list[dict[str, str]]:
         run = self.runs[number].run
         sheets = sorted(media.pictures(run), key=lambda sheet: not sheet.path.name.startswith("step-"))
-        found = [{"name": name, "url": self._url(number, path)} for name, path in sheets
+        pictures = [{"name": name, "url": self._url(number, path)} for name, path in sheets
                  if media.served(run, f"samples/{path.name}")]  # fmt: skip
         if len(list(run.samples.glob("step-*/samples.json"))) > 1:
-            found.append({"name": "Before and after", "url": f"file/{number}/before-after?v={_changed(run.samples)}"})
-        return found
+            pictures.append(
+                {"name": "Before and after", "url": f"file/{number}/before-after?v={_changed(run.samples)}"}
+            )
+        return pictures
 
     def _cell(self, number: int, cell: tuple[int, Path, str]) -> dict[str, Any]:
         step, path, scores = cell
@@ -188,23 +190,23 @@ def names(folders: Sequence[Path]) -> list[str]:
     """What the runs are called: the last parts of their paths, as many as tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, parts), default=1) + 1):
-        found = ["/".join(part[-count:]) for part in parts]
-        if len(set(found)) == len(found):
+        short = ["/".join(part[-count:]) for part in parts]
+        if len(set(short)) == len(short):
             break
-    return found
+    return short
 
 
 def _in_words(run: Followed, rate: Pace | None, *, going: bool) -> str:
     if rate is None:
         return ""
-    found = [f"{rate.seconds:.3g} s per iteration"]
+    phrases = [f"{rate.seconds:.3g} s per iteration"]
     for key, unit in _RATES.items():
         value = run.columns[key].last if key in run.columns else None
         if value is not None:
-            found.append(f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}")
+            phrases.append(f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}")
     if rate.left is not None and going:
-        found.append(f"{duration(rate.left)} left")
-    return ", ".join(found)
+        phrases.append(f"{duration(rate.left)} left")
+    return ", ".join(phrases)
 
 
 def _changed(path: Path) -> int:

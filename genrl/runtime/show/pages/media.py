@@ -79,42 +79,42 @@ def prompt_page(runs: Sequence[Followed], number: int, find: str = "") -> Prompt
     for first_last in ends:
         places.append([])
         for samples in first_last:
-            seen: Counter[str] = Counter()
+            counts: Counter[str] = Counter()
             place = {}
             for i, prompt in enumerate(samples.prompts):
-                place[prompt, seen[prompt]] = i
-                seen[prompt] += 1
+                place[prompt, counts[prompt]] = i
+                counts[prompt] += 1
             places[-1].append(place)
             rows |= dict.fromkeys(key for key in place if find.lower() in key[0].lower())
     pages = max(1, -(-len(rows) // PROMPTS_PER_PAGE))
     number = max(0, min(number, pages - 1))
-    shown = list(rows)[number * PROMPTS_PER_PAGE : (number + 1) * PROMPTS_PER_PAGE]
-    found = [
+    page_rows = list(rows)[number * PROMPTS_PER_PAGE : (number + 1) * PROMPTS_PER_PAGE]
+    cards = [
         Compared(
             key[0], [[_cell(*pair, key) for pair in zip(*both, strict=True)] for both in zip(ends, places, strict=True)]
         )
-        for key in shown
+        for key in page_rows
     ]
-    return PromptPage(found, number, pages, len(rows))
+    return PromptPage(cards, number, pages, len(rows))
 
 
 def prompt_table(run: Run, most: int) -> tuple[list[list[str]], int]:
     """(table, prompts left out): the first `most` prompts with their rewards at the first and the last evaluation."""
-    found = _ends(run)
-    if not found:
+    ends = _ends(run)
+    if not ends:
         return [], 0
-    first, last = found
+    first, last = ends
     names = list(last.rewards)
     table = [["prompt", *(f"{name}, {word}" for name in names for word in ("before", "now"))]]
     for i, prompt in enumerate(last.prompts[:most]):
-        table.append([prompt, *(_score(samples, name, i) for name in names for samples in found)])
+        table.append([prompt, *(_score(samples, name, i) for name in names for samples in ends)])
     return table, max(0, len(last.prompts) - most)
 
 
 def _ends(run: Run) -> list[Samples]:
     """The first and the last samples, which may be the same; [] where there are none."""
-    found = first_and_last(run.samples)
-    return [found[0], found[-1]] if found else []
+    files = first_and_last(run.samples)
+    return [files[0], files[-1]] if files else []
 
 
 def _cell(samples: Samples, place: dict[tuple[str, int], int], key: tuple[str, int]) -> tuple[int, Path, str] | None:
@@ -132,9 +132,9 @@ def _score(samples: Samples, name: str, i: int) -> str:
 
 
 def _newest(paths: Iterator[Path], step: Any) -> list[Path]:
-    found = sorted(paths)
-    newest = max(map(step, found), default=None)
-    return [path for path in found if step(path) == newest]
+    ordered = sorted(paths)
+    newest = max(map(step, ordered), default=None)
+    return [path for path in ordered if step(path) == newest]
 
 
 def _in_words(stem: str) -> str:

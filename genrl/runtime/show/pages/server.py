@@ -49,10 +49,10 @@ class _Handler(BaseHTTPRequestHandler):
         if host not in _HOSTS:  # another site's name that leads here would let its scripts read the answer
             return self._answer("html", b"This page is for this machine only.", HTTPStatus.FORBIDDEN)
         url = urlsplit(self.path)
-        found = self._find(url.path, parse_qs(url.query))
-        if found is None:
+        response = self._find(url.path, parse_qs(url.query))
+        if response is None:
             return self._answer("html", b"There is nothing here.", HTTPStatus.NOT_FOUND)
-        self._answer(*found)
+        self._answer(*response)
 
     def _find(self, path: str, query: dict[str, list[str]]) -> tuple[str, bytes] | None:
         """(kind, content) of what is asked for."""
@@ -75,13 +75,13 @@ class _Handler(BaseHTTPRequestHandler):
         return live.file(_number(number), unquote(name))
 
     def _answer(self, kind: str, content: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
-        kept = "private, max-age=86400" if kind in ("png", "gif", "wav") else "no-store"
+        cache = "private, max-age=86400" if kind in ("png", "gif", "wav") else "no-store"
         headers = {
             "Content-Type": _TYPES[kind],
             "Content-Length": str(len(content)),
             "Content-Security-Policy": _POLICY,
             "X-Content-Type-Options": "nosniff",
-            "Cache-Control": kept,
+            "Cache-Control": cache,
         }
         try:
             self.send_response(status)

@@ -109,14 +109,14 @@ def _opposed(columns: Mapping[str, Column]) -> Iterator[str]:
     if len(total) < 3 or total[-1][1] <= total[0][1]:
         return
     for key, column in sorted(columns.items()):
-        known, spread = column.known(), columns.get(key.removesuffix("_mean") + "_std")
-        if not key.startswith("eval/") or not key.endswith("_mean") or spread is None or len(known) < 3:
+        points, spread = column.known(), columns.get(key.removesuffix("_mean") + "_std")
+        if not key.startswith("eval/") or not key.endswith("_mean") or spread is None or len(points) < 3:
             continue
-        first, widths = known[0][1], spread.known()
-        if widths and all(value < first - widths[0][1] / 10 for _, value in known[-2:]):
+        first, widths = points[0][1], spread.known()
+        if widths and all(value < first - widths[0][1] / 10 for _, value in points[-2:]):
             name = key.removeprefix("eval/").removesuffix("_mean")
             yield (
-                f"{name} fell from {first:.4g} to {known[-1][1]:.4g} while the total rose: look at the pictures for "
+                f"{name} fell from {first:.4g} to {points[-1][1]:.4g} while the total rose: look at the pictures for "
                 "reward hacking. evaluation.monitor can end a run where a held-out reward falls"
             )
 

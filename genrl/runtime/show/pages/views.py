@@ -56,14 +56,14 @@ def acts(run: Followed) -> bool:
 def headlines(runs: Sequence[Followed]) -> list[Headline]:
     """Charts: of one run one with all lines; of several, one per line, with all runs."""
     kinds = [SUCCESS] * any(acts(run) for run in runs) + [REWARD] * any(not acts(run) for run in runs)
-    found = []
+    lines_found = []
     for kind in kinds:
         lines = [line for line in kind.lines if any(_known(run.columns, line[0]) for run in runs)]
         if len(runs) == 1:
-            found += [Headline(kind.caption, tuple(lines))] if lines else []
+            lines_found += [Headline(kind.caption, tuple(lines))] if lines else []
         else:
-            found += [Headline(f"{kind.caption}, {line[1]}", (line,)) for line in lines]
-    return found
+            lines_found += [Headline(f"{kind.caption}, {line[1]}", (line,)) for line in lines]
+    return lines_found
 
 
 def headline_figure(runs: Sequence[Followed], headline: Headline) -> dict[str, Any]:
@@ -101,26 +101,26 @@ def gains(runs: Sequence[Followed]) -> Table:
 @lru_cache(maxsize=64)
 def documented(configs: tuple[str, ...]) -> Documented:
     """The catalogue of metrics, and what methods from outside document, where they are still there."""
-    found: dict[str, Mapping[str, MetricDoc]] = {}
+    headings_by: dict[str, Mapping[str, MetricDoc]] = {}
     for config in configs:
         method = method_of(plain(config)) if config else None
-        found |= {} if method is None else headings(method)
-    return {**found, **by_heading()}
+        headings_by |= {} if method is None else headings(method)
+    return {**headings_by, **by_heading()}
 
 
 def sections(runs: Sequence[Followed]) -> list[Section]:
     """All keys by the headings of the catalogue; without those that have none to show."""
-    known = documented(tuple(run.config for run in runs))
-    titles = {id(doc): title for title, entries in known.items() for doc in entries.values()}
-    found = {title: Section(title, [], []) for title in [*known, "Other"]}
+    documents = documented(tuple(run.config for run in runs))
+    titles = {id(doc): title for title, entries in documents.items() for doc in entries.values()}
+    by_title = {title: Section(title, [], []) for title in [*documents, "Other"]}
     for key in sorted({key for run in runs for key in run.columns}):
-        section = found[titles.get(id(_document(key, known)), "Other")]
+        section = by_title[titles.get(id(_document(key, documents)), "Other")]
         columns = [run.columns[key] for run in runs if key in run.columns]
         if all(column.is_constant for column in columns):
             section.constants.append(f"{key} = {', '.join(dict.fromkeys(f'{column.low:g}' for column in columns))}")
         else:
             section.keys.append(key)
-    return [section for section in found.values() if section.keys or section.constants]
+    return [section for section in by_title.values() if section.keys or section.constants]
 
 
 def figure(runs: Sequence[Followed], key: str) -> dict[str, Any]:
@@ -158,10 +158,10 @@ def timings(runs: Sequence[Followed]) -> Table:
 
 def differences(runs: Sequence[Followed]) -> Table:
     """The settings in which runs differ, but for where they write."""
-    found = [leaves(run.settings) for run in runs]
+    flat_settings = [leaves(run.settings) for run in runs]
     table = [["setting", *(run.name for run in runs)]]
-    for key in dict.fromkeys(key for values in found for key in values):
-        cells = [str(values.get(key, "-")) for values in found]
+    for key in dict.fromkeys(key for values in flat_settings for key in values):
+        cells = [str(values.get(key, "-")) for values in flat_settings]
         if len(set(cells)) > 1 and key != "output":
             table.append([key, *cells])
     return table
@@ -169,18 +169,18 @@ def differences(runs: Sequence[Followed]) -> Table:
 
 def facts(run: Followed) -> list[str]:
     """When, with what seed and from which commit it was started, and how long it has computed."""
-    info, found = run.info, []
+    info, rows = run.info, []
     if seconds := spent(run.columns):
-        found.append(duration(seconds))
+        rows.append(duration(seconds))
     if "started" in info:
-        found.append(f"started {info['started'][:16].replace('T', ' ')} UTC")
+        rows.append(f"started {info['started'][:16].replace('T', ' ')} UTC")
     if "seed" in info:
-        found.append(f"seed {info['seed']}, {info['processes']} process{'es' if info['processes'] != 1 else ''}")
+        rows.append(f"seed {info['seed']}, {info['processes']} process{'es' if info['processes'] != 1 else ''}")
     if info.get("git_commit"):
-        found.append(f"commit {info['git_commit'][:10]}{'+' if info['git_commit'].endswith('+') else ''}")
+        rows.append(f"commit {info['git_commit'][:10]}{'+' if info['git_commit'].endswith('+') else ''}")
     if info.get("resumed"):
-        found.append("resumed at step " + ", ".join(str(entry["step"]) for entry in info["resumed"]))
-    return found
+        rows.append("resumed at step " + ", ".join(str(entry["step"]) for entry in info["resumed"]))
+    return rows
 
 
 def _known(columns: Mapping[str, Column], key: str) -> bool:
@@ -197,8 +197,8 @@ def _reward(key: str) -> str:
 
 def _document(key: str, known: Documented) -> MetricDoc | None:
     """None for a key of another version of genrl, or of a method that is gone."""
-    own = next((entries for entries in known.values() if key in entries), None)
+    entries_of = next((entries for entries in known.values() if key in entries), None)
     try:
-        return document(key, own)
+        return document(key, entries_of)
     except ValueError:
         return None

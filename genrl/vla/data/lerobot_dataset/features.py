@@ -32,10 +32,10 @@ def infer(episode: Episode, fps: int, names: Mapping[str, Sequence[str]], videos
             if videos:
                 feature |= {"dtype": "video", "info": _video_info(fps, height, width)}
         elif values.ndim == 2 and values.shape[1] and values.dtype.kind in "fiub":
-            given = list(names[name]) if name in names else None
-            if given is not None and len(given) != values.shape[1]:
-                raise ValueError(f"{name} has {values.shape[1]} numbers, its names are {given}")
-            feature = {"dtype": values.dtype.name, "shape": [values.shape[1]], "names": given}
+            written_names = list(names[name]) if name in names else None
+            if written_names is not None and len(written_names) != values.shape[1]:
+                raise ValueError(f"{name} has {values.shape[1]} numbers, its names are {written_names}")
+            feature = {"dtype": values.dtype.name, "shape": [values.shape[1]], "names": written_names}
         else:
             raise ValueError(
                 f"{name} must be numbers [T, D] or pictures uint8 [T, H, W, 3], got {values.dtype} {list(values.shape)}"
@@ -117,15 +117,15 @@ def check(episode: Episode, features: Mapping[str, Mapping[str, Any]], number: i
 def numeric_stats(values: NDArray[Any]) -> dict[str, list[Any]]:
     """min, max, mean, std (population), count and quantiles over the rows of [N, D], as `meta/stats.json` has them."""
     numbers = values.astype(np.float64)
-    found = {
+    stats = {
         "min": numbers.min(0),
         "max": numbers.max(0),
         "mean": numbers.mean(0),
         "std": numbers.std(0),
         "count": np.array([len(numbers)]),
     }
-    found |= {name: np.quantile(numbers, share, axis=0) for name, share in layout.QUANTILES.items()}
-    return {name: value.tolist() for name, value in found.items()}
+    stats |= {name: np.quantile(numbers, share, axis=0) for name, share in layout.QUANTILES.items()}
+    return {name: value.tolist() for name, value in stats.items()}
 
 
 def picture_stats(histogram: NDArray[np.int64], count: int) -> dict[str, list[Any]]:
@@ -139,7 +139,7 @@ def picture_stats(histogram: NDArray[np.int64], count: int) -> dict[str, list[An
         return np.array([levels[np.searchsorted(row, rank, side="right")] for row in below])
 
     mean = histogram @ levels / total
-    found = {
+    stats = {
         "min": ranked(0),
         "max": ranked(total - 1),
         "mean": mean,
@@ -148,5 +148,5 @@ def picture_stats(histogram: NDArray[np.int64], count: int) -> dict[str, list[An
     for name, share in layout.QUANTILES.items():
         place = share * (total - 1)
         low = int(place)
-        found[name] = ranked(low) + (place - low) * (ranked(min(low + 1, total - 1)) - ranked(low))
-    return {name: value[:, None, None].tolist() for name, value in found.items()} | {"count": [count]}
+        stats[name] = ranked(low) + (place - low) * (ranked(min(low + 1, total - 1)) - ranked(low))
+    return {name: value[:, None, None].tolist() for name, value in stats.items()} | {"count": [count]}

@@ -58,10 +58,10 @@ class Dataset:
 
         Pictures have [3], of values in [0, 1]. Raises FileNotFoundError where the data set has none.
         """
-        found = _json(self.folder / layout.STATS)
+        content = _json(self.folder / layout.STATS)
         return {
             feature: {name: torch.tensor(value, dtype=torch.float32).reshape(-1) for name, value in stats.items()}
-            for feature, stats in found.items()
+            for feature, stats in content.items()
         }
 
     def read(self, columns: Sequence[str] | None = None, episodes: Iterable[int] | None = None) -> Iterator[Episode]:
@@ -71,10 +71,10 @@ class Dataset:
         feature's dtype. Raises KeyError for a column, IndexError for an episode that is not there, FileNotFoundError
         for a file, and ValueError for a file that is broken or not as the index says.
         """
-        wanted = (
+        chosen = (
             list(columns) if columns is not None else [name for name in self.features if name not in layout.INDICES]
         )
-        for name in wanted:
+        for name in chosen:
             if name not in self.features:
                 near = difflib.get_close_matches(name, self.features, n=1)
                 raise KeyError(
@@ -85,7 +85,7 @@ class Dataset:
         beyond = [number for number in numbers if not 0 <= number < len(self)]
         if beyond:
             raise IndexError(f"{self.folder} has the episodes 0 to {len(self) - 1}, not {beyond}")
-        return self._episodes(wanted, numbers)
+        return self._episodes(chosen, numbers)
 
     def _episodes(self, columns: list[str], numbers: list[int]) -> Iterator[Episode]:
         in_data = [name for name in columns if self.features[name]["dtype"] != "video"]
@@ -180,12 +180,12 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold an object, found {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object, found {type(content).__name__}")
+    return content
 
 
 def _table(path: Path, columns: Sequence[str] | None = None, episodes: Sequence[int] | None = None) -> pa.Table:
@@ -202,12 +202,12 @@ def _table(path: Path, columns: Sequence[str] | None = None, episodes: Sequence[
 def _data_rows(file: Path, columns: list[str], episodes: list[int]) -> pa.Table:
     if file.is_file():
         try:
-            there = pq.read_schema(file).names
+            stored = pq.read_schema(file).names
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{file} cannot be read: {error}; fetch the file again") from error
-        absent = [name for name in columns if name not in there]
+        absent = [name for name in columns if name not in stored]
         if absent:
-            raise ValueError(f"{file} has no columns {absent}, which {layout.INFO} promises; it has {sorted(there)}")
+            raise ValueError(f"{file} has no columns {absent}, which {layout.INFO} promises; it has {sorted(stored)}")
     return _table(file, columns, episodes)
 
 
@@ -218,11 +218,11 @@ def _index(folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for file in files:
         table = _table(file)
-        kept = [name for name in table.column_names if not name.startswith("stats/")]
-        absent = [name for name in ("episode_index", "length") if name not in kept]
+        columns = [name for name in table.column_names if not name.startswith("stats/")]
+        absent = [name for name in ("episode_index", "length") if name not in columns]
         if absent:
-            raise ValueError(f"{file} has no columns {absent}, only {kept}")
-        rows += table.select(kept).to_pylist()
+            raise ValueError(f"{file} has no columns {absent}, only {columns}")
+        rows += table.select(columns).to_pylist()
     return sorted(rows, key=lambda row: row["episode_index"])
 
 
@@ -236,16 +236,16 @@ def _tasks(folder: Path) -> dict[int, str]:
 
 
 def _pictures(column: pa.ChunkedArray, where: str) -> NDArray[np.uint8]:
-    found = []
+    pictures = []
     for t, cell in enumerate(column.to_pylist()):
         content = cell["bytes"] if isinstance(cell, dict) else None
         if content is None:
             raise ValueError(f"{where}, frame {t}: there is no picture in the file")
-        found.append(np.asarray(open_picture(content, f"{where}, frame {t}")))
-    sizes = {picture.shape for picture in found}
+        pictures.append(np.asarray(open_picture(content, f"{where}, frame {t}")))
+    sizes = {picture.shape for picture in pictures}
     if len(sizes) > 1:
         raise ValueError(f"{where}: pictures of different sizes {sorted(sizes)}")
-    return np.stack(found)
+    return np.stack(pictures)
 
 
 def _values(column: pa.ChunkedArray, dtype: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:

@@ -135,8 +135,8 @@ class _Writer:
         self._close()
         self._write_episodes()
         self._write_tasks()
-        stats = {name: numeric_stats(np.concatenate(found)) for name, found in self.values.items()}
-        stats |= {name: picture_stats(found, self.frames) for name, found in self.histograms.items()}
+        stats = {name: numeric_stats(np.concatenate(values)) for name, values in self.values.items()}
+        stats |= {name: picture_stats(values, self.frames) for name, values in self.histograms.items()}
         self._write_json(layout.STATS, {name: stats[name] for name in self.features})
         info = {
             "codebase_version": layout.VERSION,

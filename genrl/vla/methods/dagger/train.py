@@ -62,25 +62,29 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
     running, (success, lost) = np.ones(env.num_envs, dtype=np.bool_), np.zeros((2, env.num_envs), dtype=np.bool_)
     parts, slots, errors, steps, decision = [], [], [], 0, 0
     while running.any():
-        seen = observe(raw, env, policy, decision)
+        observation = observe(raw, env, policy, decision)
         noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rng) for rng in rngs])
-        own = acting.sampler.act(policy, policy.encode(seen), noise)
-        told = torch.from_numpy(env.expert_chunks(policy.horizon))
+        student_chunk = acting.sampler.act(policy, policy.encode(observation), noise)
+        expert_chunk = torch.from_numpy(env.expert_chunks(policy.horizon))
         expert_acts = torch.tensor([float(torch.rand((), generator=rng)) < beta for rng in rngs])
-        chunk = torch.where(expert_acts[:, None, None], told, policy.actions(own).cpu().float())
+        chunk = torch.where(expert_acts[:, None, None], expert_chunk, policy.actions(student_chunk).cpu().float())
         raw, _, terminated, truncated, info = env.step(chunk[:, : env.chunk].numpy())
-        kept = torch.from_numpy(running & (info["n_executed"] > 0))  # 0: it was lost, and so may be what was told
-        parts.append(rows(seen | {ACTION: told}, kept))
-        slots.append(run.first_slot + kept.nonzero()[:, 0])
-        width = told.shape[-1]
-        errors.append((policy.normalised(told)[..., :width] - own.cpu()[..., :width]).abs().mean((1, 2))[kept])
+        labelled = torch.from_numpy(running & (info["n_executed"] > 0))  # 0: it was lost, and so may be what was told
+        parts.append(rows(observation | {ACTION: expert_chunk}, labelled))
+        slots.append(run.first_slot + labelled.nonzero()[:, 0])
+        width = expert_chunk.shape[-1]
+        errors.append(
+            (policy.normalised(expert_chunk)[..., :width] - student_chunk.cpu()[..., :width])
+            .abs()
+            .mean((1, 2))[labelled]
+        )
         success |= running & info["is_success"]
         lost |= running & info["dropped"]
         steps += int(info["n_executed"][running].sum())
         running &= ~(terminated | truncated)
         decision += 1
         run.loop.advance_or_leave(0)
-    decisions = torch.repeat_interleave(torch.arange(decision), torch.tensor([len(one) for one in slots]))
+    decisions = torch.repeat_interleave(torch.arange(decision), torch.tensor([len(part) for part in slots]))
     joined = joined_batches(parts, torch.cat), torch.cat(slots), decisions, torch.cat(errors)
     return Visit(*joined, success[~lost].tolist(), steps, env.dropped - dropped)
 
@@ -111,7 +115,7 @@ def train(run: VLARun, settings: DAgger) -> None:
         error = torch.cat([part.error for part in parts])
         success = [flag for part in parts for flag in part.success]
         loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + sum(part.steps for part in parts)
-        found = {
+        figures = {
             "rollout/success": sum(success) / max(1, len(success)),
             "rollout/env_steps": float(loop.memory["env_steps"]),
             "rollout/dropped": float(sum(part.dropped for part in parts)),
@@ -122,4 +126,4 @@ def train(run: VLARun, settings: DAgger) -> None:
         if ACTION_IS_PAD in run.frames:  # of demonstrations that end; an expert says what comes after the end
             known = known | {ACTION_IS_PAD: torch.zeros(known[ACTION].shape[:2], dtype=torch.bool)}
         union = joined_batches([run.frames, known], torch.cat)
-        loop.finish(found | imitation_updates(run, settings, union, loss) | {"lr": loop.lr})
+        loop.finish(figures | imitation_updates(run, settings, union, loss) | {"lr": loop.lr})

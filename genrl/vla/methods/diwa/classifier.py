@@ -62,8 +62,8 @@ class RewardClassifier(nn.Module):
     def __init__(self, world: WorldModel, observation: Batch, words: tuple[str, ...], *, width: int = 128) -> None:
         super().__init__()
         stats: Statistics = {name: statistics(observation[name]) for name in (STATE, ENVIRONMENT)}
-        for found in stats.values():
-            found["std"] = found["std"].clamp(min=0.02)
+        for stat in stats.values():
+            stat["std"] = stat["std"].clamp(min=0.02)
         self.words = words
         self.encoder = ObservationEncoder(latent_inputs(world, words), stats)
         self.embed = nn.Sequential(
@@ -76,8 +76,8 @@ class RewardClassifier(nn.Module):
 
     def forward(self, observation: Batch) -> tuple[Tensor, Tensor]:
         """Embedding of length 1 [B, 64] and logits [B, 2]."""
-        found = self.embed(self.encoder(observation))
-        return functional.normalize(found, dim=1), self.classes(found)
+        features = self.embed(self.encoder(observation))
+        return functional.normalize(features, dim=1), self.classes(features)
 
     @torch.no_grad()
     def fulfilled(self, observation: Batch) -> Tensor:
@@ -117,16 +117,16 @@ def train_classifier(
         differ = (tokens[swapped] != tokens[lent]).any(1)
         swapped, lent = swapped[differ], lent[differ]
         play = torch.randint(len(background.h), (4 * eighth,), generator=rng)
-        shown = torch.cat([good, before, swapped])
-        h = torch.cat([observation[STATE][shown], background.h[play]])
-        z = torch.cat([observation[ENVIRONMENT][shown], background.z[play]])
-        told = torch.cat([tokens[good], tokens[before], tokens[lent], tokens[some(no, 4 * eighth)]])
+        states = torch.cat([good, before, swapped])
+        h = torch.cat([observation[STATE][states], background.h[play]])
+        z = torch.cat([observation[ENVIRONMENT][states], background.z[play]])
+        instructions = torch.cat([tokens[good], tokens[before], tokens[lent], tokens[some(no, 4 * eighth)]])
         with torch.no_grad():
             prior = world.expected(h)
         noise, redrawn = torch.randn(z.shape, generator=rng), torch.rand(len(z), 1, generator=rng) < 0.5
         z = torch.where(redrawn, prior.mean + prior.stddev * noise, z)
         label = (torch.arange(len(h)) < len(good)).long()
-        embedding, logits = judge(as_observation(Latent(h, z), told))
+        embedding, logits = judge(as_observation(Latent(h, z), instructions))
         cross = functional.cross_entropy(logits, label)
         loss = cross + CONTRAST * supervised_contrastive(embedding, label, TEMPERATURE)
         yield {"loss": step_beside(optimiser, loss), "accuracy": (logits.argmax(1) == label).float().mean().item()}
@@ -136,11 +136,11 @@ def train_classifier(
 def encode_play(world: WorldModel, observations: Tensor, actions: Tensor) -> Latent:
     """Play as the world model sees it: observations [E, T + 1, O], actions [E, T, A] -> E (T + 1) latents."""
     latent = world.first(observations[:, 0])
-    found = [latent]
+    latents = [latent]
     for t in range(actions.shape[1]):
         latent = world.look(latent, actions[:, t], observations[:, t + 1])
-        found.append(latent)
-    return Latent(torch.cat([one.h for one in found]), torch.cat([one.z for one in found]))
+        latents.append(latent)
+    return Latent(torch.cat([latent_of.h for latent_of in latents]), torch.cat([latent_of.z for latent_of in latents]))
 
 
 @torch.no_grad()
@@ -150,22 +150,22 @@ def calibration(
     """Precision and recall of the reward over the frames of play (`World.play`) and the world's instructions: of what
     the model sees (`calibration/seen_...`), and of what it dreams in so many steps (`calibration/dreamed_...`)."""
     observations, actions = torch.from_numpy(held_out.observations), torch.from_numpy(held_out.actions)
-    seen = dreamed = model.first(observations[:, 0])
-    found: dict[str, list[Tensor]] = {"seen": [], "dreamed": []}
+    looked = dreamed = model.first(observations[:, 0])
+    states: dict[str, list[Tensor]] = {"seen": [], "dreamed": []}
     truth = []
     rng = generator(seed, "calibration")
     for t in range(steps):
         noise = torch.randn(dreamed.z.shape, generator=rng)
-        seen = model.look(seen, actions[:, t], observations[:, t + 1])
+        looked = model.look(looked, actions[:, t], observations[:, t + 1])
         dreamed = model.imagine(dreamed, actions[:, t], noise)
         truth.append(world.fulfilled(held_out.observations[:, t + 1]))
-        found["seen"].append(_paid(judge, seen, world.lines))
-        found["dreamed"].append(_paid(judge, dreamed, world.lines))
+        states["seen"].append(_paid(judge, looked, world.lines))
+        states["dreamed"].append(_paid(judge, dreamed, world.lines))
     true, row = torch.stack(truth), {}
-    for name, paid in found.items():
-        said = torch.stack(paid)
-        both = float((said & true).sum())
-        row[f"calibration/{name}_precision"] = both / max(1.0, float(said.sum()))
+    for name, paid in states.items():
+        rewards = torch.stack(paid)
+        both = float((rewards & true).sum())
+        row[f"calibration/{name}_precision"] = both / max(1.0, float(rewards.sum()))
         row[f"calibration/{name}_recall"] = both / max(1.0, float(true.sum()))
     return row
 
@@ -173,8 +173,8 @@ def calibration(
 def _paid(judge: RewardClassifier, latent: Latent, lines: Sequence[str]) -> Tensor:
     """bool [B, lines]."""
     count = len(latent.h)
-    asked = [judge.tokenise([line]).expand(count, -1) for line in lines]
-    return torch.stack([judge.fulfilled(as_observation(latent, tokens)) for tokens in asked], 1)
+    instructions = [judge.tokenise([line]).expand(count, -1) for line in lines]
+    return torch.stack([judge.fulfilled(as_observation(latent, tokens)) for tokens in instructions], 1)
 
 
 # Contrastive losses of embeddings.

@@ -133,9 +133,9 @@ class Dream:
 
     def render(self, slots: Sequence[int]) -> NDArray[np.uint8]:
         """What some dreams look like: the tables that their latents stand for, [n, 128, 128, 3]."""
-        shown = self.world.decode(self._latent.rows(torch.tensor(list(slots)))).detach().numpy()
-        shown[:, 2] -= 0.5  # a number, not a flag: held from the half on
-        return self.draw(shown, 128)
+        pictures = self.world.decode(self._latent.rows(torch.tensor(list(slots)))).detach().numpy()
+        pictures[:, 2] -= 0.5  # a number, not a flag: held from the half on
+        return self.draw(pictures, 128)
 
     def close(self) -> None:
         """Nothing was started."""

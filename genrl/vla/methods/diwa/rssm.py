@@ -52,15 +52,15 @@ class WorldModel(nn.Module):
         super().__init__()
         self.deterministic, self.stochastic = deterministic, stochastic
         for name, values in (("observation", observation), ("action", action)):
-            found = statistics(values)
-            self.register_buffer(f"{name}_mean", found["mean"])
-            self.register_buffer(f"{name}_std", found["std"].clamp(min=0.02))
-        seen, done, width = observation.shape[-1], action.shape[-1], 2 * deterministic
+            stats = statistics(values)
+            self.register_buffer(f"{name}_mean", stats["mean"])
+            self.register_buffer(f"{name}_std", stats["std"].clamp(min=0.02))
+        observation_dim, done, width = observation.shape[-1], action.shape[-1], 2 * deterministic
         self.entry = nn.Sequential(nn.Linear(stochastic + done, deterministic), nn.SiLU())
         self.cell = nn.GRUCell(deterministic, deterministic)
         self.prior = _mlp(deterministic, width, 2 * stochastic)
-        self.posterior = _mlp(deterministic + seen, width, 2 * stochastic)
-        self.decoder = _mlp(deterministic + stochastic, width, seen)
+        self.posterior = _mlp(deterministic + observation_dim, width, 2 * stochastic)
+        self.decoder = _mlp(deterministic + stochastic, width, observation_dim)
 
     def start(self, count: int) -> Latent:
         """Before the first observation: zeros."""
@@ -79,8 +79,8 @@ class WorldModel(nn.Module):
 
     def seen(self, h: Tensor, observation: Tensor) -> Normal:
         """The posterior of z."""
-        shown = normalise(observation, self._stats("observation"), "MEAN_STD")
-        return _gaussian(self.posterior(torch.cat([h, shown], 1)))
+        normalised = normalise(observation, self._stats("observation"), "MEAN_STD")
+        return _gaussian(self.posterior(torch.cat([h, normalised], 1)))
 
     def decode(self, latent: Latent) -> Tensor:
         """The observation that a latent stands for, [B, O]."""
@@ -143,13 +143,13 @@ def world_loss(
     """
     latent = model.start(len(observations))
     before = model.action_mean.expand(len(observations), -1)
-    shown = normalise(observations, model._stats("observation"), "MEAN_STD")
+    normalised = normalise(observations, model._stats("observation"), "MEAN_STD")
     errors, kls = [], []
     for t in range(observations.shape[1]):
         h = model.forward_h(latent, before)
         prior, posterior = model.expected(h), model.seen(h, observations[:, t])
         latent = Latent(h, posterior.mean + posterior.stddev * noise[:, t])
-        errors.append(0.5 * (model.decoder(torch.cat(latent, 1)) - shown[:, t]).square().sum(-1))
+        errors.append(0.5 * (model.decoder(torch.cat(latent, 1)) - normalised[:, t]).square().sum(-1))
         if t:  # nothing foretells the first observation
             kls.append(balanced_kl(posterior, prior, balance=balance))
         if t < actions.shape[1]:
@@ -175,10 +175,10 @@ def world_step(
     begin = torch.randint(actions.shape[1] - length + 1, (batch_size,), generator=rng)
     window = begin[:, None] + torch.arange(length + 1)
     noise = torch.randn((batch_size, length + 1, model.stochastic), generator=rng)
-    shown, done = observations[episode[:, None], window], actions[episode[:, None], window[:, :-1]]
-    found = world_loss(model, shown, done, noise)
-    step_beside(optimiser, found.loss, 100.0)
-    return WorldLoss(*(value.detach() for value in found))
+    window_observations, done = observations[episode[:, None], window], actions[episode[:, None], window[:, :-1]]
+    losses = world_loss(model, window_observations, done, noise)
+    step_beside(optimiser, losses.loss, 100.0)
+    return WorldLoss(*(value.detach() for value in losses))
 
 
 def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:

@@ -55,8 +55,8 @@ STILL = 3
 
 def new_policy(config: VLAConfig) -> DiffusionMLP:
     """A diffusion policy that reads latents and instructions; its statistics are put in once there are latents."""
-    made = config.policy.new
-    assert made is not None
+    new = config.policy.new
+    assert new is not None
     words = vocabulary(demonstrations.world_of(config).lines)
     bounds = torch.tensor([[-1.0, -1.0, -1.0], [1.0, 1.0, 1.0]])
     stats: Statistics = {ACTION: statistics(bounds)}
@@ -65,7 +65,7 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
         for name, width in ((STATE, model.deterministic), (ENVIRONMENT, model.stochastic)):
             stats[name] = statistics(torch.tensor([[-1.0], [1.0]]).expand(2, width))
         inputs = latent_inputs(model, words)
-        return DiffusionMLP(DiffusionMLPConfig(inputs, 3, made.horizon, train_steps=made.train_steps), stats)
+        return DiffusionMLP(DiffusionMLPConfig(inputs, 3, new.horizon, train_steps=new.train_steps), stats)
 
 
 def train(run: VLARun, settings: DiWA) -> None:
@@ -86,11 +86,11 @@ def train(run: VLARun, settings: DiWA) -> None:
     assert config.demonstrations is not None and config.demonstrations.expert is not None
     count = config.demonstrations.expert
     walked = table.walk(count, seed=config.seed, horizon=policy.horizon, still=STILL)
-    shown = encode_demonstrations(world, walked, policy.config.inputs.vocabulary)
-    put_statistics(shown, policy.stats, judge.encoder.stats, run.frozen.stats)
+    encoded = encode_demonstrations(world, walked, policy.config.inputs.vocabulary)
+    put_statistics(encoded, policy.stats, judge.encoder.stats, run.frozen.stats)
     if not store.ready:
         store.data["figures"] |= teach(
-            run, settings, world, judge, shown, encode_play(world, observations[:500], actions[:500])
+            run, settings, world, judge, encoded, encode_play(world, observations[:500], actions[:500])
         )
         held_out = table.play(HELD_OUT, table.max_steps, seed=derive_seed(config.seed, "held-out play") % 2**32)
         store.data["figures"] |= calibration(world, judge, held_out, table, table.max_steps, config.seed)
@@ -98,7 +98,7 @@ def train(run: VLARun, settings: DiWA) -> None:
         store.ready = True
     judge.requires_grad_(False)
     run.env.close()
-    run.env = dream(config, table, world, judge, shown)
+    run.env = dream(config, table, world, judge, encoded)
     count = side_by_side(config, config.evaluation.episodes)
     # the judge of the run, with the real table as the policy's world model sees it
     run.table = table.seen_by(world, count, run.env.chunk)
@@ -120,7 +120,7 @@ def loss(settings: DiWA, acting: Acting, given: Recorded) -> dict[str, torch.Ten
 
 def recorded_statistics(stats: Statistics) -> dict[str, torch.Tensor]:
     """Statistics of a policy, as its loss reads them."""
-    return {f"statistics/{feature}/{key}": value for feature, found in stats.items() for key, value in found.items()}
+    return {f"statistics/{feature}/{key}": value for feature, stat in stats.items() for key, value in stat.items()}
 
 
 def train_world(
@@ -132,9 +132,9 @@ def train_world(
     run.loop.phase("learning the world", how.steps)
     for step in range(how.steps):
         optimiser.param_groups[0]["lr"] = WORLD_RATE * max(0.05, 1.0 - step / how.steps)
-        found = world_step(world, optimiser, observations, actions, length=how.window, seed=seed, step=step)
+        losses = world_step(world, optimiser, observations, actions, length=how.window, seed=seed, step=step)
         if step >= 0.9 * how.steps:
-            figures.note({"world/reconstruction": float(found.reconstruction), "world/kl": float(found.kl)})
+            figures.note({"world/reconstruction": float(losses.reconstruction), "world/kl": float(losses.kl)})
         run.loop.advance(1)
     return figures.result()
 
@@ -145,18 +145,18 @@ def teach(
     """The classifier and the imitating policy, from demonstrations in latents."""
     policy, seed, steps, count = run.policy, run.config.seed, settings.classifier.steps, settings.imitation_steps
     learned = train_classifier(judge, world, shown, background, steps=steps, seed=seed)
-    found = followed(run, "learning the reward", steps, learned, "classifier")
+    figures = followed(run, "learning the reward", steps, learned, "classifier")
     frames, levels = rows(shown.observation | {ACTION: shown.action}, ~shown.done), policy.config.train_steps
     errors = imitate(policy, frames, steps=count, batch_size=128, learning_rate=1e-3, seed=seed, train_steps=levels)
-    return found | followed(run, "imitating", count, ({"imitation": error} for error in errors), "loss")
+    return figures | followed(run, "imitating", count, ({"imitation": error} for error in errors), "loss")
 
 
 def dream(
     config: VLAConfig, table: demonstrations.World, world: WorldModel, judge: RewardClassifier, shown: Encoded
 ) -> Dream:
     """Dream as many episodes as the configuration has environments, from the beginnings of the demonstrations."""
-    env, made = config.environment, config.policy.new
-    assert made is not None
+    env, new = config.environment, config.policy.new
+    assert new is not None
     starts = Latent(shown.observation[STATE][shown.first], shown.observation[ENVIRONMENT][shown.first])
     lines = [line for line, first in zip(shown.lines, shown.first.tolist(), strict=True) if first]
     return Dream(
@@ -164,7 +164,7 @@ def dream(
         judge,
         Starts(starts, lines),
         num_envs=env.num_envs,
-        chunk=env.chunk or made.horizon,
+        chunk=env.chunk or new.horizon,
         max_steps=table.max_steps,
         group_size=env.group_size,
         draw=table.draw,

@@ -86,8 +86,8 @@ class FISOR(VLAMethod):
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """Anything but a new diffusion policy, on MiniTable or by a file of steps with costs."""
-        shown, env, new = config.demonstrations, config.environment, config.policy.new
-        if shown is None or shown.dataset is None:
+        demonstrations, env, new = config.demonstrations, config.environment, config.policy.new
+        if demonstrations is None or demonstrations.dataset is None:
             yield from on_the_table(config, self.algorithm, diffusion=True)
             return
         yield from for_a_new_policy(config, self.algorithm, diffusion=True)

@@ -149,20 +149,20 @@ def train_step(
 ) -> dict[str, float]:
     """One update of the critics and one of the actor, each with a batch of its own; then the slow copies follow."""
     rng = generator(seed, "fisor", step)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     if settings.weighted:
         index = torch.randint(len(data.reward), (BATCH,), generator=rng)
         losses = critic_losses(nets, take(data, index), settings)
         step_beside(critics, torch.stack(list(losses.values())).sum())
         nets.reward.follow(settings.target_rate)
         nets.violation.follow(settings.target_rate)
-        found = {f"critic/{name}_loss": value.item() for name, value in losses.items()}
+        figures = {f"critic/{name}_loss": value.item() for name, value in losses.items()}
     batch = take(data, torch.randint(len(data.reward), (BATCH,), generator=rng))
     results = step_actor(recorded_batch(nets, batch, sampler, settings, rng))
     with torch.no_grad():
         for slow, fast in zip(nets.slow_actor.parameters(), nets.actor.parameters(), strict=True):
             slow.lerp_(fast, ACTOR_RATE)
-    return found | {"loss/policy": results["loss"].item()}
+    return figures | {"loss/policy": results["loss"].item()}
 
 
 def drawn_noise(nets: Fisor, sampler: Diffusion, count: int, decision: int, *, candidates: int, seed: int) -> Tensor:
@@ -176,9 +176,9 @@ def drawn_noise(nets: Fisor, sampler: Diffusion, count: int, decision: int, *, c
 def samples(nets: Fisor, sampler: Diffusion, observation: Batch, noise: Tensor) -> Tensor:
     """Chunks of the slow actor in robot units from noise [B, N, K + 1, H, A]: [B, N, H, A]."""
     policy, (count, candidates) = nets.slow_actor, noise.shape[:2]
-    drawn = ChunkNoise(noise.flatten(0, 1), torch.ones(count * candidates, sampler.steps, dtype=torch.bool))
+    chunk_noise = ChunkNoise(noise.flatten(0, 1), torch.ones(count * candidates, sampler.steps, dtype=torch.bool))
     context = rows(policy.encode(observation), torch.arange(count).repeat_interleave(candidates))
-    actions: Tensor = policy.actions(sampler.sample(policy, context, drawn).chunk)
+    actions: Tensor = policy.actions(sampler.sample(policy, context, chunk_noise).chunk)
     return actions.view(count, candidates, *actions.shape[1:])
 
 
@@ -233,14 +233,14 @@ def new_policy(config: VLAConfig) -> DiffusionMLP:
     """A diffusion policy for the data, with weights by the seed."""
     assert isinstance(config.trainer, FISOR) and config.policy.new is not None
     if config.demonstrations is not None and config.demonstrations.dataset is not None:
-        made = setup.new_policy(config, *demonstrated_frames(config, None))
-        assert isinstance(made, DiffusionMLP)
-        return made
+        policy = setup.new_policy(config, *demonstrated_frames(config, None))
+        assert isinstance(policy, DiffusionMLP)
+        return policy
     words = vocabulary(world_of(config, TASKS).lines)
     data = table_data(config, config.trainer, Words(words), config.policy.new.horizon)
-    made = setup.new_policy(config, frames_of(data), words)
-    assert isinstance(made, DiffusionMLP)
-    return made
+    policy = setup.new_policy(config, frames_of(data), words)
+    assert isinstance(policy, DiffusionMLP)
+    return policy
 
 
 def table_data(config: VLAConfig, settings: FISOR, reads: Reader, horizon: int) -> Transitions:
@@ -290,13 +290,13 @@ def judged_by(data: Transitions, steps: Steps, limit: float) -> dict[str, float]
     """`judged` of decisions of one action in a file's environment, with the return that it pays, and DSRL's two figures
     (arXiv 2306.09303): by the extreme returns of the file, and by the limit. Of success, which the file may not know,
     nothing."""
-    found = {name: value for name, value in judged(data).items() if "success" not in name}
-    found["eval/return_mean"] = float(data.reward.sum()) / len(data.episode.unique())
+    metrics = {name: value for name, value in judged(data).items() if "success" not in name}
+    metrics["eval/return_mean"] = float(data.reward.sum()) / len(data.episode.unique())
     low, high = extremes(steps.totals()[0])
     more = float(limit == 0)
-    return found | {
-        "eval/normalized_return": (found["eval/return_mean"] - low) / (high - low),
-        "eval/normalized_cost": (found["eval/cost_mean"] + more) / (limit + more),
+    return metrics | {
+        "eval/normalized_return": (metrics["eval/return_mean"] - low) / (high - low),
+        "eval/normalized_cost": (metrics["eval/cost_mean"] + more) / (limit + more),
     }
 
 
@@ -317,9 +317,9 @@ def judge(run: VLARun, settings: FISOR, behave: Behaviour, steps: Steps | None) 
         played = merge(*parts)
         if not len(played.done):
             raise RuntimeError(f"evaluating: all {lost} episodes were lost by their simulator")
-        found = {"eval/lost": float(lost)} if lost else {}
-        found |= judged(played) if steps is None else judged_by(played, steps, settings.cost_limit)
-        return found | {"eval/within_limit": float(found["eval/cost_mean"] <= settings.cost_limit)}
+        metrics = {"eval/lost": float(lost)} if lost else {}
+        metrics |= judged(played) if steps is None else judged_by(played, steps, settings.cost_limit)
+        return metrics | {"eval/within_limit": float(metrics["eval/cost_mean"] <= settings.cost_limit)}
 
     return evaluate
 
@@ -337,10 +337,13 @@ def train(run: VLARun, settings: FISOR) -> None:
     if steps is None:
         data = table_data(config, settings, actor, actor.horizon)
         found = judged(data)
-        shown = {"data/success_mean": found["eval/success_mean"], "data/cost_mean": found["eval/cost_mean"]}
+        data_figures = {"data/success_mean": found["eval/success_mean"], "data/cost_mean": found["eval/cost_mean"]}
     else:
         data = file_data(config, actor, steps)
-        shown = {"data/return_mean": float(steps.totals()[0].mean()), "data/cost_mean": float(steps.totals()[1].mean())}
+        data_figures = {
+            "data/return_mean": float(steps.totals()[0].mean()),
+            "data/cost_mean": float(steps.totals()[1].mean()),
+        }
     run.judge = judge(
         run,
         settings,
@@ -357,4 +360,4 @@ def train(run: VLARun, settings: FISOR) -> None:
                 found = train_step(nets, data, sampler, settings, critics, step_actor, seed=config.seed, step=number)
                 figures.note(found)
                 loop.advance(1)
-        loop.finish(figures.result() | shown | {"lr": loop.lr})
+        loop.finish(figures.result() | data_figures | {"lr": loop.lr})

@@ -22,8 +22,8 @@ from genrl.vla.update.scores import actor_loss, decisions, filtered, score
 
 def loss(settings: GRPO, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     """This micro-batch's share of the update's loss, [], and sums of figures."""
-    found = actor_loss(settings, score(settings, acting, given), given)
-    return {"loss": found.loss, **found.sums}
+    actor = actor_loss(settings, score(settings, acting, given), given)
+    return {"loss": actor.loss, **actor.sums}
 
 
 def train(run: VLARun, settings: GRPO) -> None:
@@ -33,9 +33,10 @@ def train(run: VLARun, settings: GRPO) -> None:
         returns = episode_returns(rollout)
         returns[~rollout.valid.any(0)] = math.nan  # an episode that was lost with its simulator compares with none
         advantage = episode_group_advantages(returns, rollout.group)
-        kept = rollout.valid & filtered(rollout, settings) & (advantage != 0)
+        # Without an advantage there is no gradient, and there is no KL here to be counted.
+        trained = rollout.valid & filtered(rollout, settings) & (advantage != 0)
         rows = advantage.expand(rollout.valid.shape)
-        chosen = decisions(rollout._replace(valid=kept), rows, rows, rows.new_ones(rows.shape))
+        chosen = decisions(rollout._replace(valid=trained), rows, rows, rows.new_ones(rows.shape))
         figures = Meter()
         learn(run, rollout, chosen, settings, figures, loss, policy=True, critic=False)
         run.finish(rollout, figures.result())

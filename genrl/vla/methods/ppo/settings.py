@@ -97,7 +97,7 @@ class PPO(Update):
             yield ("trainer.clip_base", "trainer.clip_range"), text
         if config.sampler.kind != "diffusion":
             written = {"clip_base": self.clip_base is not None, "denoising_gamma": self.denoising_gamma != 1}
-            for key in (key for key, there in written.items() if there):
+            for key in (key for key, is_written in written.items() if is_written):
                 yield (f"trainer.{key}", "sampler.kind"), "is of the trained steps of DPPO's chain; leave it out"
 
     def _start(self, config: VLAConfig) -> Iterator[Finding]:

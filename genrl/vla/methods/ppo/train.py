@@ -36,15 +36,16 @@ def train(run: VLARun, settings: PPO) -> None:
 
 def estimated_decisions(run: VLARun, rollout: ChunkRollout, settings: PPO) -> tuple[Decisions, dict[str, float]]:
     """The decisions of a rollout with normalised advantages, returns and weights, and how well the critic explains."""
-    found = estimate(rollout, settings)
+    gae = estimate(rollout, settings)
     rows = rollout.valid & filtered(rollout, settings)
-    kept = estimated(rollout, rows, settings)
-    normalised = run.normalised(found.advantages, kept)
-    weight = weights(rollout, kept, settings)
-    mean = summed({"weight": float(weight.sum()), "number": float(kept.sum())})
+    counted = estimated(rollout, rows, settings)
+    normalised = run.normalised(gae.advantages, counted)
+    weight = weights(rollout, counted, settings)
+    mean = summed({"weight": float(weight.sum()), "number": float(counted.sum())})
+    # To a mean of 1, so that the choice of weights does not change the size of the step.
     weight = weight * max(1.0, mean["number"]) / max(mean["weight"], 1e-9)
-    chosen = decisions(rollout._replace(valid=rows), normalised, found.returns, weight)
-    return chosen, explained_variance(run, found, kept)
+    chosen = decisions(rollout._replace(valid=rows), normalised, gae.returns, weight)
+    return chosen, explained_variance(run, gae, counted)
 
 
 def estimate(rollout: ChunkRollout, settings: PPO) -> Estimate:
@@ -54,6 +55,7 @@ def estimate(rollout: ChunkRollout, settings: PPO) -> Estimate:
     rewards, following, gamma, lam = rollout.rewards, rollout.next_values, settings.gamma, settings.lam
     flags = rollout.n_executed, rollout.terminated, rollout.truncated
     if settings.values == "action":
+        # A policy has a value for every action it plans; those beyond the executed ones are of no step.
         return action_gae(rewards, *flags, rollout.values[..., : rewards.shape[-1]], following, gamma=gamma, lam=lam)
     now = rollout.values[..., 0]
     return chunk_gae(rewards, *flags, now, following, gamma=gamma, lam=lam, mode=settings.discount)
@@ -79,8 +81,8 @@ def weights(rollout: ChunkRollout, kept: Tensor, settings: PPO) -> Tensor:
 def explained_variance(run: VLARun, found: Estimate, kept: Tensor) -> dict[str, float]:
     """`1 - var(R - V) / var(R)` of the critic that acted, over what has an advantage, of all processes."""
     values = found.returns - found.advantages  # of the critic that acted
-    own = torch.stack([found.returns[kept], values[kept]])
-    returns, values = torch.cat(gather_object([own]), 1)
+    pairs = torch.stack([found.returns[kept], values[kept]])
+    returns, values = torch.cat(gather_object([pairs]), 1)
     spread = float(returns.var(correction=0)) if len(returns) else 0.0
     unexplained = float((returns - values).var(correction=0)) if len(returns) else 0.0
     return {"critic/explained_variance": 1.0 - unexplained / spread if spread > 0 else 0.0}
@@ -91,8 +93,8 @@ def loss(settings: PPO, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     trains_policy = bool(given["trains_policy"])
     with torch.set_grad_enabled(trains_policy):  # the critic alone needs no graph of the chain
         scored = score(settings, acting, given)
-    found = actor_loss(settings, scored, given, **denoising(settings, scored, given))
-    sums, share = found.sums, found.loss if trains_policy else torch.zeros((), device=found.loss.device)
+    actor = actor_loss(settings, scored, given, **denoising(settings, scored, given))
+    sums, share = actor.sums, actor.loss if trains_policy else torch.zeros((), device=actor.loss.device)
     if bool(given["trains_critic"]):
         sums["loss/value"] = value_loss(settings, acting, scored, given)
         share = share + settings.value_weight * sums["loss/value"] / int(given["total"])

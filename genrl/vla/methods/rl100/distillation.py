@@ -51,14 +51,14 @@ def distil(
     for step in range(steps):
         rng = generator(seed, "distillation", step)
         index = torch.randint(len(observations[STATE]), (batch_size,), generator=rng)
-        shown = rows(observations, index)
+        batch = rows(observations, index)
         noise = torch.randn((batch_size, teacher.horizon, teacher.action_dim), generator=rng)
         with torch.no_grad():
-            goal = sampler.act(teacher, teacher.encode(shown), noise)
-        loss = (one_step(student, student.encode(shown), noise) - goal).square().mean()
-        found = step_beside(optimiser, loss)
+            goal = sampler.act(teacher, teacher.encode(batch), noise)
+        loss = (one_step(student, student.encode(batch), noise) - goal).square().mean()
+        loss_value = step_beside(optimiser, loss)
         schedule.step()
-        yield found
+        yield loss_value
 
 
 def distilled(run: VLARun, settings: RL100, observations: Batch) -> dict[str, float]:
@@ -79,6 +79,6 @@ def distilled(run: VLARun, settings: RL100, observations: Batch) -> dict[str, fl
     judge = config.evaluation
     env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
     # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
-    found = evaluate(Acting(student, LearnedNoise(steps=1)), env, episodes=judge.episodes, seed=judge.seed)
+    judged = evaluate(Acting(student, LearnedNoise(steps=1)), env, episodes=judge.episodes, seed=judge.seed)
     env.close()
-    return {"distil/error": error, "distil/success_mean": sum(found.success) / len(found.success)}
+    return {"distil/error": error, "distil/success_mean": sum(judged.success) / len(judged.success)}

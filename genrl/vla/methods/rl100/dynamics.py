@@ -37,19 +37,19 @@ class Dynamics(nn.Module):
         moved = torch.cat([data.next_observation[n] - data.observation[n] for n in self.names], 1)
         ones = [torch.ones(data.observation[n].shape[1]) if n != SEEN else self.stats[n]["std"] for n in self.names]
         self.register_buffer("scale", torch.maximum(moved.std(0), 0.01 * torch.cat(ones)))
-        numbers, seen = data.action[0].numel(), moved.shape[1]
+        numbers, moving = data.action[0].numel(), moved.shape[1]
         self.body = nn.Sequential(
-            nn.Linear(seen + numbers, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
-            nn.Linear(width, width), nn.SiLU(), nn.Linear(width, seen + 1),
+            nn.Linear(moving + numbers, width), nn.LayerNorm(width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
+            nn.Linear(width, width), nn.SiLU(), nn.Linear(width, moving + 1),
         )  # fmt: skip
 
     def forward(self, observation: Batch, action: Tensor) -> tuple[Tensor, Tensor]:
         """The change in units of its spread [B, S], and the logit of an end [B]."""
         device = self.scale.device
-        shown = [normalise(observation[name].to(device), self.stats[name], "MEAN_STD") for name in self.names]
+        normalised = [normalise(observation[name].to(device), self.stats[name], "MEAN_STD") for name in self.names]
         chunk = normalise(action.to(device), self.stats[ACTION], MODES["ACTION"]).clamp(-1.0, 1.0)
-        found = self.body(torch.cat([*shown, chunk.flatten(1)], 1))
-        return found[:, :-1], found[:, -1]
+        hidden = self.body(torch.cat([*normalised, chunk.flatten(1)], 1))
+        return hidden[:, :-1], hidden[:, -1]
 
     @torch.no_grad()
     def after(self, observation: Batch, action: Tensor) -> tuple[Batch, Tensor]:
@@ -92,12 +92,12 @@ def offline_value(
     """
     observation, count = start, len(start[STATE])
     over = torch.zeros(count, dtype=torch.bool)
-    kept, total = torch.zeros(count), 0.0
+    values, total = torch.zeros(count), 0.0
     for step in range(steps):
         noise = torch.randn(count, policy.horizon, policy.action_dim, generator=generator(seed, "judged", step))
         actions = policy.actions(sampler.act(policy, policy.encode(observation), noise))
-        kept = torch.where(over, kept, critics.slow_q(observation, actions).amin(0).cpu())
-        total += float(kept.mean())
+        values = torch.where(over, values, critics.slow_q(observation, actions).amin(0).cpu())
+        total += float(values.mean())
         following, ended = model.after(observation, actions)
         observation = {
             name: torch.where(over.view(-1, *[1] * (value.dim() - 1)), value, following[name])

@@ -60,8 +60,8 @@ def seen(policy: Any, observation: Batch) -> Batch:
         encoder.see(part := rows(looked, index), encoder.hear(part[TOKENS])).cpu()
         for index in torch.arange(prod(lead)).split(512)
     ]
-    kept = {name: value for name, value in observation.items() if name not in (IMAGE, POINTS)}
-    return kept | {SEEN: torch.cat(parts).unflatten(0, lead)}
+    numeric = {name: value for name, value in observation.items() if name not in (IMAGE, POINTS)}
+    return numeric | {SEEN: torch.cat(parts).unflatten(0, lead)}
 
 
 def demonstrated(config: VLAConfig, policy: Any, gamma: float) -> Transitions | None:

@@ -76,11 +76,11 @@ def draw_at(
     """Chunks of the behaviour copy at states of the data, with `min Q(s, a) - V(s)` normalised over the batch."""
     count = len(observation[STATE])
     rngs = [torch.Generator().manual_seed(seed) for seed in torch.randint(2**62, (count,), generator=rng).tolist()]
-    drawn = sampler.sample(old, old.encode(observation), sampler.noise(old, rngs))
-    actions = old.actions(drawn.chunk)
+    sampled = sampler.sample(old, old.encode(observation), sampler.noise(old, rngs))
+    actions = old.actions(sampled.chunk)
     advantage = normalise_advantages(critics.advantage(observation, actions), eps=1e-8).float()
-    log_prob = _sums(drawn.log_prob, executed)
-    return Drawn(observation, drawn.states, drawn.next_states, drawn.step_index, log_prob, advantage)
+    log_prob = _sums(sampled.log_prob, executed)
+    return Drawn(observation, sampled.states, sampled.next_states, sampled.step_index, log_prob, advantage)
 
 
 def surrogate_steps(
@@ -97,14 +97,14 @@ def surrogate_steps(
     tensors |= {"advantage": batch.advantage, "clip": torch.tensor(clip, dtype=torch.float64)}
     tensors |= {"executed": torch.tensor(executed)}
     for i in range(batch.states.shape[1]):
-        one = slice(i, i + 1)
-        record = {"states": batch.states[:, one], "next_states": batch.next_states[:, one]}
-        record |= {"step_index": batch.step_index[:, one], "old_log_prob": batch.log_prob[:, i]}
-        found = step(Recorded(None, tensors | record))
+        row = slice(i, i + 1)
+        record = {"states": batch.states[:, row], "next_states": batch.next_states[:, row]}
+        record |= {"step_index": batch.step_index[:, row], "old_log_prob": batch.log_prob[:, i]}
+        results = step(Recorded(None, tensors | record))
         yield {
-            "loss/policy": found["loss"].item(),
-            "kl/updates": found["kl/updates"].item(),
-            "ratio/clipped": found["ratio/clipped"].item(),
+            "loss/policy": results["loss"].item(),
+            "kl/updates": results["kl/updates"].item(),
+            "ratio/clipped": results["ratio/clipped"].item(),
         }
 
 
@@ -112,14 +112,14 @@ def loss(settings: RL100, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     """`-mean min(r A, clip(r, 1 -+ clip) A)` of one denoising step, [], and figures."""
     policy, clip = acting.policy, float(given["clip"])
     record = (given["states"], given["next_states"], given["step_index"])
-    again = acting.sampler.replay(policy, policy.encode(observation_of(given)), *record)
-    log_prob = _sums(again.log_prob, int(given["executed"]))[:, 0]
+    replay = acting.sampler.replay(policy, policy.encode(observation_of(given)), *record)
+    log_prob = _sums(replay.log_prob, int(given["executed"]))[:, 0]
     old = given["old_log_prob"].to(log_prob)
-    found = clipped_surrogate(log_prob, old, given["advantage"].to(log_prob), clip, clip)
+    surrogate = clipped_surrogate(log_prob, old, given["advantage"].to(log_prob), clip, clip)
     return {
-        "loss": found.loss.mean(),
+        "loss": surrogate.loss.mean(),
         "kl/updates": approximate_kl(log_prob, old).mean(),
-        "ratio/clipped": found.clipped.float().mean(),
+        "ratio/clipped": surrogate.clipped.float().mean(),
     }
 
 
@@ -136,16 +136,16 @@ def online_batch(
     flat = {name: value.flatten(0, 1) for name, value in rollout.observations.items()}
     values = critics.v(flat).cpu().view(decisions + 1, count)
     flags = (rollout.terminated, rollout.truncated)
-    found = chunk_gae(
+    gae = chunk_gae(
         *(rollout.rewards, rollout.n_executed, *flags, values[:-1], values[1:]), gamma=gamma, lam=lam, mode="smdp"
     )
     index = rollout.valid.flatten().nonzero()[:, 0]
     chosen = training_rows(rollout, index)
-    advantage = normalise_advantages(found.advantages.flatten()[index], eps=1e-5).float()
+    advantage = normalise_advantages(gae.advantages.flatten()[index], eps=1e-5).float()
     log_prob = _sums(chosen.log_prob, executed)
     record = (chosen.states, chosen.next_states, chosen.step_index)
-    drawn = Drawn(chosen.observation, *record, log_prob, advantage)
-    return drawn, found.returns.flatten()[index].float(), chosen.observation
+    batch = Drawn(chosen.observation, *record, log_prob, advantage)
+    return batch, gae.returns.flatten()[index].float(), chosen.observation
 
 
 def part(batch: Drawn, index: Tensor) -> Drawn:
@@ -182,8 +182,8 @@ def train(run: VLARun, settings: RL100) -> None:
             mean_of_last(
                 imitate(policy, run.frames, steps=steps, batch_size=size, learning_rate=IMITATION_LR, seed=config.seed)
             )
-        shown = demonstrated(config, policy, CRITICS.gamma)
-        store.data = {} if shown is None else {"transitions": shown}
+        demonstrations = demonstrated(config, policy, CRITICS.gamma)
+        store.data = {} if demonstrations is None else {"transitions": demonstrations}
         store.ready = True
     if inputs.looks:  # what it sees is kept in place of what it looked at (`episodes.seen`)
         policy.encoder.requires_grad_(False)
@@ -209,32 +209,32 @@ def offline_round(
     sampler, seed = sampler_of(config, policy), derive_seed(config.seed, "round", iteration)
     with loop.timed("rollout"):
         new = collected(run, sampler, settings.episodes, iteration, CRITICS.gamma)
-    known = [store.data["transitions"]] if "transitions" in store.data else []
-    data = store.data["transitions"] = merge(*known, new)
+    datasets = [store.data["transitions"]] if "transitions" in store.data else []
+    data = store.data["transitions"] = merge(*datasets, new)
     if "seen" not in store.data:  # critics learn on in later rounds, so the numbers that they read keep their meaning
         store.data["seen"] = seen_statistics(data)
         critics.normalise_by(store.data["seen"])
-    found = {"data/transitions": float(len(data.reward)), "data/success_mean": success_of(new)}
+    figures = {"data/transitions": float(len(data.reward)), "data/success_mean": success_of(new)}
     with loop.timed("critics"):
         count = settings.critic_steps
         learned = train_iql(critics, data, CRITICS, steps=count, seed=seed)
-        found |= followed(run, "learning critics", count, learned, "critic")
+        figures |= followed(run, "learning critics", count, learned, "critic")
         with seeded(config.seed, "round", iteration):
             model = Dynamics(data, policy.stats | store.data["seen"]).to(loop.process.accelerator.device)
         how: dict[str, Any] = {"batch_size": CRITICS.batch_size, "learning_rate": CRITICS.lr}
-        found["dynamics/loss"] = mean_of_last(
+        figures["dynamics/loss"] = mean_of_last(
             train_dynamics(model, data, steps=settings.dynamics_steps, seed=seed, **how)
         )
     with loop.timed("train"):
-        found |= improve(run, settings, critics, model, data, step, iteration, seed)
+        figures |= improve(run, settings, critics, model, data, step, iteration, seed)
     if settings.union_steps:
         loop.phase("imitating")
         chosen = data if config.environment.success_key is None else take(data, successful(data))
         frames, steps, size = frames_of(chosen), settings.union_steps, settings.batch_size
-        found["loss/imitation"] = mean_of_last(
+        figures["loss/imitation"] = mean_of_last(
             imitate(policy, frames, steps=steps, batch_size=size, learning_rate=UNION_LR, seed=seed)
         )
-    return found
+    return figures
 
 
 class Gate:

@@ -130,8 +130,8 @@ def label_pairs(
     those of a call that failed will be.
     Raises `genrl_rewards.RewardFailed` as soon as the judge has failed too often.
     """
-    asked, place = torch.cat([pairs.first, pairs.second]).unique(return_inverse=True)
-    images = look(asked)
+    numbers, place = torch.cat([pairs.first, pairs.second]).unique(return_inverse=True)
+    images = look(numbers)
     hashes = [image_hash(image) for image in images]
     first, second = place.chunk(2)
     open_pairs: dict[tuple[bytes, bytes, str], tuple[int, int]] = {}
@@ -161,8 +161,8 @@ def label_pairs(
             for (key, _), a, b in zip(part, scores.values[::2], scores.values[1::2], strict=True):
                 cache.put(*key, label_of(a, b, margin))
         advance(len(part))
-    found = [cache.get(*key) for key in keys]
-    return torch.tensor([UNUSABLE if label is None else label for label in found], dtype=torch.int64)
+    cached = [cache.get(*key) for key in keys]
+    return torch.tensor([UNUSABLE if label is None else label for label in cached], dtype=torch.int64)
 
 
 def label_of(first: float, second: float, margin: float) -> int:
@@ -207,15 +207,15 @@ def train_rewards(
 
     Those below 0 are dropped. Every member has minibatches of its own. Raises ValueError where no pair is left.
     """
-    known = (labels >= 0).nonzero()[:, 0]
-    if not len(known):
+    labelled = (labels >= 0).nonzero()[:, 0]
+    if not len(labelled):
         raise ValueError(f"none of the {len(labels)} labels prefers a frame: ask a judge that can tell them apart")
     optimiser = torch.optim.Adam(ensemble.parameters(), lr=learning_rate)
     for step in range(steps):
         losses, hits = [], []
         for member, net in enumerate(ensemble.nets):
             rng = generator(seed, "reward", step, member)
-            chosen = known[torch.randint(len(known), (batch_size,), generator=rng)]
+            chosen = labelled[torch.randint(len(labelled), (batch_size,), generator=rng)]
             both = rows(frames, torch.cat([pairs.first[chosen], pairs.second[chosen]]))
             first, second = torch.tanh(net(both)).chunk(2)
             target = labels[chosen].to(first)
@@ -242,8 +242,8 @@ def relabel(ensemble: RewardEnsemble, transitions: Transitions, *, batch_size: i
     """
     following = transitions.next_observation
     parts = torch.arange(len(transitions.reward)).split(batch_size)
-    found = torch.cat([ensemble(rows(following, part)).mean(0).cpu() for part in parts])
-    reward = torch.where(transitions.done, found, (1.0 - transitions.discount) * found)
+    rewards = torch.cat([ensemble(rows(following, part)).mean(0).cpu() for part in parts])
+    reward = torch.where(transitions.done, rewards, (1.0 - transitions.discount) * rewards)
     return transitions._replace(reward=reward, terminated=transitions.done)
 
 

@@ -72,14 +72,14 @@ def learn_rewards(
     outage = Outage(**settings.outage.model_dump())
     judge = open_reward(settings.judge, settings.args, device=device, remote=settings.remote, outage=outage)
     frames, figures = data.next_observation, Meter()
-    kept, labels = Pairs(*(torch.zeros(0, dtype=torch.int64) for _ in range(2))), torch.zeros(0, dtype=torch.int64)
+    labelled, labels = Pairs(*(torch.zeros(0, dtype=torch.int64) for _ in range(2))), torch.zeros(0, dtype=torch.int64)
     try:
         for number in range(settings.rounds):
-            wanted = settings.pairs if number == 0 else CANDIDATES * settings.pairs
-            pairs = draw_pairs(lines, wanted, seed=seed, round_number=number)
+            num_candidates = settings.pairs if number == 0 else CANDIDATES * settings.pairs
+            pairs = draw_pairs(lines, num_candidates, seed=seed, round_number=number)
             if number:  # before the first labels there is nothing to go by
                 pairs = choose(ensemble, frames, pairs, settings.pairs)
-            told = label_pairs(
+            answers = label_pairs(
                 judge,
                 lambda asked: world.pictures(rows(frames, asked), settings.image_size),
                 lines,
@@ -89,10 +89,10 @@ def learn_rewards(
                 batch_size=settings.batch_size,
                 advance=advance,
             )
-            kept = Pairs(*(torch.cat(both) for both in zip(kept, pairs, strict=True)))
-            labels = torch.cat([labels, told])
+            labelled = Pairs(*(torch.cat(both) for both in zip(labelled, pairs, strict=True)))
+            labels = torch.cat([labels, answers])
             figures, round_seed = Meter(), derive_seed(seed, "round", number)
-            for row in train_rewards(ensemble, frames, kept, labels, steps=settings.steps, seed=round_seed):
+            for row in train_rewards(ensemble, frames, labelled, labels, steps=settings.steps, seed=round_seed):
                 figures.note({f"labels/{name}": value for name, value in row.items()})
     finally:
         genrl_rewards.close(judge)
@@ -113,28 +113,28 @@ def train(run: VLARun, settings: RLVLMF) -> None:
     store = Store(rewards=ensemble, critics=critics)
     loop.keep("rl_vlm_f", store, changes=False)
     if not store.ready:
-        asked = settings.labels
-        loop.phase("labelling", asked.rounds * asked.pairs)
-        path = loop.process.run.folder / "labels.jsonl" if asked.cache is None else Path(asked.cache)
+        num_labels = settings.labels
+        loop.phase("labelling", num_labels.rounds * num_labels.pairs)
+        path = loop.process.run.folder / "labels.jsonl" if num_labels.cache is None else Path(num_labels.cache)
         # what answers depend on besides the pictures
-        cache = LabelCache(path, f"{asked.judge} {sorted(asked.args.items())} margin {asked.margin}")
+        cache = LabelCache(path, f"{num_labels.judge} {sorted(num_labels.args.items())} margin {num_labels.margin}")
         lines = world.instructions(data.next_observation, policy)
-        found: dict[str, Any] = learn_rewards(
+        figures: dict[str, Any] = learn_rewards(
             world,
             ensemble,
             data,
             lines,
-            asked,
+            num_labels,
             cache,
             seed=config.seed,
             device=str(device),
             advance=loop.advance_or_leave,
         )
-        found["labels/asked"] = float(cache.asked)
+        figures["labels/asked"] = float(cache.asked)
         # success is told to the figures alone
         paid = relabel(ensemble, data)
         advantage, learned = advantage_of(run, settings, critics, paid, "data/advantage_gap", batch_size=256)
-        store.data = {"advantage": advantage, "figures": found | learned}
+        store.data = {"advantage": advantage, "figures": figures | learned}
         store.ready = True
     regress(run, settings, loss, data, store.data["advantage"], store.data["figures"])
 

@@ -20,5 +20,5 @@ def loss(settings: SFT, acting: Acting, given: Recorded) -> dict[str, Tensor]:
 def train(run: VLARun, settings: SFT) -> None:
     """Iterations of optimiser steps on the demonstrations."""
     for _ in run.loop.iterations():
-        found = imitation_updates(run, settings, run.frames, loss)
-        run.loop.finish(found | {"lr": run.loop.lr})
+        figures = imitation_updates(run, settings, run.frames, loss)
+        run.loop.finish(figures | {"lr": run.loop.lr})

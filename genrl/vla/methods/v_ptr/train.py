@@ -63,16 +63,16 @@ def pretrained(world: World, policy: Any, data: Transitions, settings: VPTR, *, 
     other = copy.deepcopy(policy)
     if settings.encoder == "imitation":
         steps = imitate(other, frames_of(data), steps=count, batch_size=BATCH, learning_rate=LEARNING_RATE, seed=seed)
-        found = {"pretraining/loss": mean_of_last(steps)}
+        figures = {"pretraining/loss": mean_of_last(steps)}
     else:
-        shown = videos(world, settings.videos, policy.image_size, seed=derive_seed(seed, "videos") % 2**32)
+        recordings = videos(world, settings.videos, policy.image_size, seed=derive_seed(seed, "videos") % 2**32)
         with seeded(seed, "icvf"):
             icvf = ICVF(other.encoder).to(next(policy.parameters()).device)
-        found = {"pretraining/loss": mean_of_last(train_icvf(icvf, shown, steps=count, seed=seed))}
-        found["pretraining/order"] = order(icvf, shown)
+        figures = {"pretraining/loss": mean_of_last(train_icvf(icvf, recordings, steps=count, seed=seed))}
+        figures["pretraining/order"] = order(icvf, recordings)
     learned = {name: value for name, value in other.encoder.state_dict().items() if name.startswith(LOOKS)}
     policy.encoder.load_state_dict(policy.encoder.state_dict() | learned)
-    return found
+    return figures
 
 
 @torch.no_grad()
@@ -81,8 +81,8 @@ def with_features(policy: Any, data: Transitions) -> Transitions:
     look = ICVF(policy.encoder).features
 
     def told(observation: Batch) -> Batch:
-        kept = {name: observation[name] for name in (STATE, TOKENS)}
-        return kept | {ENVIRONMENT: torch.cat([look(part) for part in observation[IMAGE].split(512)]).cpu()}
+        numeric = {name: observation[name] for name in (STATE, TOKENS)}
+        return numeric | {ENVIRONMENT: torch.cat([look(part) for part in observation[IMAGE].split(512)]).cpu()}
 
     return data._replace(observation=told(data.observation), next_observation=told(data.next_observation))
 
@@ -91,16 +91,16 @@ def prepared(run: VLARun, settings: VPTR, data: Transitions) -> dict[str, Any]:
     """The encoder, then critics on its features: the advantage [N] of the data's chunks, and figures."""
     config, loop, policy = run.config, run.loop, run.policy
     loop.phase("looking at videos")
-    found = pretrained(world_of(config), policy, data, settings, seed=config.seed)
-    seen = with_features(policy, data)
-    features = seen.observation[ENVIRONMENT]
+    figures = pretrained(world_of(config), policy, data, settings, seed=config.seed)
+    with_seen = with_features(policy, data)
+    features = with_seen.observation[ENVIRONMENT]
     inputs = Inputs(policy.config.inputs.state, policy.config.inputs.vocabulary, environment=features.shape[1])
     stats = policy.stats | frame_statistics({ENVIRONMENT: features})
     with seeded(config.seed, "critics"):
         critics = Critics(inputs, stats, policy.horizon * policy.action_dim)
     critics = critics.to(loop.process.accelerator.device)
-    advantage, learned = advantage_of(run, settings, critics, seen, "critic/advantage_gap", batch_size=128)
-    return {"advantage": advantage, "figures": found | learned}
+    advantage, learned = advantage_of(run, settings, critics, with_seen, "critic/advantage_gap", batch_size=128)
+    return {"advantage": advantage, "figures": figures | learned}
 
 
 def train(run: VLARun, settings: VPTR) -> None:
@@ -221,12 +221,12 @@ def draw(videos: int, frames: int, count: int, rng: torch.Generator) -> Drawn:
     video = torch.randint(videos, (count,), generator=rng)
     place = torch.randint(frames - 1, (count,), generator=rng)
     ahead = (torch.rand(count, generator=rng) * (frames - place)).long()
-    own = torch.arange(count)
+    rows = torch.arange(count)
 
     def choose() -> Tensor:
         kind, other = torch.rand(count, generator=rng), torch.randperm(count, generator=rng)
-        elsewhere = torch.where(kind < CURRENT + FUTURE, count + own, count + other)
-        return torch.where(kind < CURRENT, own, elsewhere)
+        elsewhere = torch.where(kind < CURRENT + FUTURE, count + rows, count + other)
+        return torch.where(kind < CURRENT, rows, elsewhere)
 
     intent, goal = choose(), choose()
     goal = torch.where(torch.rand(count, generator=rng) < SAME, intent, goal)
@@ -240,19 +240,19 @@ def train_icvf(icvf: ICVF, videos: Tensor, *, steps: int, seed: int) -> Iterator
     optimiser = torch.optim.Adam(icvf.parameters(), lr=LEARNING_RATE)
     pictures = videos.flatten(0, 1)
     for step in range(steps):
-        drawn = draw(len(videos), videos.shape[1], BATCH, generator(seed, "icvf", step))
-        frames = torch.cat([drawn.now, drawn.later])
-        seen = pictures[frames]
-        own, fixed = icvf.features(seen), slow.features(seen)
-        following, count = slow.features(pictures[drawn.following]), BATCH
-        goal, intent = fixed[drawn.goal], fixed[drawn.intent]
+        batch = draw(len(videos), videos.shape[1], BATCH, generator(seed, "icvf", step))
+        frames = torch.cat([batch.now, batch.later])
+        images = pictures[frames]
+        features, fixed = icvf.features(images), slow.features(images)
+        following, count = slow.features(pictures[batch.following]), BATCH
+        goal, intent = fixed[batch.goal], fixed[batch.intent]
         errors = icvf_errors(
-            icvf.values(own[:count], own[drawn.goal], own[drawn.intent]),
+            icvf.values(features[:count], features[batch.goal], features[batch.intent]),
             slow.values(following, goal, intent),
             slow.values(fixed[:count], intent, intent),
             slow.values(following, intent, intent),
-            (frames[drawn.goal] == drawn.now).to(own.device),
-            (frames[drawn.intent] == drawn.now).to(own.device),
+            (frames[batch.goal] == batch.now).to(features.device),
+            (frames[batch.intent] == batch.now).to(features.device),
             discount=DISCOUNT,
             expectile=EXPECTILE,
         )

@@ -43,8 +43,8 @@ def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
     # with a limit of the user's, a suite's own is that, too
     own = {"protocol": protocol, "assets": assets, "limit": reading.max_steps}
     limit = longest if reading.max_steps is None else reading.max_steps
-    given = {"tasks": names, "reading": replace(reading, max_steps=limit), "own": own}
-    return Description(host, given, len(names), limit, in_order=True)
+    arguments = {"tasks": names, "reading": replace(reading, max_steps=limit), "own": own}
+    return Description(host, arguments, len(names), limit, in_order=True)
 
 
 def host(slots: int, *, tasks: Sequence[str], reading: Reading, own: Mapping[str, Any]) -> SlotHost:
@@ -85,14 +85,14 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
         # without a context for pictures, which `picture` makes when one is first wanted
         with seeded(0):  # furniture is put anew by each reset
-            made: Any = ControlEnv(
+            control: Any = ControlEnv(
                 bddl, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True, hard_reset=False
             )
-        for name, observable in made.env._observables.items():
+        for name, observable in control.env._observables.items():
             if name not in READ:
                 observable.set_enabled(False)
                 observable.set_active(False)
-        return made
+        return control
 
     @property
     def listed_starts(self) -> int:
@@ -112,11 +112,11 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
                 f"the starts of {self.task} have {self.starts.shape[1]} numbers, its scene {width}: they belong to "
                 "another version of LIBERO, or of its scenes"
             )
-        seen = self.env.set_init_state(self.starts[number])
+        observation = self.env.set_init_state(self.starts[number])
         for _ in range(self.protocol.settle):
-            seen = self._moved(np.array(REST))[0]
+            observation = self._moved(np.array(REST))[0]
         self.elapsed = 0
-        return self._named(seen), {"is_success": False}
+        return self._named(observation), {"is_success": False}
 
     def _forget(self) -> None:
         """Reset what a start must not depend on: robosuite's reset of a scene that is there leaves out the controller's
@@ -144,10 +144,10 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
     def step(self, action: NDArray[np.float32]) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
         """One action."""
-        seen, success = self._moved(np.asarray(action, dtype=np.float64))
+        observation, success = self._moved(np.asarray(action, dtype=np.float64))
         self.elapsed += 1
         over = self.elapsed >= self.limit and not success
-        return self._named(seen), float(success), success, over, {"is_success": success}
+        return self._named(observation), float(success), success, over, {"is_success": success}
 
     def _moved(self, action: NDArray[np.float64]) -> tuple[dict[str, Any], bool]:
         """One action: robosuite's observation, and success.
@@ -174,10 +174,10 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
         sim.forward, sim.step = forward, step
         try:
-            seen, _, success, _ = self.env.step(action)
+            observation, _, success, _ = self.env.step(action)
         finally:
             del sim.forward, sim.step
-        return seen, bool(success)
+        return observation, bool(success)
 
     def _named(self, seen: Mapping[str, Any]) -> Seen:
         return {"agent_pos": state(seen), "environment_state": self.things().reshape(-1)}
@@ -206,14 +206,14 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
         robot, plain = inner.robots[0], (np.ndarray, np.generic, float, int, bool)
         parts = [self, inner, robot.controller, robot.gripper, *inner._observables.values()]
         before = [{k: copy.copy(v) for k, v in vars(part).items() if isinstance(v, plain)} for part in parts]
-        data, seen = copy.copy(sim.data._data), dict(inner._obs_cache)
+        data, cache = copy.copy(sim.data._data), dict(inner._obs_cache)
         try:
             yield
         finally:
             mujoco.mj_copyData(sim.data._data, sim.model._model, data)
             for part, values in zip(parts, before, strict=True):
                 vars(part).update(values)
-            inner._obs_cache = seen
+            inner._obs_cache = cache
 
     def expert_chunk(self, horizon: int) -> NDArray[np.float32]:
         """See `simulator.Expert`: the scripted expert's next actions, tried out; it rests after its success."""
@@ -253,10 +253,10 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
                 None
             )  # the first picture shows what later ones would: places as the last step left them
             try:
-                made = MjRenderContextOffscreen(sim, device_id=-1)
+                context = MjRenderContextOffscreen(sim, device_id=-1)
             finally:
                 del sim.forward
-            made.vopt.geomgroup[:2] = 0, 1  # what is seen, without what collides
+            context.vopt.geomgroup[:2] = 0, 1  # what is seen, without what collides
         sim._render_context_offscreen.gl_ctx.make_current()
 
 

@@ -137,6 +137,6 @@ def gripper(env: LiberoEnv) -> tuple[NDArray[np.float64], float, float]:
 
 def moved(way: NDArray[np.float64], *, grip: float) -> NDArray[np.float32]:
     """The action that sends the hand along `way` [3] metres, as far as one action goes."""
-    found = np.zeros(7, dtype=np.float32)
-    found[:3], found[6] = np.clip(way * GAIN / STEP, -1.0, 1.0), grip
-    return found
+    action = np.zeros(7, dtype=np.float32)
+    action[:3], action[6] = np.clip(way * GAIN / STEP, -1.0, 1.0), grip
+    return action

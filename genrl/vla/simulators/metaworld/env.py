@@ -42,8 +42,8 @@ def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
         raise ValueError(f"metaworld has no settings, got {sorted(settings)}")
     limit = MAX_STEPS if reading.max_steps is None else reading.max_steps
     names = checked(tasks)
-    told = {"tasks": names, "reading": replace(reading, success_key="success", max_steps=limit)}
-    return Description(host, told, len(names), limit)
+    arguments = {"tasks": names, "reading": replace(reading, success_key="success", max_steps=limit)}
+    return Description(host, arguments, len(names), limit)
 
 
 def host(slots: int, *, tasks: Sequence[str], reading: Reading) -> SlotHost:
@@ -62,8 +62,8 @@ def demonstrate(tasks: Sequence[str], count: int, *, max_steps: int | None, **ho
     names, limit = checked(tasks), MAX_STEPS if max_steps is None else max_steps
     episodes = expert_episodes(names, MetaWorldEnv, scripted, count, max_steps=limit, **how)
     # after its success the hand rests, with the gripper as it was
-    rest: Rest = lambda actions: (0.0, 0.0, 0.0, float(actions[-1, 3]))  # noqa: E731
-    return Shown([INSTRUCTIONS[name] for name in names], episodes, rest)
+    still: Rest = lambda actions: (0.0, 0.0, 0.0, float(actions[-1, 3]))  # noqa: E731
+    return Shown([INSTRUCTIONS[name] for name in names], episodes, still)
 
 
 def scripted(env: MetaWorldEnv) -> Callable[[Mapping[str, NDArray[np.float64]]], NDArray[np.float32]]:
@@ -101,21 +101,21 @@ class MetaWorldEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.floa
         for frozen in (False, True):  # as Meta-World does: only the second one sees what the first has moved
             inner._freeze_rand_vec = frozen
             mujoco.mj_resetData(inner.model, inner.data)
-            seen = inner.reset_model()
-        inner._prev_obs = seen[:18].copy()
-        seen[18:36] = inner._prev_obs
+            observation = inner.reset_model()
+        inner._prev_obs = observation[:18].copy()
+        observation[18:36] = inner._prev_obs
         mujoco.mj_forward(inner.model, inner.data)
-        self.seen = seen
-        return _named(seen), {"success": 0.0}
+        self.seen = observation
+        return _named(observation), {"success": 0.0}
 
     def step(
         self, action: NDArray[np.float32]
     ) -> tuple[dict[str, NDArray[np.float64]], float, bool, bool, dict[str, Any]]:
         """One action."""
         self.scene.enter(self)
-        seen, reward, _, truncated, info = self.inner.step(action)
-        self.seen = seen
-        return _named(seen), float(reward), False, truncated, info
+        observation, reward, _, truncated, info = self.inner.step(action)
+        self.seen = observation
+        return _named(observation), float(reward), False, truncated, info
 
     def expert_action(self, seen: NDArray[np.float64]) -> NDArray[np.float32]:
         """What Meta-World's scripted policy does at an observation [39]: [4], clipped to the box."""
@@ -135,11 +135,11 @@ class MetaWorldEnv(gymnasium.Env[dict[str, NDArray[np.float64]], NDArray[np.floa
         vars(inner).update(copy.deepcopy({name: before[name] for name in self.scene.own}))
         inner.data, inner.curr_path_length = copy.copy(inner.data), 0
         actions = np.zeros((horizon, 4), dtype=np.float32)
-        seen, success = self.seen, False
+        observation, success = self.seen, False
         try:
             for k in range(horizon):
-                actions[k] = (0.0, 0.0, 0.0, actions[k - 1, 3]) if success else self.expert_action(seen)
-                seen, _, _, _, info = inner.step(actions[k])
+                actions[k] = (0.0, 0.0, 0.0, actions[k - 1, 3]) if success else self.expert_action(observation)
+                observation, _, _, _, info = inner.step(actions[k])
                 success = success or bool(info["success"])
         finally:
             vars(inner).update(before)
@@ -163,17 +163,17 @@ class _Scene:
     """A task's model, which of its environments is in it, and its renderers, one per size."""
 
     def __init__(self, task: str) -> None:
-        made = _task_class(task)()
-        made._partially_observable = False  # the goal is in the observation, as in Meta-World's MT benchmarks
-        del made.sawyer_observation_space  # whose bounds for the goal were those of a hidden one
-        made._freeze_rand_vec, made.seeded_rand_vec = False, True
-        made._set_task_called = True
-        camera = _mujoco().mj_name2id(made.model, _mujoco().mjtObj.mjOBJ_CAMERA, CAMERA)
-        made.model.cam_pos[camera] = CAMERA_PLACE
-        self.made, self.model = made, made.model
+        task_env = _task_class(task)()
+        task_env._partially_observable = False  # the goal is in the observation, as in Meta-World's MT benchmarks
+        del task_env.sawyer_observation_space  # whose bounds for the goal were those of a hidden one
+        task_env._freeze_rand_vec, task_env.seeded_rand_vec = False, True
+        task_env._set_task_called = True
+        camera = _mujoco().mj_name2id(task_env.model, _mujoco().mjtObj.mjOBJ_CAMERA, CAMERA)
+        task_env.model.cam_pos[camera] = CAMERA_PLACE
+        self.made, self.model = task_env, task_env.model
         shared = {"model", "data", "mujoco_renderer", "np_random", "_np_random"}
-        spaces_too = {name for name, value in vars(made).items() if isinstance(value, spaces.Space)}
-        self.own = {name: value for name, value in vars(made).items() if name not in shared | spaces_too}
+        spaces_too = {name for name, value in vars(task_env).items() if isinstance(value, spaces.Space)}
+        self.own = {name: value for name, value in vars(task_env).items() if name not in shared | spaces_too}
         self.still = {name: getattr(self.model, name).copy() for name in ("body_pos", "site_pos")}
         self.inside: MetaWorldEnv | None = None
         self.renderers: dict[int, Any] = {}

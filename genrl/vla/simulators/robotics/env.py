@@ -118,10 +118,10 @@ class RoboticsEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
     def expert_chunk(self, horizon: int) -> NDArray[np.float32]:
         """See `simulator.Expert`: `expert`'s next actions, which keep to the target once it is reached."""
-        inner, seen, actions = self.ahead(), self.seen, []
+        inner, observation, actions = self.ahead(), self.seen, []
         for _ in range(horizon):
-            actions.append(np.clip(self.expert(seen), -1.0, 1.0).astype(np.float32))
-            seen = self.named(inner.step(actions[-1].astype(np.float64))[0])
+            actions.append(np.clip(self.expert(observation), -1.0, 1.0).astype(np.float32))
+            observation = self.named(inner.step(actions[-1].astype(np.float64))[0])
         return np.stack(actions)
 
     def picture(self, size: int) -> NDArray[np.uint8]:
@@ -146,8 +146,8 @@ class Shared:
 
     def __init__(self, task_id: str) -> None:
         self.mujoco = import_mujoco(task_id, "robotics")
-        made: Any = gymnasium.make(find_registered(task_id), disable_env_checker=True)
-        self.made = made.unwrapped
+        robotics_env: Any = gymnasium.make(find_registered(task_id), disable_env_checker=True)
+        self.made = robotics_env.unwrapped
         model, plane = self.made.model, self.mujoco.mjtGeom.mjGEOM_PLANE
         for number in np.flatnonzero(model.geom_type == int(plane)):
             # a floor is drawn in squares of this size, 0.25 m in PointMaze: two thirds of a picture's time for nothing
@@ -187,8 +187,8 @@ def describe(
     names = checked(family, tasks)
     limits = [family.tasks[task].max_steps for task in names]
     limit = max(limits) if reading.max_steps is None else reading.max_steps
-    told = {"family": family, "tasks": names, "reading": replace(reading, success_key="success", max_steps=limit)}
-    return Description(host, told, len(names), limit)
+    arguments = {"family": family, "tasks": names, "reading": replace(reading, success_key="success", max_steps=limit)}
+    return Description(host, arguments, len(names), limit)
 
 
 def host(slots: int, *, family: type[RoboticsEnv], tasks: Sequence[str], reading: Reading) -> SlotHost:
@@ -218,8 +218,8 @@ def checked(family: type[RoboticsEnv], tasks: Sequence[str]) -> tuple[str, ...]:
     for task in tasks:
         if task not in family.tasks:
             near = difflib.get_close_matches(task.lower(), family.tasks, n=1, cutoff=0.0)[0]
-            known = ", ".join(family.tasks)
+            names = ", ".join(family.tasks)
             raise ValueError(
-                f"environment.tasks: {family.name} has no task {task!r}; the nearest is {near!r}, of {known}"
+                f"environment.tasks: {family.name} has no task {task!r}; the nearest is {near!r}, of {names}"
             )
     return tuple(tasks) or tuple(family.tasks)

@@ -35,16 +35,20 @@ class FetchEnv(RoboticsEnv):
     workspace = Box((1.0, 0.3, 0.405), (1.7, 1.2, 1.0))
 
     def slot(self) -> Any:
-        made = self.shared.made
-        return twin(made, data=self.shared.mujoco.MjData(made.model))
+        model_env = self.shared.made
+        return twin(model_env, data=self.shared.mujoco.MjData(model_env.model))
 
     def ahead(self) -> Any:
         return twin(self.inner, data=copy.copy(self.inner.data))
 
     def named(self, raw: Mapping[str, NDArray[np.float64]]) -> Seen:
-        seen = raw["observation"]
-        own = seen if len(seen) == 10 else np.concatenate([seen[:3], seen[9:11], seen[20:25]])
-        return {"agent_pos": own, "environment_state": np.concatenate([raw["achieved_goal"], raw["desired_goal"]])}
+        observation = raw["observation"]
+        numbers = (
+            observation
+            if len(observation) == 10
+            else np.concatenate([observation[:3], observation[9:11], observation[20:25]])
+        )
+        return {"agent_pos": numbers, "environment_state": np.concatenate([raw["achieved_goal"], raw["desired_goal"]])}
 
     def succeeded(self, info: Mapping[str, Any]) -> bool:
         return bool(info["is_success"])

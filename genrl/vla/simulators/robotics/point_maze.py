@@ -40,10 +40,10 @@ class PointMazeEnv(RoboticsEnv):
 
     def slot(self) -> Any:
         """The maze and the ball in it have a class each."""
-        made = self.shared.made
-        own = {"data": self.shared.mujoco.MjData(made.model), "init_qpos": made.point_env.init_qpos.copy()}
-        ball = twin(made.point_env, **own)
-        return twin(made, point_env=ball)
+        model_env = self.shared.made
+        parts = {"data": self.shared.mujoco.MjData(model_env.model), "init_qpos": model_env.point_env.init_qpos.copy()}
+        ball = twin(model_env.point_env, **parts)
+        return twin(model_env, point_env=ball)
 
     def ahead(self) -> Any:
         ball = self.inner.point_env
@@ -67,10 +67,10 @@ class PointMazeEnv(RoboticsEnv):
     def expert(self, seen: Seen) -> NDArray[np.float64]:
         """Moves to the middle of the next cell of a shortest way, or to the target once it is in the same one."""
         maze, place, velocity = self.inner.maze, seen["agent_pos"][:2], seen["agent_pos"][2:]
-        here, there = (tuple(maze.cell_xy_to_rowcol(xy).tolist()) for xy in (place, seen["environment_state"]))
+        here, goal = (tuple(maze.cell_xy_to_rowcol(xy).tolist()) for xy in (place, seen["environment_state"]))
         walls = tuple(tuple(cell == 1 for cell in row) for row in maze.maze_map)
-        following = steps_to(walls, there)[here]
-        aim = seen["environment_state"] if following == there else maze.cell_rowcol_to_xy(following)
+        following = steps_to(walls, goal)[here]
+        aim = seen["environment_state"] if following == goal else maze.cell_rowcol_to_xy(following)
         wanted = PULL * (aim - place)
         wanted *= min(1.0, SPEED / max(float(np.linalg.norm(wanted)), 1e-6))
         force: NDArray[np.float64] = FORCE * (wanted - velocity)
@@ -80,14 +80,14 @@ class PointMazeEnv(RoboticsEnv):
 @cache
 def steps_to(walls: tuple[tuple[bool, ...], ...], goal: Cell) -> dict[Cell, Cell]:
     """Every free cell that leads to the goal -> the next cell of a shortest way there, by breadth-first search."""
-    found, queue = {goal: goal}, deque([goal])
+    previous, queue = {goal: goal}, deque([goal])
     while queue:
         row, column = cell = queue.popleft()
         for beside in ((row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)):
-            if beside not in found and not walls[beside[0]][beside[1]]:
-                found[beside] = cell
+            if beside not in previous and not walls[beside[0]][beside[1]]:
+                previous[beside] = cell
                 queue.append(beside)
-    return found
+    return previous
 
 
 describe, demonstrate = partial(env.describe, PointMazeEnv), partial(env.demonstrate, PointMazeEnv)

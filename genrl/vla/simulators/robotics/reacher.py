@@ -32,13 +32,13 @@ class ReacherEnv(RoboticsEnv):
     workspace = Box((-0.27, -0.27, 0.002), (0.27, 0.27, 0.1))
 
     def slot(self) -> Any:
-        made = self.shared.made
-        made.model.geom("target").size[0] = WITHIN  # it touches nothing, and its mass is known already
-        visual = made.model.vis
+        model_env = self.shared.made
+        model_env.model.geom("target").size[0] = WITHIN  # it touches nothing, and its mass is known already
+        visual = model_env.model.vis
         visual.headlight.ambient[:] = 0.5  # else the target and the arm are both nearly black
         # of what is round; the 28 and 16 of MuJoCo are five times a picture's time
         visual.quality.numslices, visual.quality.numstacks = 8, 4
-        return twin(made, data=self.shared.mujoco.MjData(made.model))
+        return twin(model_env, data=self.shared.mujoco.MjData(model_env.model))
 
     def ahead(self) -> Any:
         return twin(self.inner, data=copy.copy(self.inner.data))

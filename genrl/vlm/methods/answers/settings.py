@@ -101,7 +101,7 @@ class Answers(RecipeMethod):
             yield (self.key("advantage"), "task"), text
             return
         yield from super().refused(config, preset)
-        if any(isinstance(one, ValueLoss) for one in preset.regularisers):
+        if any(isinstance(regulariser, ValueLoss) for regulariser in preset.regularisers):
             yield (self.key("regularisers"),), "answers to questions have no critic; leave out {name: value}"
         if self.updates > config.generation.prompts_per_iteration:
             text = f"{self.updates} updates need a group each; there are {config.generation.prompts_per_iteration}"

@@ -35,6 +35,7 @@ def train(run: AnswersRun, settings: RecipeMethod) -> None:
     for _ in run.loop.iterations():
         answers, row = run.draw()
         ready = run.estimate(answers)
+        # None where a filter left nothing: the iteration is logged all the same, and counted as an idle one.
         if ready is not None:
             row |= estimated(run, ready)
             row |= learn(run, answers, ready)
@@ -43,10 +44,10 @@ def train(run: AnswersRun, settings: RecipeMethod) -> None:
 
 def estimated(run: AnswersRun, ready: Estimated) -> dict[str, float]:
     """Figures of what was estimated."""
-    found = ready.found.metrics
-    row = {"advantage/abs_mean": found["advantage_abs_mean"]}
-    row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
-    return row | ({} if run.bounds else sampler_figures(found, differs=run.age > 0 or uses_engine(run.policy)))
+    metrics = ready.found.metrics
+    row = {"advantage/abs_mean": metrics["advantage_abs_mean"]}
+    row |= {name: metrics[name] for name in ("zero_std_ratio", "group_std_mean") if name in metrics}
+    return row | ({} if run.bounds else sampler_figures(metrics, differs=run.age > 0 or uses_engine(run.policy)))
 
 
 def learn(run: AnswersRun, answers: Answers, ready: Estimated, own: Loss | None = None) -> dict[str, float]:
@@ -57,10 +58,12 @@ def learn(run: AnswersRun, answers: Answers, ready: Estimated, own: Loss | None 
     changed = degraded_prompts(run.policy, answers, run.config, loop.iteration) if "degraded" in run.reads else None
 
     idle = partial(idle_pass, run.policy, 0 if changed is None else 1)
-    drawn = run.policy.round if isinstance(run.policy, Estimating) else ()
+    round_of_noise = run.policy.round if isinstance(run.policy, Estimating) else ()
 
     def recorded(one: Update, rows: Tensor) -> Recorded:
-        asked = Asked(answers.prompts, answers.group[rows], run.config.generation.temperature, preset, changed, drawn)
+        asked = Asked(
+            answers.prompts, answers.group[rows], run.config.generation.temperature, preset, changed, round_of_noise
+        )
         tensors = token_tensors(one.part(ready.batch, rows))
         return Recorded(asked, tensors | {"answers": answers.tokens[rows], "answered": answers.mask[rows]})
 
@@ -78,36 +81,39 @@ def learn(run: AnswersRun, answers: Answers, ready: Estimated, own: Loss | None 
 
 def loss(settings: RecipeMethod, policy: Policy, given: Recorded) -> dict[str, Tensor]:
     """This micro-batch's part of the update's loss, [], its log-probabilities [b, T], and figures."""
-    asked: Asked = given.batch
-    assert asked.preset is not None, "a method of this folder has one"
+    batch: Asked = given.batch
+    assert batch.preset is not None, "a method of this folder has one"
     if isinstance(policy, Estimating):
-        policy.round = asked.round
+        policy.round = batch.round
 
     def answered(prompts: Sequence[Encoded], *, entropy: bool = False) -> Replay:
         return policy.log_probs(
             prompts,
             given["answers"],
             given["answered"],
-            group=asked.group,
-            temperature=asked.temperature,
+            group=batch.group,
+            temperature=batch.temperature,
             entropy=entropy,  # as for `old`: the same operations give the same bits
         )
 
-    now = answered(asked.prompts, entropy="entropy" in asked.preset.reads)
+    now = answered(batch.prompts, entropy="entropy" in batch.preset.reads)
     extra = {} if now.entropy is None else {"policy_entropy": now.entropy.cpu()}
-    if asked.changed is not None:
+    if batch.changed is not None:
         with torch.no_grad():
-            extra["degraded"] = answered(asked.changed).log_prob.cpu()
-    return recipe_loss(asked.preset, now.log_prob.cpu(), extra, given)
+            extra["degraded"] = answered(batch.changed).log_prob.cpu()
+    # On the CPU: a few numbers per token, in float32, next to the statistics of the whole batch that were made there.
+    return recipe_loss(batch.preset, now.log_prob.cpu(), extra, given)
 
 
 def annealed(preset: Preset, iteration: int, iterations: int) -> Preset:
     """Q-Hawkeye: the weight of the perception loss falls by half a cosine over the run; others stay as they are."""
-    if not any(isinstance(one, Perception) for one in preset.regularisers):
+    if not any(isinstance(regulariser, Perception) for regulariser in preset.regularisers):
         return preset
     factor = decay.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
     changed = [
-        one.model_copy(update={"gamma": one.gamma * factor}) if isinstance(one, Perception) else one
-        for one in preset.regularisers
+        regulariser.model_copy(update={"gamma": regulariser.gamma * factor})
+        if isinstance(regulariser, Perception)
+        else regulariser
+        for regulariser in preset.regularisers
     ]
     return replace(preset, regularisers=tuple(changed))

@@ -113,8 +113,8 @@ class Turns:
 
         def tree(prompt: Prompt) -> dict[str, Any]:
             before = [[turn.role, parts(turn.parts)] for turn in prompt.before]
-            rest = {name: getattr(prompt, name) for name in ("system", "where", "begun")}
-            return {"before": before, "parts": parts(prompt.parts), **rest}
+            fields = {name: getattr(prompt, name) for name in ("system", "where", "begun")}
+            return {"before": before, "parts": parts(prompt.parts), **fields}
 
         turns = [
             {
@@ -134,33 +134,33 @@ class Turns:
             return tuple(part if isinstance(part, str) else pictures[part] for part in of)
 
         def prompt(tree: dict[str, Any]) -> Prompt:
-            before = tuple(Spoken(role, parts(said)) for role, said in tree["before"])
+            before = tuple(Spoken(role, parts(message)) for role, message in tree["before"])
             return Prompt(parts(tree["parts"]), tree["system"], tree["where"], before, tree["begun"])
 
         self.held = [
             Turn(
-                prompt(one["prompt"]),
-                one["tokens"],
-                one["reward"],
-                None if one["after"] is None else prompt(one["after"]),
+                prompt(turn["prompt"]),
+                turn["tokens"],
+                turn["reward"],
+                None if turn["after"] is None else prompt(turn["after"]),
             )
-            for one in state["turns"]
+            for turn in state["turns"]
         ]
 
 
 def turns_of_walk(done: Walk) -> list[Turn]:
     """The turns of a walk whose environment was not lost. An episode that was cut goes on, for a critic."""
-    found = []
+    turns = []
     for k, step in enumerate(done.decisions):
-        for place, one in enumerate(step):
-            after = None if one.terminated else done.following.get((k, place))
-            if after is None and not one.terminated and k + 1 < len(done.decisions):
+        for place, decision in enumerate(step):
+            after = None if decision.terminated else done.following.get((k, place))
+            if after is None and not decision.terminated and k + 1 < len(done.decisions):
                 after = done.decisions[k + 1][place].prompt
-            if not one.lost:
-                asked, following = one.prompt.source, None if after is None else after.source
-                assert asked is not None, "a prompt that was just made knows what of"
-                found.append(Turn(asked, one.tokens[one.mask], one.reward, following))
-    return found
+            if not decision.lost:
+                source, following = decision.prompt.source, None if after is None else after.source
+                assert source is not None, "a prompt that was just made knows what of"
+                turns.append(Turn(source, decision.tokens[decision.mask], decision.reward, following))
+    return turns
 
 
 def train(run: EpisodesRun, settings: ArCHer) -> None:
@@ -170,7 +170,7 @@ def train(run: EpisodesRun, settings: ArCHer) -> None:
     for _ in run.loop.iterations():
         acted, row = run.act()
         assert acted.walk is not None
-        memory.add([one for every in gather_object([turns_of_walk(acted.walk)]) for one in every])
+        memory.add([turns for every in gather_object([turns_of_walk(acted.walk)]) for turns in every])
         row |= learn(run, settings, memory)
         row["critic/turns"] = float(len(memory.held))
         run.remember(row)
@@ -215,8 +215,8 @@ def recorded(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int,
     accelerator, config, policy = run.loop.process.accelerator, run.config, run.policy
     rank, processes = accelerator.process_index, accelerator.num_processes
     places = range(rank, len(turns), processes)
-    own, share = [turns[k] for k in places], torch.tensor(len(places) / len(turns))
-    prompts, temperature = [policy.encode(one.prompt) for one in own], config.generation.temperature
+    sampled_turns, share = [turns[k] for k in places], torch.tensor(len(places) / len(turns))
+    prompts, temperature = [policy.encode(turn.prompt) for turn in sampled_turns], config.generation.temperature
     keys = [(config.seed, "says", run.loop.iteration, number, k) for k in places]
     sampling = Sampling(config.generation.max_new_tokens, temperature)
     now = generate(policy, prompts, 1, sampling, keys)
@@ -224,23 +224,23 @@ def recorded(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int,
     critic, fresh = utterance_critic(run.actor), states_of(policy, prompts, tokens, mask, temperature)
     if kind == "policy":
         advantages = utterance_advantages(critic.quality(fresh.state, fresh.utterance), critic.value(fresh.state))
-        asked = Asked(prompts, torch.arange(len(own)), temperature)
+        batch = Asked(prompts, torch.arange(len(sampled_turns)), temperature)
         tensors = {"answers": tokens, "mask": mask, "advantages": advantages.cpu(), "old_log_prob": fresh.log_prob}
-        return Recorded(asked, tensors | {"share": share})
-    stored = torch.nn.utils.rnn.pad_sequence([one.tokens for one in own], batch_first=True)
-    lengths = torch.tensor([len(one.tokens) for one in own])
-    said = states_of(policy, prompts, stored, torch.arange(stored.shape[1]) < lengths[:, None], temperature)
-    ended = torch.tensor([one.after is None for one in own])
-    after = [policy.encode(one.after) for one in own if one.after is not None]
+        return Recorded(batch, tensors | {"share": share})
+    stored = torch.nn.utils.rnn.pad_sequence([turn.tokens for turn in sampled_turns], batch_first=True)
+    lengths = torch.tensor([len(turn.tokens) for turn in sampled_turns])
+    states = states_of(policy, prompts, stored, torch.arange(stored.shape[1]) < lengths[:, None], temperature)
+    ended = torch.tensor([turn.after is None for turn in sampled_turns])
+    after = [policy.encode(turn.after) for turn in sampled_turns if turn.after is not None]
     following = torch.zeros_like(critic.value(fresh.state))
     if after:
         following[:, ~ended] = critic.value(policy.prefix(after)[1], slow=True)
     tensors = {
         "state": fresh.state,
-        "utterance": said.utterance,
+        "utterance": states.utterance,
         "target_q": critic.quality(fresh.state, fresh.utterance, slow=True),
         "target_v": following,
-        "rewards": torch.tensor([one.reward for one in own], device=following.device),
+        "rewards": torch.tensor([turn.reward for turn in sampled_turns], device=following.device),
         "terminated": ended.to(following.device),
     }
     return Recorded(None, tensors | {"share": share})
@@ -261,18 +261,18 @@ def loss(settings: ArCHer, actor: Actor, given: Recorded) -> dict[str, Tensor]:
             gamma=settings.gamma,
         )
         return {"loss": share * (fit.q + fit.v), "loss/q": share * fit.q, "loss/v": share * fit.v}
-    asked: Asked = given.batch
-    found = actor.policy.log_probs(
-        asked.prompts,
+    batch: Asked = given.batch
+    replay = actor.policy.log_probs(
+        batch.prompts,
         given["answers"],
         given["mask"],
-        group=asked.group,
-        temperature=asked.temperature,
+        group=batch.group,
+        temperature=batch.temperature,
         share_prefix=False,
     )
-    log_prob = found.log_prob.cpu()
-    whole = share * utterance_loss(log_prob, given["mask"], given["advantages"])
-    return {"loss": whole, "loss/policy": whole, "log_prob": log_prob}
+    log_prob = replay.log_prob.cpu()
+    utterance_part = share * utterance_loss(log_prob, given["mask"], given["advantages"])
+    return {"loss": utterance_part, "loss/policy": utterance_part, "log_prob": log_prob}
 
 
 class States(NamedTuple):
@@ -287,9 +287,9 @@ def states_of(policy: Policy, prompts: list[Encoded], tokens: Tensor, mask: Tens
     """States of answers tokens, mask [B, T], one to each prompt. An answer's last state has read all but its last
     token, which ends it."""
     group = torch.arange(len(prompts))
-    found = policy.log_probs(prompts, tokens, mask, group=group, temperature=temperature, share_prefix=False)
+    replay = policy.log_probs(prompts, tokens, mask, group=group, temperature=temperature, share_prefix=False)
     last = mask.sum(1) - 1
-    return States(found.states[:, 0], found.states[group, last], found.log_prob.cpu())
+    return States(replay.states[:, 0], replay.states[group, last], replay.log_prob.cpu())
 
 
 def utterance_critic(actor: Actor) -> UtteranceCritic:

@@ -71,8 +71,8 @@ class Episodes(RecipeMethod):
         place, starts, size = config.environment, config.generation.prompts_per_iteration, config.generation.group_size
         assert place is not None
         if self.with_critic:
-            made = f"{place.parallel} episodes side by side x {place.steps}, {place.name}"
-            yield from sampled(config, "steps", place.parallel * place.steps, made)
+            amount = f"{place.parallel} episodes side by side x {place.steps}, {place.name}"
+            yield from sampled(config, "steps", place.parallel * place.steps, amount)
         else:
             yield from sampled(config, "episodes", starts * size, f"{starts} starts x {size}, {place.name}")
         yield from self.learned(config)
@@ -83,7 +83,7 @@ class Episodes(RecipeMethod):
         if lacks:
             text = f"{self.preset} reads what only questions have ({lacks[0]}), not episodes; nearest: grpo"
             yield ("trainer.preset",), text
-        if critic != any(isinstance(one, ValueLoss) for one in preset.regularisers):
+        if critic != any(isinstance(regulariser, ValueLoss) for regulariser in preset.regularisers):
             text = (
                 "a critic's advantage and its loss go together: advantage {name: critic} and regulariser {name: value}"
             )

@@ -28,10 +28,10 @@ def train(run: EpisodesRun, settings: Episodes) -> None:
     for _ in run.loop.iterations():
         acted, row = run.act()
         ready, figures = run.estimate(acted)
-        found = ready.found.metrics
-        row |= figures | {"advantage/abs_mean": found["advantage_abs_mean"]}
-        row |= {name: found[name] for name in ("zero_std_ratio", "group_std_mean") if name in found}
-        row |= sampler_figures(found, differs=run.age > 0 or uses_engine(run.policy))
+        metrics = ready.found.metrics
+        row |= figures | {"advantage/abs_mean": metrics["advantage_abs_mean"]}
+        row |= {name: metrics[name] for name in ("zero_std_ratio", "group_std_mean") if name in metrics}
+        row |= sampler_figures(metrics, differs=run.age > 0 or uses_engine(run.policy))
         row |= learn(run, acted, ready)
         run.remember(row)
         run.finish(row)
@@ -49,6 +49,7 @@ def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
     kl_stop = run.preset.kl_stop if critic.kl_stop is None else critic.kl_stop
     groups = ["policy"] if run.critic is None else ["policy", "critic"]
     if run.critic is not None and loop.iteration < warmup:
+        # Advantages by an untrained critic would teach the policy noise.
         groups = ["critic"]
 
     def recorded(one: Update, some: Tensor) -> Recorded:
@@ -62,9 +63,9 @@ def learn(run: EpisodesRun, acted: Acted, ready: Estimated) -> dict[str, float]:
     loop.phase("training", settings.epochs * len(rows.place))
     with loop.timed("train"):
         for one in [one for _ in range(settings.epochs) for one in ready.updates]:
-            found = update(loop, settings, run.actor, one, recorded, loss, dtype=dtype, groups=groups, idle=idle)
-            meter.note(found)
-            if kl_stop is not None and found["ratio/drift"] > kl_stop:
+            figures = update(loop, settings, run.actor, one, recorded, loss, dtype=dtype, groups=groups, idle=idle)
+            meter.note(figures)
+            if kl_stop is not None and figures["ratio/drift"] > kl_stop:
                 break
     return meter.result()
 
@@ -74,20 +75,20 @@ def loss(settings: Episodes, actor: Actor, given: Recorded) -> dict[str, Tensor]
 
     Every turn has a prompt of its own.
     """
-    asked: Asked = given.batch
-    assert asked.preset is not None, "a method of this folder has one"
+    batch: Asked = given.batch
+    assert batch.preset is not None, "a method of this folder has one"
     places = given["places"].cpu()
     now = actor.policy.log_probs(  # the same operations as for `old` give the same bits
-        asked.prompts,
+        batch.prompts,
         given["answers"],
         given["answered"],
-        group=asked.group,
-        temperature=asked.temperature,
-        entropy="entropy" in asked.preset.reads,
+        group=batch.group,
+        temperature=batch.temperature,
+        entropy="entropy" in batch.preset.reads,
         share_prefix=False,
     )
     extra = {} if now.entropy is None else {"policy_entropy": laid(now.entropy.cpu(), places)}
     if actor.critic is not None:
         values = actor.critic(now.states).cpu()  # a row is a turn
         extra["value"] = values if given["extra/returns"].dim() == 2 else values[:, 0]
-    return recipe_loss(asked.preset, laid(now.log_prob.cpu(), places), extra, given)
+    return recipe_loss(batch.preset, laid(now.log_prob.cpu(), places), extra, given)

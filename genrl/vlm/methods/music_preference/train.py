@@ -69,12 +69,12 @@ def learn(run: AnswersRun, settings: MusicPreference) -> dict[str, float]:
 
 def recorded(policy: Any, rows: Sequence[Row], size: int) -> Recorded:
     """All that the loss of some pairs reads. size: pairs of the update."""
-    asked = Asked([policy.encode(row.prompt) for row in rows], torch.arange(len(rows)), temperature=1.0)
+    batch = Asked([policy.encode(row.prompt) for row in rows], torch.arange(len(rows)), temperature=1.0)
     tensors = {"size": torch.tensor(size)}
     for name in PIECES:
         codes = [piece(policy, row, name).T for row in rows]  # [F, K], padded below
         tensors[name] = pad_sequence(codes, batch_first=True, padding_value=NONE)
-    return Recorded(asked, tensors)
+    return Recorded(batch, tensors)
 
 
 def loss(settings: MusicPreference, policy: Any, given: Recorded) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def loss(settings: MusicPreference, policy: Any, given: Recorded) -> dict[str, T
     ids, mask = left_padded(given.batch.prompts, policy.tokenizer.pad_token_id)
 
     def scores(padded: Tensor) -> Tensor:
-        found: Tensor = policy.model.scores(ids, mask, [one[one[:, 0] != NONE].T for one in padded])
+        found: Tensor = policy.model.scores(ids, mask, [code[code[:, 0] != NONE].T for code in padded])
         return found
 
     preferred, other = scores(given["preferred"]), scores(given["other"])
@@ -102,9 +102,9 @@ def piece(policy: Any, row: Row, column: str, *, header: bool = False) -> Tensor
     books, last = model.decoder.num_codebooks, model.decoder.config.vocab_size - 1
     try:
         if told is None and file is not None:
-            found = read_wav(file, header=header)
-            model.check_sound(*found)
-            return torch.zeros(books, 0) if header else model.heard(*found).cpu()
+            sound = read_wav(file, header=header)
+            model.check_sound(*sound)
+            return torch.zeros(books, 0) if header else model.heard(*sound).cpu()
         codes = torch.tensor(told)
         least = fewest(model.decoder)
         if codes.dim() != 2 or codes.dtype != torch.int64 or len(codes) != books or codes.shape[1] < least:
@@ -131,16 +131,16 @@ def check(config: VLMConfig, policy: Any) -> None:
 @torch.no_grad()
 def evaluate(run: AnswersRun) -> dict[str, float]:
     """The share of held-out pairs whose preferred piece has the higher score, with its 95 % interval."""
-    whole: VLMConfig = run.loop.config
-    settings = cast(MusicPreference, whole.trainer)
-    questions = Questions(whole, "eval")
-    mine, at_once = run.process.share(len(questions)), settings.rows_per_pass
-    run.loop.phase("evaluating", len(mine))
+    config: VLMConfig = run.loop.config
+    settings = cast(MusicPreference, config.trainer)
+    questions = Questions(config, "eval")
+    share, at_once = run.process.share(len(questions)), settings.rows_per_pass
+    run.loop.phase("evaluating", len(share))
     mine_right = 0.0
-    for start in range(0, len(mine), at_once):  # none, where there are fewer pairs than processes
-        part = mine[start : start + at_once]
-        given = recorded(run.policy, [questions[number] for number in part], 1)
-        mine_right += right(loss(settings, run.policy, given)["margin"])
+    for start in range(0, len(share), at_once):  # none, where there are fewer pairs than processes
+        part = share[start : start + at_once]
+        part_recorded = recorded(run.policy, [questions[number] for number in part], 1)
+        mine_right += right(loss(settings, run.policy, part_recorded)["margin"])
         run.loop.advance_or_leave(len(part))
     every = sum(gather_object([mine_right]))
     low, high = wilson(every, len(questions))

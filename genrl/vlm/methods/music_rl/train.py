@@ -108,28 +108,28 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
 def recorded(run: AnswersRun, answers: Answers, rows: Tensor, reward: Tensor, share: float) -> Recorded:
     """All that the loss of some pieces reads; share: theirs in the update."""
     policy: Any = run.policy
-    asked = Asked(answers.prompts, answers.group[rows], run.config.generation.temperature)
-    prompts = [answers.prompts[number] for number in asked.group.tolist()]
+    batch = Asked(answers.prompts, answers.group[rows], run.config.generation.temperature)
+    prompts = [answers.prompts[number] for number in batch.group.tolist()]
     tokens = answers.tokens[rows].to(policy.device)
     reference: Any = run.reference or policy  # with a LoRA, the model without it
     with torch.no_grad(), policy.reference() if run.reference is None else nullcontext():
-        ref_rows = reference.code_rows(prompts, tokens, asked.temperature)
+        ref_rows = reference.code_rows(prompts, tokens, batch.temperature)
     tensors = {"answers": tokens, "ref_rows": ref_rows, "reward": reward, "sampler": answers.sampler_log_prob[rows]}
-    return Recorded(asked, tensors | {"share": torch.tensor(share, dtype=torch.float64)})
+    return Recorded(batch, tensors | {"share": torch.tensor(share, dtype=torch.float64)})
 
 
 def loss(settings: MusicRL, headed: Headed, given: Recorded) -> dict[str, Tensor]:
     """Share of the update's loss, [], its parts, and the mean difference of the sampler's log-probabilities."""
     policy: Any = headed.policy
-    asked: Asked = given.batch
-    prompts = [asked.prompts[number] for number in asked.group.tolist()]
+    batch: Asked = given.batch
+    prompts = [batch.prompts[number] for number in batch.group.tolist()]
     tokens = given["answers"].to(policy.device)
-    log_rows = policy.code_rows(prompts, tokens, asked.temperature)
+    log_rows = policy.code_rows(prompts, tokens, batch.temperature)
     places = policy.choices(tokens)
     baseline = cast(Baseline, headed.heads["baseline"])
     values = baseline(policy.states(prompts, tokens, baseline.body)[places]).view(log_rows.shape[:2])
     codes = policy.things(tokens).flatten(1)
-    found = music_rl_loss(
+    losses = music_rl_loss(
         log_rows,
         given["ref_rows"],
         codes,
@@ -140,8 +140,8 @@ def loss(settings: MusicRL, headed: Headed, given: Recorded) -> dict[str, Tensor
     )
     sampler = given["sampler"].to(policy.device)[places].view(codes.shape)
     gap = (log_rows.detach().gather(-1, codes[..., None])[..., 0] - sampler).abs().mean()
-    whole = float(given["share"]) * (found.loss + found.value_loss)
-    return {"loss": whole, "policy": found.policy, "kl": found.kl, "value_loss": found.value_loss, "gap": gap}
+    total = float(given["share"]) * (losses.loss + losses.value_loss)
+    return {"loss": total, "policy": losses.policy, "kl": losses.kl, "value_loss": losses.value_loss, "gap": gap}
 
 
 # MusicRL (arXiv 2402.04229): reinforcement learning of autoregressive audio tokens from one reward at the end.

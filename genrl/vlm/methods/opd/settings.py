@@ -78,11 +78,15 @@ class LanguageOPD(Answers):
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         yield from super().iteration(config)
-        yield "further forward", "teacher", f"the answers under {' or '.join(one.name for one in self.teachers)}"
+        yield (
+            "further forward",
+            "teacher",
+            f"the answers under {' or '.join(teacher.name for teacher in self.teachers)}",
+        )
 
     def refused(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         yield from super().refused(config, preset)
-        names = [one.name for one in self.teachers]
+        names = [teacher.name for teacher in self.teachers]
         if len(set(names)) < len(names) or not names:
             yield ("trainer.teachers",), f"teachers need names of their own, found {', '.join(names) or 'none'}"
         if len(names) > 1 and self.route is None:

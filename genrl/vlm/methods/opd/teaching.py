@@ -39,9 +39,9 @@ class Teachers:
 
     def __init__(self, run: AnswersRun, settings: LanguageOPD) -> None:
         self.run, self.settings = run, settings
-        self.known = {one.name: one for one in settings.teachers}
-        self.models = {name: self._opened(one) for name, one in self.known.items()}
-        files = {one.name: one.path and identity(one.path) for one in settings.teachers}
+        self.known = {teacher.name: teacher for teacher in settings.teachers}
+        self.models = {name: self._opened(teacher) for name, teacher in self.known.items()}
+        files = {teacher.name: teacher.path and identity(teacher.path) for teacher in settings.teachers}
         before = run.loop.memory.setdefault("teachers", files)
         if others := sorted(name for name in {**before, **files} if before.get(name) != files.get(name)):
             text = "the checkpoint was taught by other weights; give the same, or begin a new run"
@@ -77,21 +77,21 @@ class Teachers:
 
     def prompts(self, answers: Answers, names: Sequence[str]) -> list[Encoded]:
         """What the teachers read, each by its own model."""
-        found = []
+        prompts_of = []
         for row, name in zip(answers.rows, names, strict=True):
             question = next(part for part in reversed(row.prompt.parts) if isinstance(part, str))
             text = self.known[name].prompt.format(**{**row.columns, "question": question})
-            found.append(self.models[name].encode(with_text(row, text).prompt))
-        return found
+            prompts_of.append(self.models[name].encode(with_text(row, text).prompt))
+        return prompts_of
 
     @torch.no_grad()
     def said(self, answers: Answers, parts: Sequence[Tensor], temperature: float) -> Said:
         """What they say of this process's answers, part by part, one pass of each teacher on its own rows."""
         names = self.names(answers)
         prompts, of_row = self.prompts(answers, names), [names[k] for k in answers.group.tolist()]
-        size, whole = answers.mask.shape, self.settings.estimator == "distribution"
+        size, distribution = answers.mask.shape, self.settings.estimator == "distribution"
         head = self.run.policy.model.get_output_embeddings()
-        width = min(self.settings.top or len(head.weight), len(head.weight)) if whole else 0
+        width = min(self.settings.top or len(head.weight), len(head.weight)) if distribution else 0
         log_prob = torch.zeros(size)
         ids, values = torch.zeros(*size, width, dtype=torch.int64), torch.zeros(*size, width)
         for part in parts:
@@ -102,19 +102,21 @@ class Teachers:
                 model, mask = self.models[name], answers.mask[rows].bool()
                 tokens, group = answers.tokens[rows], answers.group[rows]
                 with self._acting(name):
-                    one = model.log_probs(prompts, tokens, mask, group=group, temperature=temperature)
-                log_prob[rows] = one.log_prob.float().cpu()
+                    replay = model.log_probs(prompts, tokens, mask, group=group, temperature=temperature)
+                log_prob[rows] = replay.log_prob.float().cpu()
                 if not width:
                     continue
                 policy = self.run.policy
                 now = policy.log_probs(answers.prompts, tokens, mask, group=group, temperature=temperature)
-                found = [
-                    self._likeliest(model, theirs, mine, width, temperature)
-                    for theirs, mine in zip(one.states[mask].split(CHUNK), now.states[mask].split(CHUNK), strict=True)
+                answers_of = [
+                    self._likeliest(model, theirs, student, width, temperature)
+                    for theirs, student in zip(
+                        replay.states[mask].split(CHUNK), now.states[mask].split(CHUNK), strict=True
+                    )
                 ]
                 for table, column in ((ids, 0), (values, 1)):
                     table[rows] = table[rows].masked_scatter(
-                        mask[..., None], torch.cat([f[column] for f in found]).cpu()
+                        mask[..., None], torch.cat([f[column] for f in answers_of]).cpu()
                     )
         return Said(log_prob, ids, values) if width else Said(log_prob, None, None)
 
@@ -139,16 +141,16 @@ def divergence(
     head = policy.model.get_output_embeddings()
 
     def far(states: Tensor, ids: Tensor, theirs: Tensor) -> Tensor:
-        mine = allowed_logits(policy, head(states), temperature).log_softmax(-1).gather(-1, ids)
-        theirs = theirs.to(mine.dtype)
+        student = allowed_logits(policy, head(states), temperature).log_softmax(-1).gather(-1, ids)
+        theirs = theirs.to(student.dtype)
         if ids.shape[-1] < len(head.weight):
-            mine, theirs = with_rest(mine), with_rest(theirs)
-        return generalised_divergence(mine, theirs, settings.beta)
+            student, theirs = with_rest(student), with_rest(theirs)
+        return generalised_divergence(student, theirs, settings.beta)
 
     mask = mask.bool().to(states.device)
     of_each = zip(*(t[mask].split(CHUNK) for t in (states, ids.to(states.device), rows.to(states.device))), strict=True)
     # distributions are computed again in the backward pass, so that they exist for a chunk of tokens at a time
-    parts = [checkpoint(far, *one, use_reentrant=False) for one in of_each]
+    parts = [checkpoint(far, *arguments, use_reentrant=False) for arguments in of_each]
     values = torch.cat(parts) if parts else states.sum() * 0 + states.new_zeros(0)
     return torch.zeros(mask.shape, dtype=values.dtype, device=states.device).masked_scatter(mask, values)
 
@@ -158,9 +160,9 @@ def identity(path: str) -> str:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return path
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:
             opened.seek(max(0, file.stat().st_size - LAST))
-            found.update(f"{file.name}:{file.stat().st_size}:".encode() + opened.read())
-    return found.hexdigest()
+            digest.update(f"{file.name}:{file.stat().st_size}:".encode() + opened.read())
+    return digest.hexdigest()

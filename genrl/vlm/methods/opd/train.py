@@ -51,7 +51,7 @@ def taught(
     batch, temperature = ready.batch, run.config.generation.temperature
     parts = [part for update in ready.updates for part in update.parts]
     with run.loop.timed("estimate"), run.loop.fitting():
-        said = teachers.said(answers, parts, temperature)
+        teacher = teachers.said(answers, parts, temperature)
         old = batch.old_log_prob
         if old is None:  # one update on policy needs none otherwise
             old = replayed(run.policy, answers.prompts, answers, parts, temperature)[0]
@@ -59,12 +59,12 @@ def taught(
     assert batch.advantage is not None
     advantage = settings.reward_coef * per_token(batch.advantage, batch.mask).expand(batch.mask.shape)
     extra = dict(batch.extra)
-    if said.ids is None or said.rows is None:
-        advantage = gap_advantage(advantage, old, said.log_prob, batch.mask, coef=settings.coef)
+    if teacher.ids is None or teacher.rows is None:
+        advantage = gap_advantage(advantage, old, teacher.log_prob, batch.mask, coef=settings.coef)
     else:
-        extra |= {"teacher_ids": said.ids, "teacher_rows": said.rows}
+        extra |= {"teacher_ids": teacher.ids, "teacher_rows": teacher.rows}
     ready = ready._replace(batch=replace(batch, advantage=advantage, extra=extra))
-    return ready, figures(old, said.log_prob, batch.mask)
+    return ready, figures(old, teacher.log_prob, batch.mask)
 
 
 def figures(old: Tensor, teacher: Tensor, mask: Tensor) -> dict[str, float]:
@@ -79,13 +79,13 @@ def loss(settings: LanguageOPD, policy: Policy, given: Recorded) -> dict[str, Te
     """This micro-batch's part of the update's loss, [], its log-probabilities [b, T], and figures."""
     if settings.estimator == "sampled":
         return answering.loss(settings, policy, given)
-    asked: Asked = given.batch
-    assert asked.preset is not None, "a method of answers has one"
-    tokens, kept = given["answers"], given["answered"]
-    now = policy.log_probs(asked.prompts, tokens, kept, group=asked.group, temperature=asked.temperature)
-    found = recipe_loss(asked.preset, now.log_prob.cpu(), {}, given)
-    said = (given["extra/teacher_ids"], given["extra/teacher_rows"])
-    far = divergence(settings, policy, now.states, given["answered"], *said, asked.temperature)
-    totals = {"rows": int(given["rows"]), "tokens": int(given["tokens"]), "length": asked.preset.length}
-    term = settings.coef * aggregate(far.cpu(), given["answered"].cpu(), asked.preset.aggregation, **totals)
-    return found | {"loss": found["loss"] + term, "loss/distill": term.detach()}
+    batch: Asked = given.batch
+    assert batch.preset is not None, "a method of answers has one"
+    tokens, mask = given["answers"], given["answered"]
+    now = policy.log_probs(batch.prompts, tokens, mask, group=batch.group, temperature=batch.temperature)
+    result = recipe_loss(batch.preset, now.log_prob.cpu(), {}, given)
+    teacher = (given["extra/teacher_ids"], given["extra/teacher_rows"])
+    far = divergence(settings, policy, now.states, given["answered"], *teacher, batch.temperature)
+    totals = {"rows": int(given["rows"]), "tokens": int(given["tokens"]), "length": batch.preset.length}
+    term = settings.coef * aggregate(far.cpu(), given["answered"].cpu(), batch.preset.aggregation, **totals)
+    return result | {"loss": result["loss"] + term, "loss/distill": term.detach()}

@@ -55,15 +55,15 @@ def latents(
     policy: Policy, prompts: Sequence[Encoded], tokens: Tensor, mask: Tensor, shares: Sequence[float]
 ) -> Latents:
     """States at the tokens of answers [B, T], one to each prompt, row by row without those that the mask leaves out."""
-    kept = mask.bool().to(policy.device)
+    valid = mask.bool().to(policy.device)
     read = torch.where(mask.bool(), tokens.cpu(), policy.pad_id)  # padding, which no answer sees, may be an image's
-    found = policy.body(**policy.inputs(prompts, read), use_cache=False, output_hidden_states=True).hidden_states
-    layers = layers_of(shares, len(found) - 1)
-    read_at = [found[layer + 1][:, -1 - tokens.shape[1] :].float() for layer in layers]
+    output = policy.body(**policy.inputs(prompts, read), use_cache=False, output_hidden_states=True).hidden_states
+    layers = layers_of(shares, len(output) - 1)
+    read_at = [output[layer + 1][:, -1 - tokens.shape[1] :].float() for layer in layers]
     return Latents(
-        torch.stack([states[:, 1:][kept] for states in read_at], 1),
-        torch.stack([states[:, :-1][kept] for states in read_at], 1),
-        torch.tensor([layer / (len(found) - 1) for layer in layers], device=policy.device),
+        torch.stack([states[:, 1:][valid] for states in read_at], 1),
+        torch.stack([states[:, :-1][valid] for states in read_at], 1),
+        torch.tensor([layer / (len(output) - 1) for layer in layers], device=policy.device),
     )
 
 
@@ -95,18 +95,18 @@ class LatentFlow(nn.Module):
         """x and before [N, H], t and places [N] -> [N, H]."""
         frequencies = math.pi * torch.arange(1, WAVES + 1, device=x.device) / 2
         angles = torch.cat([t[:, None] * frequencies, places[:, None] * frequencies], -1)
-        given = nn.functional.silu(self.before(before) + self.numbers(torch.cat([angles.sin(), angles.cos()], -1)))
+        hidden = nn.functional.silu(self.before(before) + self.numbers(torch.cat([angles.sin(), angles.cos()], -1)))
         x = self.enter(x)
         for modulation, inner in zip(self.modulation, self.inner, strict=True):
-            shift, scale, gate = modulation(given).chunk(3, -1)
+            shift, scale, gate = modulation(hidden).chunk(3, -1)
             x = x + gate * inner(self.norm(x) * (1 + scale) + shift)
-        found: Tensor = self.leave(self.norm(x))
-        return found
+        velocity: Tensor = self.leave(self.norm(x))
+        return velocity
 
     def deviation(self, of: Latents, noise: Tensor, times: Sequence[float]) -> Deviation:
         """At fixed times, means over the layers, [N]; noise [N, L, H]."""
-        found = velocity_deviation(self._given(of), *_rows(of, noise), times)
-        return Deviation(*(each.view(of.states.shape[:2]).mean(1) for each in found))
+        deviations = velocity_deviation(self._given(of), *_rows(of, noise), times)
+        return Deviation(*(each.view(of.states.shape[:2]).mean(1) for each in deviations))
 
     def error(self, of: Latents, noise: Tensor, t: Tensor) -> Tensor:
         """At a time of each token, [N], a mean over the layers; t [N], noise [N, L, H]."""
@@ -125,8 +125,8 @@ def _rows(of: Latents, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 def noise_of(keys: Sequence[Sequence[int | str]], lengths: Sequence[int], shape: tuple[int, int]) -> Tensor:
     """Noise of the tokens of answers, [N, L, H], each answer's by its key: the same however they are shared out."""
-    drawn = [torch.randn(n, *shape, generator=generator(*key)) for key, n in zip(keys, lengths, strict=True)]
-    return torch.cat(drawn)
+    noise = [torch.randn(n, *shape, generator=generator(*key)) for key, n in zip(keys, lengths, strict=True)]
+    return torch.cat(noise)
 
 
 loss = answering.loss
@@ -170,17 +170,19 @@ def pretrain(run: AnswersRun, settings: RLFR, flow: LatentFlow, optimizer: torch
     for step in range(own.pretraining):
         numbers = run.questions.asked(loop.iteration, step * own.batch_size, own.batch_size)
         rows = [run.questions[k] for k in numbers[accelerator.process_index :: accelerator.num_processes]]
-        told = tell(run.policy, rows, own.demonstrations)
-        tokens = sum(gather_object([int(told.mask.sum())]))
+        demonstrations = tell(run.policy, rows, own.demonstrations)
+        tokens = sum(gather_object([int(demonstrations.mask.sum())]))
         error = 0.0
         if rows:
-            found = latents(run.policy, told.prompts, told.tokens, told.mask, own.layers)
+            states = latents(run.policy, demonstrations.prompts, demonstrations.tokens, demonstrations.mask, own.layers)
             keys = [(seed, "flow", run.stage, step, row.name) for row in rows]
             times = [
                 torch.randn(int(n), generator=generator(*key, "t"))
-                for key, n in zip(keys, told.mask.sum(1), strict=True)
+                for key, n in zip(keys, demonstrations.mask.sum(1), strict=True)
             ]
-            part = flow.error(found, noise(found, keys, told.mask), torch.cat(times).sigmoid()).sum() / tokens
+            part = (
+                flow.error(states, noise(states, keys, demonstrations.mask), torch.cat(times).sigmoid()).sum() / tokens
+            )
             part.backward()
             error = float(part.detach())
         loop.optimization.step_other(optimizer)
@@ -214,9 +216,9 @@ def shaped(
         for rows in [part for update in ready.updates for part in update.parts]:
             mask = answers.mask[rows].bool()
             prompts = [answers.prompts[k] for k in answers.group[rows].tolist()]
-            found = latents(run.policy, prompts, answers.tokens[rows], mask, own.layers)
+            states = latents(run.policy, prompts, answers.tokens[rows], mask, own.layers)
             keys = [(config.seed, "flow", loop.iteration, names[k]) for k in rows.tolist()]
-            each = flow.deviation(found, noise(found, keys, mask), own.times)
+            each = flow.deviation(states, noise(states, keys, mask), own.times)
             errors = torch.zeros(mask.shape).masked_scatter(mask, each.error.cpu())
             if right[rows].any():
                 (row_mean(errors, mask)[right[rows]].sum() / number).backward()
@@ -242,10 +244,10 @@ def figures(mask: Tensor, right: Tensor, error: Tensor, unlikely: Tensor, added:
         "flow/charged": ((unlikely > 0).double(), mask),
         "flow/advantage": (added.abs(), mask),
     }
-    mine = {
-        name: (float(token_mean(value, kept)) * int(kept.sum()), int(kept.sum()))
-        for name, (value, kept) in named.items()
+    local = {
+        name: (float(token_mean(value, counted)) * int(counted.sum()), int(counted.sum()))
+        for name, (value, counted) in named.items()
     }
-    every = gather_object([mine])
-    totals = {name: [sum(one[name][k] for one in every) for k in (0, 1)] for name in named}
+    every = gather_object([local])
+    totals = {name: [sum(part[name][k] for part in every) for k in (0, 1)] for name in named}
     return {name: total / count for name, (total, count) in totals.items() if count}

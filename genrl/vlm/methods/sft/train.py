@@ -40,12 +40,12 @@ def learn(run: AnswersRun, settings: VLMSFT) -> dict[str, float]:
     loop, size, key = run.loop, settings.batch_size, f"taught/{run.stage}"
     number = len(run.questions.kept) if settings.updates is None else settings.updates * size
     first = loop.memory.get(key, 0)
-    asked = run.questions.asked(loop.iteration, first, number)
+    numbers = run.questions.asked(loop.iteration, first, number)
     loop.memory |= {key: first + number}
     loop.phase("training", number // loop.process.accelerator.num_processes)
     sums: dict[str, float] = defaultdict(float)
     with loop.timed("train"):
-        batches = [asked[start : start + size] for start in range(0, number, size)]
+        batches = [numbers[start : start + size] for start in range(0, number, size)]
         for batch in batches:
             for name, value in update(run, settings, batch).items():
                 sums[name] += value
@@ -61,15 +61,15 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
     """One optimiser step, and figures of all processes: its loss and the gradient's norm, and numbers of tokens."""
     loop, accelerator = run.loop, run.loop.process.accelerator
     rows = [run.questions[number] for number in batch[accelerator.process_index :: accelerator.num_processes]]
-    told = tell(run.policy, rows, settings.target)
+    demonstrations = tell(run.policy, rows, settings.target)
     parts = list(torch.arange(len(rows)).split(settings.rows_per_pass)) if rows else []
-    every = gather_object([(len(parts), int(told.mask.sum()))])
+    every = gather_object([(len(parts), int(demonstrations.mask.sum()))])
     most, tokens = max(n for n, _ in every), sum(n for _, n in every)
     parts += [torch.zeros(0, dtype=torch.int64)] * (most - len(parts))  # another process has the last ones
-    sums = {"loss": 0.0, "computed": 0.0, "there": float(told.positions)}
+    sums = {"loss": 0.0, "computed": 0.0, "there": float(demonstrations.positions)}
 
     def prepare(part: Tensor) -> Recorded | None:
-        return recorded(told, part, tokens=tokens) if len(part) else None
+        return recorded(demonstrations, part, tokens=tokens) if len(part) else None
 
     def measure(part: Tensor, results: Results, given: Recorded) -> None:
         sums["loss"] += float(results["loss"].detach())
@@ -85,22 +85,22 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
 def recorded(told: Told, rows: Tensor, *, tokens: int) -> Recorded:
     """What the loss of some rows is made of. tokens: those of all answers of the update."""
     longest = int(told.mask[rows].sum(1).max())
-    asked = Asked([told.prompts[number] for number in rows.tolist()], torch.arange(len(rows)), temperature=1.0)
+    batch = Asked([told.prompts[number] for number in rows.tolist()], torch.arange(len(rows)), temperature=1.0)
     tensors = {"answers": told.tokens[rows, :longest], "answered": told.mask[rows, :longest]}
-    return Recorded(asked, tensors | {"tokens": torch.tensor(tokens)})
+    return Recorded(batch, tensors | {"tokens": torch.tensor(tokens)})
 
 
 def loss(settings: VLMSFT, policy: Policy, given: Recorded) -> dict[str, Tensor]:
     """This micro-batch's part of the update's loss, [], and its log-probabilities [b, T]."""
-    asked: Asked = given.batch
+    batch: Asked = given.batch
     answers, answered = given["answers"], given["answered"]
-    now = policy.log_probs(asked.prompts, answers, answered, group=asked.group, share_prefix=False)
+    now = policy.log_probs(batch.prompts, answers, answered, group=batch.group, share_prefix=False)
     answered = answered.to(now.log_prob.device)
     nats = -now.log_prob
     if settings.first_token_share is not None:
         nats = nats * token_weights(answered, settings.first_token_share)
-    found = aggregate(nats, answered, "token_mean_global", tokens=int(given["tokens"]))
-    return {"loss": found, "log_prob": now.log_prob, "computed": torch.tensor(now.positions)}
+    total = aggregate(nats, answered, "token_mean_global", tokens=int(given["tokens"]))
+    return {"loss": total, "log_prob": now.log_prob, "computed": torch.tensor(now.positions)}
 
 
 def token_weights(answered: Tensor, first: float) -> Tensor:

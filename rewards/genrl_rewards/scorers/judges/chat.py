@@ -47,11 +47,11 @@ class Server:
     def of(cls, given: Mapping[str, Any], reward: str) -> Server:
         """Make one of a mapping of the configuration. Raises ValueError for unknown or missing keys and for a bad
         URL."""
-        known = [field.name for field in fields(cls)]
-        wrong = [key for key in given if key not in known]
+        names = [field.name for field in fields(cls)]
+        wrong = [key for key in given if key not in names]
         if wrong or "url" not in given:
-            what = f"has no {wrong[0]!r}.{nearest(wrong[0], known)}" if wrong else "needs a url."
-            raise ValueError(f"{reward}: server {what} It takes: {', '.join(known)}")
+            what = f"has no {wrong[0]!r}.{nearest(wrong[0], names)}" if wrong else "needs a url."
+            raise ValueError(f"{reward}: server {what} It takes: {', '.join(names)}")
         server = cls(**given)
         try:
             check_url(server.url)
@@ -100,11 +100,13 @@ class ChatServer:
         return self._ask_all(questions, {"max_tokens": max_tokens}, _content)
 
     def _ask_all(self, questions: Sequence[Question], options: Mapping[str, Any], read: Callable[[Any], T]) -> list[T]:
+        # Servers batch what arrives together: one question after the other would leave most of a GPU idle.
         with ThreadPoolExecutor(max(1, min(self.server.concurrency, len(questions)))) as threads:
             return list(threads.map(lambda question: self._ask(question, options, read), questions))
 
     def _ask(self, question: Question, options: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         turn = {"role": "user", "content": [_part(part) for part in question]}
+        # A seed beside temperature 0: some servers draw among equals.
         request = {"model": self.model, "messages": [turn], "temperature": 0, "seed": 0, **options}
         body, server = json.dumps(request).encode(), self.server
         try:

@@ -14,14 +14,14 @@ def pairs(row: Any) -> list[tuple[str, str]]:
     """
     if not isinstance(row, list | tuple | None):
         raise ValueError(f"questions are a list, found {row!r:.60}")
-    found = [_pair(entry) for entry in row or ()]
-    for question, answer in found:
+    pairs_of_row = [_pair(entry) for entry in row or ()]
+    for question, answer in pairs_of_row:
         if len(answer.split()) != 1:
             raise ValueError(
                 f"the answer {answer!r} to {question!r:.80} is compared with the first word that a model says; expect "
                 "one word, or ask for each word of it"
             )
-    return found
+    return pairs_of_row
 
 
 def _pair(entry: Any) -> tuple[str, str]:

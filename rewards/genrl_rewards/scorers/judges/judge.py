@@ -44,6 +44,7 @@ def parse_score(answer: str, label: str, low: float, high: float) -> float:
     The last, because a judge may quote the question, or a prompt that names a score, before it gives its own.
     """
     words = r"\s+".join(map(re.escape, label.split()))  # a line may break anywhere
+    # Stars: models like to write the label in bold.
     numbers = re.findall(rf"{words}[\s*]*:[\s*]*{NUMBER}", answer, re.IGNORECASE)
     value = float(numbers[-1]) if numbers else math.nan
     return value if low <= value <= high else math.nan
@@ -143,10 +144,10 @@ class EditJudge(AsksVLM):
         both: list[Question] = [[a, b, templates.put(self.following, "{prompt}", prompt)] for a, b, prompt in rows]
         alone: list[Question] = [[picture, self.quality] for picture in pil_images]
         answers = self.vlm.answers([*both, *alone], self.max_tokens)
-        asked = {"Following": 0, "Keeping": 0, "Natural": len(both), "Clean": len(both)}  # label -> first answer
+        places = {"Following": 0, "Keeping": 0, "Natural": len(both), "Clean": len(both)}  # label -> first answer
         parts = {
             label.lower(): [parse_score(answer, label, 0, 10) for answer in answers[start : start + len(both)]]
-            for label, start in asked.items()
+            for label, start in places.items()
         }
         return [edit_score((f, k), (n, c)) for f, k, n, c in zip(*parts.values(), strict=True)], parts
 

@@ -33,6 +33,7 @@ class LocalLM(LocalModel):
             raise ValueError(f"{reward}: {model!r} is a {kind!r} model, which answers no questions")
         architecture, precision = transformers.AutoModelForCausalLM, torch_dtype(dtype, reward)
         loaded = pretrained(architecture, model, types=(), reward=reward, dtype=precision).to(device)
+        # On the left, so that the last position of every row is the one that the answer begins at.
         tokenizer: Any = tokenizer_of(model, reward, padding_side="left")
         if tokenizer.chat_template is None:
             raise ValueError(f"{reward}: {model!r} has no chat template to ask questions with")
@@ -42,6 +43,7 @@ class LocalLM(LocalModel):
         def prepare(questions: Sequence[Question]) -> Inputs:
             chats = [[{"role": "user", "content": "\n".join(map(str, question))}] for question in questions]
             texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+            # The chat template has written the beginning of the text already.
             return dict(tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt"))
 
         super().__init__(loaded, tokenizer, prepare)

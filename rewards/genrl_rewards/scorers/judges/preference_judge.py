@@ -79,5 +79,5 @@ def preference(answer: str) -> float:
 
     Marks around the number ("0.", "**1**", "'-1'") are no part of it.
     """
-    found = re.fullmatch(r"[\s\"'`*]*(-1|0|1)[\s\"'`*.]*", answer)
-    return ANSWERS[found[1]] if found else math.nan
+    match = re.fullmatch(r"[\s\"'`*]*(-1|0|1)[\s\"'`*.]*", answer)
+    return ANSWERS[match[1]] if match else math.nan

@@ -67,11 +67,13 @@ class Questions(AsksVLM):
     def __call__(self, pil_images: list[Any], **column: list[Any]) -> Scored:
         (lists,) = column.values()
         rows = [pairs(row) for row in lists]
-        asked: list[Question] = [
+        questions: list[Question] = [
             [*shown(pictures), templates.put(self.asked, "{question}", question)]
             for pictures, row in zip(pil_images, rows, strict=True)
             for question, _ in row
         ]
-        chances = iter(self.vlm.first_words(asked, [answer for row in rows for _, answer in row]))
-        found = [list(itertools.islice(chances, len(row))) for row in rows]
-        return [combined(row, self.combine) for row in found], {"least": [min(row, default=math.nan) for row in found]}
+        chances = iter(self.vlm.first_words(questions, [answer for row in rows for _, answer in row]))
+        answers = [list(itertools.islice(chances, len(row))) for row in rows]
+        return [combined(row, self.combine) for row in answers], {
+            "least": [min(row, default=math.nan) for row in answers]
+        }

@@ -63,8 +63,8 @@ def spellings(word: str) -> frozenset[str]:
 
 def chance(next_word: Iterable[tuple[str, float]], word: str) -> float:
     """The probability of a word in (token, log-probability) pairs of the next token, over all its spellings."""
-    wanted = spellings(word)
-    return math.fsum(math.exp(value) for token, value in next_word if token.strip().lower() in wanted)
+    words = spellings(word)
+    return math.fsum(math.exp(value) for token, value in next_word if token.strip().lower() in words)
 
 
 class VLM(Protocol):
@@ -112,8 +112,8 @@ class LocalModel:
     def first_words(self, questions: Sequence[Question], words: Sequence[str]) -> list[float]:
         """How likely each answer is to begin with its word. Raises ValueError as `check_words`."""
         self.check_words(words)
-        wanted = frozenset().union(*map(spellings, words))
-        rows = self._first_tokens(questions, wanted)
+        spelt = frozenset().union(*map(spellings, words))
+        rows = self._first_tokens(questions, spelt)
         return [chance(row, word) for row, word in zip(rows, words, strict=True)]
 
     def check_words(self, words: Sequence[str]) -> None:
@@ -133,6 +133,7 @@ class LocalModel:
         rows = []
         for inputs in self._batches(questions):
             logits = self.model(**inputs, logits_to_keep=1).logits[:, -1]
+            # Over the whole vocabulary, so that `mass` says how much of it yes and no have.
             log_probabilities = logits.float().log_softmax(-1)[:, list(tokens)].tolist()
             rows += [list(zip(tokens.values(), row, strict=True)) for row in log_probabilities]
         return rows
@@ -219,20 +220,24 @@ class QwenInputs:
         chats = [messages(question) for question in questions]
         texts = [self.tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
         pictures = pictures_of(questions)
-        seen = dict(self.image_processor(images=pictures, return_tensors="pt")) if pictures else {}
-        counts = iter((seen["image_grid_thw"].prod(1) // self.image_processor.merge_size**2).tolist() if seen else [])
+        pixels = dict(self.image_processor(images=pictures, return_tensors="pt")) if pictures else {}
+        counts = iter(
+            (pixels["image_grid_thw"].prod(1) // self.image_processor.merge_size**2).tolist() if pixels else []
+        )
         for i, (text, question) in enumerate(zip(texts, questions, strict=True)):
             pieces = text.split(place)
-            own = len(pictures_of([question]))
-            if len(pieces) != own + 1:
+            count = len(pictures_of([question]))
+            if len(pieces) != count + 1:
                 raise ValueError(
-                    f"a question with {own} pictures has {len(pieces) - 1} places {place} for them: the text must not "
-                    "contain that token, and the tokenizer's chat template must be one for pictures"
+                    f"a question with {count} pictures has {len(pieces) - 1} places {place} for them: the text must "
+                    "not contain that token, and the tokenizer's chat template must be one for pictures"
                 )
-            texts[i] = "".join(p + place * next(counts) if k < own else p for k, p in enumerate(pieces))
+            # The model reads a placeholder for each merged patch, of which a template writes one for each picture.
+            texts[i] = "".join(p + place * next(counts) if k < count else p for k, p in enumerate(pieces))
         tokens = self.tokenizer(texts, padding=True, return_tensors="pt")
+        # Where the pictures are: rotary positions are of rows and columns there.
         kinds = (tokens["input_ids"] == self.tokenizer.convert_tokens_to_ids(place)).long()
-        return {**tokens, **seen, "mm_token_type_ids": kinds}
+        return {**tokens, **pixels, "mm_token_type_ids": kinds}
 
 
 class ProcessorInputs:

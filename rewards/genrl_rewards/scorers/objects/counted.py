@@ -26,9 +26,10 @@ def credit(found: Sequence[int], asked: Sequence[int], extra: int, position: flo
     soft: mean over groups of max(0, 1 - |found - asked| / asked), times asked / (asked + extra); position, NaN where
     no relation was requested, has a weight of `POSITION_WEIGHT` in it. strict: 1 if all is as requested.
     """
-    errors = [abs(there - wanted) for there, wanted in zip(found, asked, strict=True)]
+    errors = [abs(counted - expected) for counted, expected in zip(found, asked, strict=True)]
     total = sum(asked)
-    soft = float(np.mean([max(0.0, 1 - e / wanted) for e, wanted in zip(errors, asked, strict=True)]))
+    soft = float(np.mean([max(0.0, 1 - e / expected) for e, expected in zip(errors, asked, strict=True)]))
+    # Or a picture full of things would have all that is asked for.
     soft *= total / (total + extra)
     exact = not any(errors) and extra == 0
     if not math.isnan(position):
@@ -48,10 +49,10 @@ def by_caption(
 ) -> Scored:
     """`check` of each picture, float [N, 3, H, W] in [0, 1], against what `parse` reads of its prompt; no score for a
     prompt that it cannot read. The score is the part `strict` or `soft`; all `parts` are reported, too."""
-    found: dict[str, list[float]] = {name: [] for name in parts}
+    scores: dict[str, list[float]] = {name: [] for name in parts}
     for picture, prompt in zip(to_uint8(images), prompts, strict=True):
-        asked = parse(prompt)
-        result = check(picture, asked) if asked else dict.fromkeys(parts, math.nan)
+        caption = parse(prompt)
+        result = check(picture, caption) if caption else dict.fromkeys(parts, math.nan)
         for name in parts:
-            found[name].append(result[name])
-    return found["strict" if strict else "soft"], found
+            scores[name].append(result[name])
+    return scores["strict" if strict else "soft"], scores

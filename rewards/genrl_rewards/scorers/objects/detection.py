@@ -67,10 +67,13 @@ class Detector:
         }
         architecture = next((value for kinds, value in architectures.items() if self.kind in kinds), None)
         if architecture is None:
-            known = ", ".join(kind for kinds in architectures for kind in kinds)
-            raise ValueError(f"{reward}: {model!r} is a {self.kind!r} model, which is not a known detector: {known}")
+            kinds_known = ", ".join(kind for kinds in architectures for kind in kinds)
+            raise ValueError(
+                f"{reward}: {model!r} is a {self.kind!r} model, which is not a known detector: {kinds_known}"
+            )
         zero_shot = self.kind in (*OWL, *GROUNDING)
         processor: Any = transformers.AutoProcessor if zero_shot else transformers.AutoImageProcessor
+        # Pillow's resizing, whether or not a torchvision is installed, which would shift boxes a little.
         self.processor = processor.from_pretrained(model, backend="pil")
         self.model = pretrained(architecture, model, types=(), reward=reward).to(device)
         self.to = self.model.to
@@ -90,8 +93,9 @@ class Detector:
         return {name: sorted(rows[name], key=lambda thing: -thing.box.score)[:PER_CLASS] for name in distinct}
 
     def _owl(self, picture: Image, names: Sequence[str], threshold: float) -> dict[str, list[Thing]]:
-        asked = [f"a photo of a {name}" for name in names]
-        inputs = self.processor(text=[asked], images=picture, return_tensors="pt").to(self.model.device)
+        # How OWL was trained to be asked.
+        texts = [f"a photo of a {name}" for name in names]
+        inputs = self.processor(text=[texts], images=picture, return_tensors="pt").to(self.model.device)
         (detected,) = self.processor.post_process_grounded_object_detection(
             self.model(**inputs), threshold=threshold, target_sizes=[(picture.height, picture.width)]
         )
@@ -100,6 +104,7 @@ class Detector:
 
     def _grounded(self, picture: Image, name: str, threshold: float) -> list[Thing]:
         """One name at a time, so that every box is of it, and no phrase has to be matched with a name."""
+        # In lower case and with a full stop at its end: how Grounding-DINO tells phrases apart.
         inputs = self.processor(text=f"a {name.lower()}.", images=picture, return_tensors="pt").to(self.model.device)
         (detected,) = self.processor.post_process_grounded_object_detection(
             self.model(**inputs),
@@ -111,7 +116,7 @@ class Detector:
         return merged(_things(detected, picture))
 
     def _closed(self, picture: Image, names: Sequence[str], threshold: float) -> dict[str, list[Thing]]:
-        wanted = {self._label(name): name for name in names}
+        labels = {self._label(name): name for name in names}
         inputs = self.processor(images=picture, return_tensors="pt").to(self.model.device)
         outputs, size = self.model(**inputs), [(picture.height, picture.width)]
         rows: dict[str, list[Thing]] = {name: [] for name in names}
@@ -120,13 +125,13 @@ class Detector:
                 outputs, threshold=threshold, target_sizes=size, return_binary_maps=True
             )
             for segment, mask in zip(segments["segments_info"], _maps(segments["segmentation"]), strict=True):
-                if segment["label_id"] in wanted and mask.any():
-                    rows[wanted[segment["label_id"]]].append(thing_of_mask(mask, segment["score"]))
+                if segment["label_id"] in labels and mask.any():
+                    rows[labels[segment["label_id"]]].append(thing_of_mask(mask, segment["score"]))
             return rows
         (detected,) = self.processor.post_process_object_detection(outputs, threshold=threshold, target_sizes=size)
         for thing, label in zip(_things(detected, picture), detected["labels"].tolist(), strict=True):
-            if label in wanted:
-                rows[wanted[label]].append(thing)
+            if label in labels:
+                rows[labels[label]].append(thing)
         return rows
 
     def _label(self, name: str) -> int:
@@ -150,6 +155,7 @@ def merged(things: Sequence[Thing]) -> list[Thing]:
 
 def _things(detected: Any, picture: Image) -> list[Thing]:
     limits = torch.tensor([picture.width, picture.height] * 2, dtype=torch.float32)
+    # Detectors put corners outside of the picture, where sizes and offsets would count what cannot be seen.
     boxes = torch.minimum(detected["boxes"].cpu().float().clamp_min(0), limits).tolist()
     return [Thing(Box._make((*box, score))) for box, score in zip(boxes, detected["scores"].tolist(), strict=True)]
 

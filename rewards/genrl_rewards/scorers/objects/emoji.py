@@ -106,9 +106,9 @@ class Found:
 def sheet_glyphs() -> tuple[Image.Image, ...]:
     """Every glyph of the sheet, in the order of `NAMES`, RGBA [SIDE, SIDE]."""
     with Image.open(SHEET) as sheet:
-        drawn = sheet.convert("RGBA")
+        pixels = sheet.convert("RGBA")
     places = [(SIDE * (k % EACH), SIDE * (k // EACH)) for k in range(len(NAMES))]
-    return tuple(drawn.crop((x, y, x + SIDE, y + SIDE)) for x, y in places)
+    return tuple(pixels.crop((x, y, x + SIDE, y + SIDE)) for x, y in places)
 
 
 @cache
@@ -119,6 +119,7 @@ def glyph(name: str) -> np.ndarray:
         raise ValueError(f"no thing called {name!r}: the world has {', '.join(OBJECTS)}")
     ground = Image.new("RGBA", (SIDE, SIDE), BACKGROUND)
     ground.alpha_composite(sheet_glyphs()[NAMES.index(name)])
+    # On the background first: of transparent pixels the colour is arbitrary, and resizing would mix it in.
     return np.array(ground.convert("RGB").resize((GLYPH, GLYPH), Image.Resampling.BOX))
 
 
@@ -149,9 +150,9 @@ def parse(caption: str) -> Asked | None:
 def _templates(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Templates of the glyphs less the background: conjugate spectra [K, 3, height, width // 2 + 1], squared norms
     [K]."""
-    drawn = np.stack([glyph(name) for name in OBJECTS]).astype(np.float32) - _GROUND
-    spectra = np.fft.rfft2(drawn.transpose(0, 3, 1, 2), s=(height, width)).conj().astype(np.complex64)
-    return spectra, (drawn**2).sum((1, 2, 3))
+    glyphs = np.stack([glyph(name) for name in OBJECTS]).astype(np.float32) - _GROUND
+    spectra = np.fft.rfft2(glyphs.transpose(0, 3, 1, 2), s=(height, width)).conj().astype(np.complex64)
+    return spectra, (glyphs**2).sum((1, 2, 3))
 
 
 def match(image: np.ndarray) -> np.ndarray:
@@ -163,7 +164,10 @@ def match(image: np.ndarray) -> np.ndarray:
     height, width, _ = image.shape
     spectra, squares = _templates(height, width)
     ink = (image.astype(np.float32) - _GROUND).transpose(2, 0, 1)
+    # All places at once; those at which a glyph wraps around the border are cut off below.
     products = np.fft.irfft2((np.fft.rfft2(ink) * spectra).sum(1), s=(height, width))
+    # A summed-area table: the squares of every window by four look-ups. In float64, since differences of large sums
+    # follow.
     sums = np.pad(np.square(ink, dtype=np.float64).sum(0).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     norms = sums[GLYPH:, GLYPH:] - sums[:-GLYPH, GLYPH:] - sums[GLYPH:, :-GLYPH] + sums[:-GLYPH, :-GLYPH]
     fits: np.ndarray = 2 * products[:, : norms.shape[0], : norms.shape[1]] / (norms + squares[:, None, None])
@@ -173,9 +177,9 @@ def match(image: np.ndarray) -> np.ndarray:
 @cache
 def _inside(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Mask of a glyph's ink, bool [GLYPH, GLYPH], and its N colours there less their mean, [N, 3]."""
-    drawn = glyph(name).astype(np.float32)
-    ink = np.linalg.norm(drawn - _GROUND, axis=-1) > INK
-    return ink, drawn[ink] - drawn[ink].mean(0)
+    pixels = glyph(name).astype(np.float32)
+    ink = np.linalg.norm(pixels - _GROUND, axis=-1) > INK
+    return ink, pixels[ink] - pixels[ink].mean(0)
 
 
 def detail(window: np.ndarray, name: str) -> float:
@@ -183,9 +187,9 @@ def detail(window: np.ndarray, name: str) -> float:
 
     window: uint8 [GLYPH, GLYPH, 3].
     """
-    ink, drawn = _inside(name)
-    seen = window[ink] - window[ink].mean(0)
-    return float(2 * (seen * drawn).sum() / (np.square(seen).sum() + np.square(drawn).sum()))
+    ink, pixels = _inside(name)
+    centred = window[ink] - window[ink].mean(0)
+    return float(2 * (centred * pixels).sum() / (np.square(centred).sum() + np.square(pixels).sum()))
 
 
 def find(image: np.ndarray) -> list[Found]:
@@ -195,16 +199,16 @@ def find(image: np.ndarray) -> list[Found]:
         return []
     fits = match(image)
     best = fits.max(0)
-    found = []
+    things = []
     reach, middle = math.ceil(NEAR * GLYPH), (GLYPH - 1) / 2
     while best.max() >= MIN_MATCH:
         row, column = (int(i) for i in np.unravel_index(best.argmax(), best.shape))
         which = int(fits[:, row, column].argmax())
         near = slice(max(0, row - reach + 1), row + reach), slice(max(0, column - reach + 1), column + reach)
         if detail(image[row : row + GLYPH, column : column + GLYPH], OBJECTS[which]) >= MIN_DETAIL:
-            found.append(Found(OBJECTS[which], column + middle, row + middle, float(best[row, column])))
+            things.append(Found(OBJECTS[which], column + middle, row + middle, float(best[row, column])))
         best[near] = -1  # what fits best there and lacks its detail is a blot, and no other glyph either
-    return found
+    return things
 
 
 def unknown(image: np.ndarray, found: list[Found]) -> int:
@@ -212,6 +216,7 @@ def unknown(image: np.ndarray, found: list[Found]) -> int:
     ink = np.linalg.norm(image.astype(np.float32) - _GROUND, axis=-1) > INK
     for thing in found:
         top, left = (round(centre - (GLYPH - 1) / 2) for centre in (thing.y, thing.x))
+        # A pixel more on each side: decoders blur edges into it.
         ink[max(0, top - 1) : top + GLYPH + 1, max(0, left - 1) : left + GLYPH + 1] = False
     return int(ink.sum()) // BLOB
 
@@ -226,23 +231,23 @@ def check(image: np.ndarray, asked: Asked) -> dict[str, float]:
     position: 1 if all things of the first group lie so relative to all of the second, 0 if not or one group is
       missing; NaN if no relation was requested.
     """
-    found = find(image)
-    blobs = unknown(image, found)
+    things = find(image)
+    blobs = unknown(image, things)
     total = sum(group.count for group in asked.groups)
-    members = [[thing for thing in found if thing.name == group.name] for group in asked.groups]
-    extra = len(found) + blobs - sum(len(m) for m in members)
+    members = [[thing for thing in things if thing.name == group.name] for group in asked.groups]
+    extra = len(things) + blobs - sum(len(m) for m in members)
     position = math.nan
     if asked.relation is not None:
         position = float(_relation_holds(members[0], members[1], asked.relation))
     counts = [len(m) for m in members], [group.count for group in asked.groups]
     soft, strict = credit(*counts, extra, position)
-    wanted = Counter({group.name: group.count for group in asked.groups})
-    common = (wanted & Counter(thing.name for thing in found)).total()
+    expected = Counter({group.name: group.count for group in asked.groups})
+    common = (expected & Counter(thing.name for thing in things)).total()
     return {
         "soft": soft,
         "strict": strict,
-        "count": max(0.0, 1 - abs(len(found) + blobs - total) / total),
-        "objects": common / max(len(found) + blobs, total),
+        "count": max(0.0, 1 - abs(len(things) + blobs - total) / total),
+        "objects": common / max(len(things) + blobs, total),
         "position": position,
     }
 

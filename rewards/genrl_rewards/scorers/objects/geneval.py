@@ -36,6 +36,7 @@ class ColourClassifier:
         if not things:
             return []
         crops = [crop(picture, thing) for thing in things]
+        # One by one: crops are of different sizes.
         embeds = [self.clip.embed_images(from_pil(c)) for c in crops]
         similar = torch.nn.functional.normalize(torch.cat(embeds).float(), dim=-1) @ self._classes(name).T
         return [COLOURS[i] for i in similar.argmax(1).tolist()]
@@ -44,6 +45,8 @@ class ColourClassifier:
         if name not in self._texts:
             forms = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
             texts = [form.format(colour, name) for colour in COLOURS for form in forms]
+            # Unit vectors, their mean, and that at unit length again: CLIP's own way to make one class of several
+            # phrasings.
             unit = torch.nn.functional.normalize(self.clip.embed_texts(texts), dim=-1)
             means = unit.view(len(COLOURS), len(forms), -1).mean(1)
             self._texts[name] = torch.nn.functional.normalize(means, dim=-1)
@@ -127,8 +130,10 @@ def _check_row(include: Any) -> None:
     for i, item in enumerate(rows):
         right = isinstance(item, Mapping) and isinstance(item.get("class"), str) and item.get("count", 0) >= 1
         place = item.get("position", ["above", 0]) if right else ("", 0)
-        known = len(place) == 2 and place[0] in ("left of", "right of", "above", "below") and 0 <= place[1] < max(i, 1)
-        if not right or item.get("color", "red") not in COLOURS or not known:
+        is_valid = (
+            len(place) == 2 and place[0] in ("left of", "right of", "above", "below") and 0 <= place[1] < max(i, 1)
+        )
+        if not right or item.get("color", "red") not in COLOURS or not is_valid:
             raise ValueError(
                 f"geneval: item {i} of column 'include' is {item!r}; it must be {{class, count, color?, position?}}, "
                 f"count from 1, color one of {', '.join(COLOURS)}, position [relation, index of an earlier item]"

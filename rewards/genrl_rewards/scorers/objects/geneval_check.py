@@ -36,12 +36,12 @@ def offset(a: Box, b: Box) -> tuple[float, float]:
 
     (0, 0) if the centres coincide or are within the dead zone.
     """
-    whole = ((a.left + a.right - b.left - b.right) / 2, (a.top + a.bottom - b.top - b.bottom) / 2)
+    centre_offset = ((a.left + a.right - b.left - b.right) / 2, (a.top + a.bottom - b.top - b.bottom) / 2)
     sizes = (a.right - a.left + b.right - b.left, a.bottom - a.top + b.bottom - b.top)
-    rest = [math.copysign(max(abs(w) - DEAD_ZONE * s, 0.0), w) for w, s in zip(whole, sizes, strict=True)]
-    if all(abs(r) < 1e-3 for r in rest):
+    beyond = [math.copysign(max(abs(w) - DEAD_ZONE * s, 0.0), w) for w, s in zip(centre_offset, sizes, strict=True)]
+    if all(abs(r) < 1e-3 for r in beyond):
         return 0.0, 0.0
-    return rest[0] / math.hypot(*whole), rest[1] / math.hypot(*whole)
+    return beyond[0] / math.hypot(*centre_offset), beyond[1] / math.hypot(*centre_offset)
 
 
 def relations(a: Box, b: Box) -> set[str]:

@@ -91,7 +91,9 @@ def outline(shape: str) -> np.ndarray:
 
 def _group_pattern(k: int) -> str:
     words = {"n": NUMBERS, "colour": COLOURS, "shape": SHAPES}
-    return " ".join(rf"(?P<{name}{k}>{'|'.join(known)})" for name, known in words.items()) + rf"(?P<s{k}>s?)"
+    return (
+        " ".join(rf"(?P<{name}{k}>{'|'.join(words_known)})" for name, words_known in words.items()) + rf"(?P<s{k}>s?)"
+    )
 
 
 _CAPTION = re.compile(rf"{_group_pattern(1)}(?: (?P<link>and|{'|'.join(RELATIONS)}) {_group_pattern(2)})?")
@@ -116,14 +118,14 @@ def parse(caption: str) -> Asked | None:
 
 def find(image: np.ndarray) -> list[Found]:
     """Every component of a palette colour with at least `MIN_AREA`. image: uint8 [H, W, 3]."""
-    return [found for found, _ in located(image)]
+    return [thing for thing, _ in located(image)]
 
 
 def located(image: np.ndarray) -> list[tuple[Found, np.ndarray]]:
     """Find things as `find` does, each with its pixels, bool [H, W]."""
     height, width, _ = image.shape
     labels, areas, colours = _components(_nearest_colour(image))
-    found = []
+    things = []
     for label in np.flatnonzero(areas >= MIN_AREA * height * width):
         mask = labels == label
         rows, columns = np.nonzero(mask)
@@ -134,8 +136,8 @@ def located(image: np.ndarray) -> list[tuple[Found, np.ndarray]]:
             y=float(rows.mean()),
             area=int(areas[label]),
         )
-        found.append((thing, mask))
-    return found
+        things.append((thing, mask))
+    return things
 
 
 _PALETTE = np.array(list(PALETTE.values()), dtype=np.float32)
@@ -168,6 +170,7 @@ def _components(classes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
             a = parent[a]
         while parent[b] != b:
             b = parent[b]
+        # Towards the smaller number always, so that a parent comes before its children.
         parent[max(a, b)] = min(a, b)
     for i, p in enumerate(parent):  # parents come first, so that one pass flattens every chain
         parent[i] = parent[p]
@@ -195,6 +198,7 @@ def _normalised(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     height, width = rows.max() - top + 1, columns.max() - left + 1
     side = max(height, width)
     mask = np.zeros((side, side), dtype=bool)
+    # In a square, or a flat shape would be stretched into another one.
     mask[rows - top + (side - height) // 2, columns - left + (side - width) // 2] = True
     take = ((np.arange(MASK) + 0.5) * side / MASK).astype(np.intp)
     return mask[np.ix_(take, take)]
@@ -218,10 +222,10 @@ def check(image: np.ndarray, asked: Asked) -> dict[str, float]:
     position: 1 if the relation holds between the largest thing of each group, 0 if not or one is missing; NaN if no
       relation was requested.
     """
-    found = find(image)
+    things = find(image)
     total = sum(group.count for group in asked.groups)
-    members = [[f for f in found if (f.colour, f.shape) == (g.colour, g.shape)] for g in asked.groups]
-    extra = len(found) - sum(len(m) for m in members)
+    members = [[f for f in things if (f.colour, f.shape) == (g.colour, g.shape)] for g in asked.groups]
+    extra = len(things) - sum(len(m) for m in members)
     position = math.nan
     if asked.relation is not None:
         position = float(_relation_holds(members[0], members[1], asked.relation))
@@ -230,9 +234,9 @@ def check(image: np.ndarray, asked: Asked) -> dict[str, float]:
     return {
         "soft": soft,
         "strict": strict,
-        "count": max(0.0, 1 - abs(len(found) - total) / total),
-        "colour": _agreement([f.colour for f in found], [g.colour for g in asked.groups for _ in range(g.count)]),
-        "shape": _agreement([f.shape for f in found], [g.shape for g in asked.groups for _ in range(g.count)]),
+        "count": max(0.0, 1 - abs(len(things) - total) / total),
+        "colour": _agreement([f.colour for f in things], [g.colour for g in asked.groups for _ in range(g.count)]),
+        "shape": _agreement([f.shape for f in things], [g.shape for g in asked.groups for _ in range(g.count)]),
         "position": position,
     }
 
@@ -285,8 +289,8 @@ class SameShapes:
 
     def __call__(self, images: torch.Tensor, pairs: list[tuple[int, int]]) -> list[float]:
         """images: float tensor [N, 3, H, W] in [0, 1]; one number per pair."""
-        found = [find(picture) for picture in to_uint8(images)]
-        return [alike(found[i], found[j]) for i, j in pairs]
+        things = [find(picture) for picture in to_uint8(images)]
+        return [alike(things[i], things[j]) for i, j in pairs]
 
 
 PARTS = ("soft", "strict", "count", "colour", "shape", "position")
@@ -312,7 +316,7 @@ def same_number(completions: list[str], answer: list[str]) -> list[float]:
     """1 if the answer is a caption of this world that asks for `answer` things: a description that keeps a count."""
 
     def number(completion: str) -> int | None:
-        asked = parse(answer_in(completion) or "")
-        return None if asked is None or asked.relation else sum(group.count for group in asked.groups)
+        caption = parse(answer_in(completion) or "")
+        return None if caption is None or caption.relation else sum(group.count for group in caption.groups)
 
     return [float(str(number(text)) == str(truth)) for text, truth in zip(completions, answer, strict=True)]

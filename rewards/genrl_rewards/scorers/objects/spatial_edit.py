@@ -59,9 +59,9 @@ class ShapeDetector:
             check_choice(f"{self.reward}: the embedded world has no", name, kinds)
             colour, shape = kinds[name]
             things = [
-                thing_of_mask(mask, 1.0 if found.shape == shape else BLOB)
-                for found, mask in everything
-                if found.colour == colour and found.shape in (shape, None)
+                thing_of_mask(mask, 1.0 if box.shape == shape else BLOB)
+                for box, mask in everything
+                if box.colour == colour and box.shape in (shape, None)
             ]
             likely = [thing for thing in things if thing.box.score > threshold]
             rows[name] = sorted(likely, key=lambda thing: -thing.box.score)
@@ -79,6 +79,7 @@ class Finder:
     def both(self, source: Image, result: Image, name: str) -> tuple[Thing | None, Thing | None]:
         """The most confident thing of that name in each, with its position in the result in pixels of the source."""
         before = self.detector.find(source, [name], self.threshold)[name]
+        # Editing pipelines choose their own sizes, and offsets and ratios are in pixels.
         after = self.detector.find(result.resize(source.size), [name], self.threshold)[name]
         return (before[0] if before else None), (after[0] if after else None)
 
@@ -118,8 +119,8 @@ class EditMove:
     def __call__(
         self, pil_images: list[Image], source_images: list[Image], object: list[str], direction: list[str]
     ) -> Scored:
-        for asked in direction:
-            check_choice("edit_move: unknown direction", asked, geometry.DIRECTIONS)
+        for turn in direction:
+            check_choice("edit_move: unknown direction", turn, geometry.DIRECTIONS)
 
         def judge(i: int, before: Thing, after: Thing) -> Verdict:
             way = geometry.distance(before.box, after.box, *source_images[i].size)
@@ -230,8 +231,8 @@ class EditOrient:
         axis: list[str],
         angle: list[float],
     ) -> Scored:
-        for asked in axis:
-            check_choice("edit_orient: unknown axis", asked, AXES)
+        for turn in axis:
+            check_choice("edit_orient: unknown axis", turn, AXES)
         angles = [_number(value, "edit_orient", "angle") for value in angle]
 
         def judge(i: int, before: Thing, after: Thing) -> Verdict:

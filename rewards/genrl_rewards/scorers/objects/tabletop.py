@@ -40,11 +40,11 @@ class TableProgress:
 def progress(picture: np.ndarray, instruction: str) -> float:
     """The score of one picture, uint8 [S, S, 3]; NaN for no score."""
     put, touch = _PUT.search(instruction.lower()), _TOUCH.search(instruction.lower())
-    asked = put or touch
-    if asked is None or asked[1] not in COLOURS or (put and put[2] not in ZONES):
+    request = put or touch
+    if request is None or request[1] not in COLOURS or (put and put[2] not in ZONES):
         return math.nan
     gripper = place(picture, CLOSED) or place(picture, OPEN)
-    block = place(picture, COLOURS[asked[1]])
+    block = place(picture, COLOURS[request[1]])
     if block is None or gripper is None:
         # a gripper over the block hides most of it, and cannot be nearer
         block = gripper = block or gripper
@@ -53,6 +53,7 @@ def progress(picture: np.ndarray, instruction: str) -> float:
     reach = math.dist(gripper, block)
     if put is None:
         return -reach
+    # Less than the radius, within which the simulator calls it done: places read off pixels are a little off.
     carry = max(math.dist(block, ZONES[put[2]]) - 0.8 * ZONE_RADIUS, 0.0)
     return -carry - (reach if carry > 0 else 0.0)
 

@@ -111,11 +111,13 @@ class Diversity:
         tokens = in_batches(lambda pictures: self.dino.features(pictures).class_token, CHUNK, frames(images))
         unit = torch.nn.functional.normalize(tokens.view(len(images), -1, tokens.shape[-1]).mean(1), dim=-1)
         groups = torch.tensor(group, device=unit.device)
-        seen = ~unit.isnan().any(1)  # a picture that could not be decoded has no score, the others of its group have
-        same = (groups[:, None] == groups) & seen & ~torch.eye(len(groups), dtype=torch.bool, device=unit.device)
+        readable = ~unit.isnan().any(
+            1
+        )  # a picture that could not be decoded has no score, the others of its group have
+        same = (groups[:, None] == groups) & readable & ~torch.eye(len(groups), dtype=torch.bool, device=unit.device)
         others = same.sum(1)  # 0 / 0 for a group of one: no score
         alike = torch.where(same, unit @ unit.T, 0.0).sum(1) / others
-        return (1 - alike).where(seen & (others > 0), torch.nan).to(images.device)
+        return (1 - alike).where(readable & (others > 0), torch.nan).to(images.device)
 
 
 class DinoSimilarity:

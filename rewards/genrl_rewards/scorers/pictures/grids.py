@@ -45,7 +45,7 @@ class GridShape:
 
     def __call__(self, columns: Mapping[str, Sequence[str]], count: int) -> list[tuple[int, int]]:
         """(rows, columns) of `count` rows, from the column that was declared."""
-        return [parse_grid(one, self.reward) for one in next(iter(columns.values()), [self.fixed] * count)]
+        return [parse_grid(grid, self.reward) for grid in next(iter(columns.values()), [self.fixed] * count)]
 
 
 def theme_of(prompt: str) -> str:

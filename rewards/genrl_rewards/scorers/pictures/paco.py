@@ -97,14 +97,14 @@ class PacoEdit(AsksPaco):
         super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
-        asked: list[Question] = [
+        questions: list[Question] = [
             [source, picture, templates.put(question, "{prompt}", prompt)]
             for question in self.questions
             for source, picture, prompt in zip(source_images, pil_images, prompts, strict=True)
         ]
-        yes, _ = judged(self.vlm, asked)
-        kept, followed = yes[: len(prompts)], yes[len(prompts) :]
-        return list(map(edit_consistency, kept, followed)), {"kept": kept, "followed": followed}
+        yes, _ = judged(self.vlm, questions)
+        consistent, followed = yes[: len(prompts)], yes[len(prompts) :]
+        return list(map(edit_consistency, consistent, followed)), {"kept": consistent, "followed": followed}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -124,7 +124,7 @@ class PacoGroup(AsksPaco):
         super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> Scored:
-        asked: list[Question] = [
+        questions: list[Question] = [
             [pil_images[i], pil_images[j], templates.put(self.question, "{prompt}", prompts[i])] for i, j in pairs
         ]
-        return judged(self.vlm, asked)
+        return judged(self.vlm, questions)

@@ -66,12 +66,12 @@ class PerFrame:
         check_video(images, f"per_frame of {self.name}")
         chosen = images[:, spread(self.frames, images.shape[1])]
         flat, each = chosen.flatten(0, 1), chosen.shape[1]
-        given: dict[str, Any] = {name: [v for value in row for v in [value] * each] for name, row in rows.items()}
+        per_frame: dict[str, Any] = {name: [v for value in row for v in [value] * each] for name, row in rows.items()}
         if "images" in self._takes:
-            given["images"] = flat
+            per_frame["images"] = flat
         if "pil_images" in self._takes:
-            given["pil_images"] = pil_list(flat)
-        scores = torch.tensor(read(self.inner(**given), len(flat), self.name).values, dtype=torch.float64)
+            per_frame["pil_images"] = pil_list(flat)
+        scores = torch.tensor(read(self.inner(**per_frame), len(flat), self.name).values, dtype=torch.float64)
         table = scores.view(len(images), each)
         if self.reduce == "min":
             lowest = table.nan_to_num(nan=torch.inf).amin(1)
@@ -130,12 +130,14 @@ def smoothness(images: torch.Tensor) -> torch.Tensor:
         errors = []
         for before, frame, after in zip(frames[:-2:2], frames[1:-1:2], frames[2::2], strict=True):
             both = [cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY) for picture in (before, after)]
+            # The middle frame, were the motion even: each neighbour is moved half of the way, and the mean of both
+            # evens out what one of them covers.
             half = flow.calc(*both, None) / 2
-            drawn = [
+            frames_drawn = [
                 cv2.remap(picture, at[..., 0], at[..., 1], cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
                 for picture, at in ((before, place - half), (after, place + half))
             ]
-            errors.append(np.abs(np.mean(drawn, axis=0) - frame).mean() / 255)
+            errors.append(np.abs(np.mean(frames_drawn, axis=0) - frame).mean() / 255)
         scores.append(1 - float(np.mean(errors)))
     return torch.tensor(scores)
 

@@ -62,8 +62,8 @@ def check_trainable(reward: Reward, name: str = "") -> Trainable:
     trainable: Any = reward
     loss = getattr(reward, "loss", None)
     if loss not in get_args(Loss):
-        known = ", ".join(get_args(Loss))
-        raise ValueError(f"reward {name!r}: its attribute `loss` is {loss!r}; it must be one of {known}")
+        losses = ", ".join(get_args(Loss))
+        raise ValueError(f"reward {name!r}: its attribute `loss` is {loss!r}; it must be one of {losses}")
     if not any(True for _ in trainable.parameters()):
         raise ValueError(f"reward {name!r} has no parameters to train")
     if needs(reward).kind != "pointwise":
@@ -77,9 +77,9 @@ def checked_logits(reward: Trainable, images: Tensor, prompts: Sequence[str]) ->
 
     Raises ValueError for logits of other shapes.
     """
-    found, count = reward.logits(images, prompts), len(images)
-    whole, *patches = sides = found if isinstance(found, tuple) else (found,)
-    if whole.shape != (count,) or any(x.ndim != 2 or len(x) != count for x in patches):
+    output, count = reward.logits(images, prompts), len(images)
+    of_images, *patches = sides = output if isinstance(output, tuple) else (output,)
+    if of_images.shape != (count,) or any(x.ndim != 2 or len(x) != count for x in patches):
         shapes = [tuple(x.shape) for x in sides]
         raise ValueError(
             f"reward {name_of(reward)!r}: logits of {count} pictures have the shapes {shapes}; they "
@@ -151,14 +151,16 @@ class DinoAdversary:
         self.head.to(device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        whole, patches = self.logits(frames(images), ())
-        scores = (1 - self.patch_weight) * whole + self.patch_weight * patches.mean(1)
+        of_images, patches = self.logits(frames(images), ())
+        scores = (1 - self.patch_weight) * of_images + self.patch_weight * patches.mean(1)
         return mean_over_frames(scores, images).to(images.device)
 
     def logits(self, images: Tensor, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        wanted = wants_gradients(images)
-        with torch.set_grad_enabled(wanted):
-            features = self.dino.features(images if wanted else eight_bit(images))
+        with_grad = wants_gradients(images)
+        with torch.set_grad_enabled(with_grad):
+            # Or the head would tell samples from references by their digits: files have 256 levels, decoded samples any
+            # number.
+            features = self.dino.features(images if with_grad else eight_bit(images))
         return self.head(unit_scale(features.class_token))[..., 0], self.head(unit_scale(features.patches))[..., 0]
 
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -221,9 +223,9 @@ class DinoLayersAdversary:
         return mean_over_frames(scores, images).to(images.device)
 
     def logits(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
-        wanted = wants_gradients(images)
-        with torch.set_grad_enabled(wanted):
-            patches = self.dino.patches_after(self.layers, images if wanted else eight_bit(images))
+        with_grad = wants_gradients(images)
+        with torch.set_grad_enabled(with_grad):
+            patches = self.dino.patches_after(self.layers, images if with_grad else eight_bit(images))
         each = [top_patches(head(unit_scale(x))[..., 0]) for head, x in zip(self.heads, patches, strict=True)]
         return torch.stack(each).mean(dim=0)
 

@@ -25,8 +25,9 @@ def resampled(sound: Tensor, rate: int, wanted: int) -> Tensor:
     if rate == wanted:
         return sound
     number = round(len(sound) * wanted / rate)
-    found: Tensor = torch.fft.irfft(torch.fft.rfft(sound.double()), n=number) * (number / len(sound))
-    return found.float()
+    # The inverse divides by the new length, the forward transform was of the old one: the factor keeps the amplitude.
+    sound_out: Tensor = torch.fft.irfft(torch.fft.rfft(sound.double()), n=number) * (number / len(sound))
+    return sound_out.float()
 
 
 def segments(sound: Tensor, length: int) -> list[Tensor]:
@@ -54,22 +55,24 @@ class ClapScore:
 
     def _heard(self, sounds: Sequence[Tensor]) -> Tensor:
         """Unit embeddings [N, D] of segments at the model's rate."""
-        own = self.features.sampling_rate
-        told = self.features([one.numpy() for one in sounds], sampling_rate=own, return_tensors="pt")
-        whole = torch.zeros(len(sounds), 1, dtype=torch.bool)  # none is cut; the extractor would choose one at random
-        features = told.input_features.to(self.model.device, self.model.dtype)
-        found: Tensor = self.model.get_audio_features(features, is_longer=whole).pooler_output
+        rate = self.features.sampling_rate
+        inputs = self.features([sound.numpy() for sound in sounds], sampling_rate=rate, return_tensors="pt")
+        is_longer = torch.zeros(
+            len(sounds), 1, dtype=torch.bool
+        )  # none is cut; the extractor would choose one at random
+        features = inputs.input_features.to(self.model.device, self.model.dtype)
+        found: Tensor = self.model.get_audio_features(features, is_longer=is_longer).pooler_output
         return found.float().cpu()
 
     @torch.no_grad()
     def __call__(self, audio: Sequence[Tensor], rate: Sequence[int], prompts: Sequence[str]) -> list[float]:
-        own, length = self.features.sampling_rate, self.features.nb_max_samples
-        mono = [(one.mean(0) if one.ndim == 2 else one).float().cpu() for one in audio]
-        pieces = [segments(resampled(one, hz, own), length) for one, hz in zip(mono, rate, strict=True)]
+        rate_wanted, length = self.features.sampling_rate, self.features.nb_max_samples
+        mono = [(sound.mean(0) if sound.ndim == 2 else sound).float().cpu() for sound in audio]
+        pieces = [segments(resampled(sound, hz, rate_wanted), length) for sound, hz in zip(mono, rate, strict=True)]
         flat = [segment for piece in pieces for segment in piece]
         heard = torch.cat([self._heard(flat[at : at + TOGETHER]) for at in range(0, len(flat), TOGETHER)])
-        asked = self.tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt").to(self.model.device)
-        words = self.model.get_text_features(**asked).pooler_output.float().cpu()
-        told = words.repeat_interleave(torch.tensor([len(piece) for piece in pieces]), 0)
-        cosines = torch.nn.functional.cosine_similarity(heard, told, dim=-1)
+        tokens = self.tokenizer(list(prompts), padding=True, truncation=True, return_tensors="pt").to(self.model.device)
+        words = self.model.get_text_features(**tokens).pooler_output.float().cpu()
+        text_features = words.repeat_interleave(torch.tensor([len(piece) for piece in pieces]), 0)
+        cosines = torch.nn.functional.cosine_similarity(heard, text_features, dim=-1)
         return [float(part.mean()) for part in cosines.split([len(piece) for piece in pieces])]

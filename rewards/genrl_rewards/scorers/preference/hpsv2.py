@@ -54,6 +54,7 @@ class HPSv2:
         return cosines_with_prompts(embeds, self.clip.embed_texts(prompts), images)
 
     def _embed(self, images: torch.Tensor) -> torch.Tensor:
+        # The authors read files; rounding has no gradient, so it is left out where one is wanted.
         images = images if pixels.wants_gradients(images) else pixels.eight_bit(images)
         square = pixels.pad_to(images.to(self.clip.device), self.side)
         return self.clip.embed_prepared(pixels.normalise(square, pixels.OPENAI_MEAN, pixels.OPENAI_STD))

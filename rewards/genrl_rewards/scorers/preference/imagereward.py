@@ -90,6 +90,7 @@ def build(weights: Mapping[str, torch.Tensor], med: Mapping[str, Any], what: str
             f"{what} is not an ImageReward: it lacks {patches} or mlp.layers.0.weight; it has {list(used)[:3]}"
         )
     width, _, patch, _ = used[patches].shape
+    # Read off the weights: the published folder has a configuration of the text encoder alone.
     layers = len({name.split(".")[3] for name in used if name.startswith("blip.visual_encoder.blocks.")})
     vision = transformers.BlipVisionConfig(
         hidden_size=width,
@@ -122,6 +123,7 @@ def prepare(images: torch.Tensor, size: int) -> torch.Tensor:
     else:
         pictures = [picture.resize((width, height), Resampling.BICUBIC) for picture in pil_list(images)]
         resized = torch.cat([pixels.from_pil(picture) for picture in pictures]).to(images.device)
+    # torchvision's centre crop, which the authors use, rounds; transformers' rounds down (`pixels.crop_to`).
     top, left = round((height - size) / 2), round((width - size) / 2)
     return pixels.normalise(resized[..., top : top + size, left : left + size], pixels.OPENAI_MEAN, pixels.OPENAI_STD)
 

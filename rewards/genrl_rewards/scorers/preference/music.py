@@ -33,10 +33,10 @@ class MusicPreference:
 
     @torch.no_grad()
     def __call__(self, audio: Sequence[Tensor], rate: Sequence[int], prompts: Sequence[str]) -> list[float]:
-        found: list[float] = []
+        scores: list[float] = []
         for at in range(0, len(prompts), TOGETHER):
             some = slice(at, at + TOGETHER)
             codes = [self.model.heard(*pair) for pair in zip(audio[some], rate[some], strict=True)]
-            told = self.tokenizer(list(prompts[some]), padding=True, return_tensors="pt")
-            found += self.model.scores(told.input_ids, told.attention_mask, codes).tolist()
-        return found
+            tokens = self.tokenizer(list(prompts[some]), padding=True, return_tensors="pt")
+            scores += self.model.scores(tokens.input_ids, tokens.attention_mask, codes).tolist()
+        return scores

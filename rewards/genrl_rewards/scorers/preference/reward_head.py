@@ -71,20 +71,22 @@ def filled_backbone(base: str, weights: Mapping[str, torch.Tensor], what: str, d
 
     Raises ValueError, beginning with `what`, where the weights are not those of such a model.
     """
-    own = {new: value for name, value in weights.items() if (new := backbone_name(name)) is not None}
-    if "language_model.embed_tokens.weight" not in own:
+    renamed = {new: value for name, value in weights.items() if (new := backbone_name(name)) is not None}
+    if "language_model.embed_tokens.weight" not in renamed:
         raise ValueError(f"{what} is not a reward model of this kind: it has {', '.join(list(weights)[:3])}...")
     config = transformers.AutoConfig.from_pretrained(base)
-    config.text_config.vocab_size = len(own["language_model.embed_tokens.weight"])
+    # The authors added tokens, and the base's configuration does not know of them.
+    config.text_config.vocab_size = len(renamed["language_model.embed_tokens.weight"])
     make: Any = transformers.AutoModel.from_config
     with no_init_weights():
         model = make(config, dtype=dtype)
-    fill(model, own, what)
+    fill(model, renamed, what)
     return model.eval().requires_grad_(False)
 
 
 def tokens_of(base: str, added: Sequence[str], model: Any, what: str) -> tuple[Any, list[int]]:
     """The tokenizer of `base` with these tokens, and their ids. Raises ValueError where the model has too few."""
+    # On the right: positions are counted from the left here, and padding there would shift them.
     tokenizer: Any = tokenizer_of(base, "reward_head", padding_side="right")
     tokenizer.add_special_tokens({"additional_special_tokens": list(added)})
     ids, size = tokenizer.convert_tokens_to_ids(list(added)), model.config.text_config.vocab_size

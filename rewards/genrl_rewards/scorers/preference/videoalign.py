@@ -36,14 +36,15 @@ def merged(weights: Mapping[str, torch.Tensor], lora: Mapping[str, Any]) -> dict
     lora: the checkpoint's `peft_lora_config`; s = alpha / r, with `use_rslora` alpha / sqrt(r).
     """
     plain = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
-    found = {name.replace(".base_layer.", "."): value for name, value in plain.items() if ".lora_" not in name}
+    state = {name.replace(".base_layer.", "."): value for name, value in plain.items() if ".lora_" not in name}
     for name, down in plain.items():
         if ".lora_A." in name:
             target, up = f"{name.partition('.lora_A.')[0]}.weight", plain[name.replace(".lora_A.", ".lora_B.")]
             rank = len(down)
             scale = lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank)
-            found[target] = (found[target].float() + scale * up.float() @ down.float()).to(found[target].dtype)
-    return found
+            # In float32 and rounded once: a product that is rounded by itself adds an error of its own.
+            state[target] = (state[target].float() + scale * up.float() @ down.float()).to(state[target].dtype)
+    return state
 
 
 class VideoAlign:
@@ -116,13 +117,13 @@ class VideoAlign:
         """The head's outputs at the three tokens, float32 [3] on the CPU."""
         pixels, grid = patches(self.images, [video[k] for k in chosen(len(video), self.fps, self.wanted, "videoalign")])
         text, device = templates.put(self.instruction, PLACE, prompt), self.model.device
-        asked = tokens(self.tokenizer, text, int(grid.prod()) // self.images.merge_size**2, "videoalign").to(device)
+        ids = tokens(self.tokenizer, text, int(grid.prod()) // self.images.merge_size**2, "videoalign").to(device)
         hidden = self.model(
-            input_ids=asked,
+            input_ids=ids,
             pixel_values_videos=pixels.to(device, self.model.dtype),
             video_grid_thw=grid.to(device),
-            position_ids=torch.arange(asked.shape[1], device=device).expand(3, *asked.shape),
+            position_ids=torch.arange(ids.shape[1], device=device).expand(3, *ids.shape),
         ).last_hidden_state[0]
-        at = torch.stack([hidden[asked[0] == token][0] for token in self.ids])
-        found = (at @ self.head.T).float().cpu()
-        return found.diagonal() if found.shape[1] > 1 else found[:, 0]
+        at = torch.stack([hidden[ids[0] == token][0] for token in self.ids])
+        logits = (at @ self.head.T).float().cpu()
+        return logits.diagonal() if logits.shape[1] > 1 else logits[:, 0]

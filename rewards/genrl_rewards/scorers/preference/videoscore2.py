@@ -54,8 +54,8 @@ def place_of(answer: str, label: str) -> int | None:
     if ended < 0 and "<think>" in answer:
         return None
     words = rf"{re.escape(label)}[^:\d\n]*:[\s*]*([1-5])(?!\d)"
-    found = list(re.finditer(words, answer[ended + 1 :], re.IGNORECASE))
-    return found[-1].start(1) + ended + 1 if found else None
+    matches = list(re.finditer(words, answer[ended + 1 :], re.IGNORECASE))
+    return matches[-1].start(1) + ended + 1 if matches else None
 
 
 def soft_score(logits: torch.Tensor) -> float:
@@ -130,19 +130,19 @@ class VideoScore2:
         frames = [video[k] for k in chosen(len(video), self.fps, WANTED, "videoscore2", down=True)]
         pixels, grid = patches(self.images, frames)
         text, device = templates.put(self.question, "{prompt}", prompt), self.model.device
-        asked = tokens(self.tokenizer, text, int(grid.prod()) // self.images.merge_size**2, "videoscore2").to(device)
+        ids = tokens(self.tokenizer, text, int(grid.prod()) // self.images.merge_size**2, "videoscore2").to(device)
         digits = Digits(self.digits)
         written = self.model.generate(
-            input_ids=asked,
-            attention_mask=torch.ones_like(asked),
-            mm_token_type_ids=2 * (asked == self.tokenizer.convert_tokens_to_ids(PAD)).long(),
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=2 * (ids == self.tokenizer.convert_tokens_to_ids(PAD)).long(),
             pixel_values_videos=pixels.to(device, self.model.dtype),
             video_grid_thw=grid.to(device),
             second_per_grid_ts=torch.tensor([self.images.temporal_patch_size / WANTED], device=device),
             max_new_tokens=self.max_tokens,
             do_sample=False,
             logits_processor=[digits],
-        )[0, asked.shape[1] :].tolist()
+        )[0, ids.shape[1] :].tolist()
         places = [place_of(self._text(written), label) for label in LABELS.values()]
         return [math.nan if at is None else soft_score(digits.kept[self._step(written, at)]) for at in places]
 
@@ -152,4 +152,6 @@ class VideoScore2:
 
     def _step(self, written: list[int], at: int) -> int:
         """Which token of an answer ends with the character at this place."""
+        # By decoding beginnings: tokens of one character may be several, and of several characters one, so lengths do
+        # not add up.
         return bisect.bisect_right(range(len(written)), at, key=lambda k: len(self._text(written[: k + 1])))

@@ -59,11 +59,13 @@ class Answered:
         self, completions: list[str], frames: list[Sequence[Any]], about: list[str], truth: list[str]
     ) -> list[float]:
         chosen = [chosen_frames(text, len(clip)) for text, clip in zip(completions, frames, strict=True)]
-        asked = [k for k, numbers in enumerate(chosen) if numbers]
-        questions: list[Question] = [[*(frames[k][n] for n in spread(chosen[k], self.shown)), about[k]] for k in asked]
+        with_numbers = [k for k, numbers in enumerate(chosen) if numbers]
+        questions: list[Question] = [
+            [*(frames[k][n] for n in spread(chosen[k], self.shown)), about[k]] for k in with_numbers
+        ]
         answers = self.vlm.answers(questions, self.max_tokens)
-        right = exact(answers, [truth[k] for k in asked], tag=self.tag)
-        scores = dict(zip(asked, right, strict=True))
+        right = exact(answers, [truth[k] for k in with_numbers], tag=self.tag)
+        scores = dict(zip(with_numbers, right, strict=True))
         return [scores.get(k) or 0.0 for k in range(len(completions))]
 
 
@@ -119,8 +121,8 @@ class Consistent:
 
 def ends_in_answer(completion: str) -> bool:
     """Whether the words of the reasoning end with those of the answer, in any case; neither may be missing."""
-    thought, said = ((answer_in(completion, tag) or "").casefold().split() for tag in ("think", "answer"))
-    return bool(said) and thought[-len(said) :] == said
+    thought, answer = ((answer_in(completion, tag) or "").casefold().split() for tag in ("think", "answer"))
+    return bool(answer) and thought[-len(answer) :] == answer
 
 
 class TextJudge:

@@ -132,10 +132,11 @@ def _apart(reward: Reward, arguments: Mapping[str, Sequence[Any]], calls: Sequen
     count = sum(map(len, calls))
     values, failures = [math.nan] * count, list[Failure]()
     for tried, rows in enumerate(calls, start=1):
-        own = {key: [column[row] for row in rows] for key, column in arguments.items()}
-        result = catch(partial(call, reward, own), len(rows))
+        arguments_of = {key: [column[row] for row in rows] for key, column in arguments.items()}
+        result = catch(partial(call, reward, arguments_of), len(rows))
         if isinstance(result, Failure):
             failures.append(result._replace(rows=tuple(rows)))
+            # Broken for all, it would be called once for each of a thousand samples, maybe a minute each.
             if result.fatal or tried == len(failures) == min(BROKEN, len(calls)):
                 return Scores.of_failure(result._replace(samples=count))
         else:

@@ -89,6 +89,7 @@ def plain(text: str) -> str:
     that nobody sees: `−２½ cm²` is `-2 1/2 cm^2`."""
     if text.isascii():
         return text
+    # Before the fold: NFKC makes 21/2 of 2½.
     spaced = re.sub(
         r"(?<=\d)(.)", lambda one: (" " if _is_fraction(one[1]) else "") + one[1], raised(text), flags=re.DOTALL
     )
@@ -146,27 +147,29 @@ def texts_of(value: Any) -> list[str]:
     """Several expected texts, of which any may be written."""
     value = value.tolist() if isinstance(value, np.ndarray) else value
     several = value if isinstance(value, list | tuple | set) else [value]
-    return [text for one in several if (text := text_of(one))]
+    return [text for entry in several if (text := text_of(entry))]
 
 
 def number_in(text: str) -> float | None:
     """The only number in a text: `-1,234.5`, `− 5`, `-$5`, `minus 5`, `3/4`, `2½`, `3 × 10⁸`, `1.5 million`, with words
     and units around it. None if there is not one, or its sign may be a dash between words (`result - 5`)."""
+    # Thousands: before `plain`, which makes a common space of a narrow one.
     text = re.sub(r"(?<=\d)[\u00a0\u2009\u202f'’_](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<=[A-Za-z°])\^\{?-?\d+\}?", "", plain(text))  # of a unit: cm^2
     text = re.sub(r"\b(?:minus|negative)\s+(?=[$€£¥]?[\d.])", "-", text, flags=re.IGNORECASE)
     text = re.sub(r"(?<![\d.])10\s*(?:\^|\*\*)\s*\{?([-+]?\d+)\}?", r"1e\1", _TIMES_TEN.sub(r"e\1", text))
     text = _SCALED.sub(lambda word: f"e{SCALES[word[1].lower()]}", text)
     matches = [*_NUMBER.finditer(text)]
+    # Which of several numbers is meant is a guess, and policies would learn to write all of them.
     if len(matches) != 1:
         return None
-    (one,) = matches
-    before = text[: one.start()]
-    sign = one["sign"]
-    if sign == "±" or (sign and one["gap"] and before.strip()[-1:].isalnum()):
+    (match,) = matches
+    before = text[: match.start()]
+    sign = match["sign"]
+    if sign == "±" or (sign and match["gap"] and before.strip()[-1:].isalnum()):
         return None
-    above, below = float(one["above"].replace(",", "")), float(one["below"] or 1)
-    value = float(one["whole"] or 0) + above / below if below else math.nan
+    above, below = float(match["above"].replace(",", "")), float(match["below"] or 1)
+    value = float(match["whole"] or 0) + above / below if below else math.nan
     negative = sign == "-" and not before[-1:].isalpha()  # of covid-19 it is none
     return (-value if negative else value) if math.isfinite(value) else None
 
@@ -212,16 +215,21 @@ def integers_of(value: Any) -> list[int]:
     if is_nothing(value):
         return []
     listed = numbers_in(value) if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    whole = [one for one in listed if isinstance(one, int | float) and not isinstance(one, bool) and one == one // 1]
-    if not whole or len(whole) != len(listed):
+    numbers = [
+        number
+        for number in listed
+        if isinstance(number, int | float) and not isinstance(number, bool) and number == number // 1
+    ]
+    if not numbers or len(numbers) != len(listed):
         raise ValueError(f"the expected answer is {value!r:.80}; write whole numbers, as [3, 1, 2]")
-    return [int(one) for one in whole]
+    return [int(number) for number in numbers]
 
 
 def coordinates_in(text: str, count: int) -> list[float]:
     """The `count` numbers of the last box (4) or point (2) in a text: of a mapping by its keys, else the last bracketed
     list of so many, else all numbers if they are so many. [] if there is none."""
     text = re.sub(r"([\[(,;:=]\s*)-\s+(?=\d)", r"\1-", plain(text))
+    # The last one counts: models think in boxes before they answer with one.
     for block in reversed(re.findall(r"\{[^{}]*\}", text)):
         try:
             return box_of(json.loads(block), (count,))
@@ -230,10 +238,10 @@ def coordinates_in(text: str, count: int) -> list[float]:
                 return []  # x, y, width, height are no corners
     number = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
     bracketed = re.compile(rf"[\[(<]\s*({number}(?:\s*[,;\s]\s*{number}){{{count - 1}}})\s*[\])>]", re.ASCII)
-    for shown in (text, re.sub(r"[\])]\s*,?\s*[\[(]", ", ", text)):  # then [[10, 20], [30, 40]] too
-        if last := bracketed.findall(shown):
-            return [float(one) for one in re.findall(number, last[-1])]
-    numbers = [float(one) for one in _COORDINATE.findall(text)]
+    for variant in (text, re.sub(r"[\])]\s*,?\s*[\[(]", ", ", text)):  # then [[10, 20], [30, 40]] too
+        if last := bracketed.findall(variant):
+            return [float(coordinate) for coordinate in re.findall(number, last[-1])]
+    numbers = [float(coordinate) for coordinate in _COORDINATE.findall(text)]
     return numbers if len(numbers) == count and all(map(math.isfinite, numbers)) else []
 
 
@@ -243,26 +251,30 @@ def box_of(value: Any, sizes: Sequence[int] = (4, 2)) -> list[float]:
     value = value.tolist() if isinstance(value, np.ndarray) else value
     if is_nothing(value):
         return []
-    wanted = " or ".join({4: "4 numbers (left, top, right, bottom)", 2: "2"}[size] for size in sizes)
-    found: list[Any]
-    refused = ValueError(f"the expected box is {value!r:.80}; a box has {wanted}")
+    sizes_text = " or ".join({4: "4 numbers (left, top, right, bottom)", 2: "2"}[size] for size in sizes)
+    numbers_found: list[Any]
+    refused = ValueError(f"the expected box is {value!r:.80}; a box has {sizes_text}")
     if isinstance(value, str):
-        found = next((numbers for size in sizes if (numbers := coordinates_in(value, size))), [])
+        numbers_found = next((numbers for size in sizes if (numbers := coordinates_in(value, size))), [])
     elif isinstance(value, Mapping):
-        lists = [one for one in value.values() if isinstance(one, list | tuple)]
+        lists = [entry for entry in value.values() if isinstance(entry, list | tuple)]
         named = [keys for size in sizes for keys in _PLACES[size] if set(keys) <= value.keys()]
         named = [] if value.keys() & {"w", "h", "width", "height"} else named
-        found = box_of(lists[0], sizes) if len(lists) == 1 else [value[key] for key in named[0]] if named else []
+        numbers_found = (
+            box_of(lists[0], sizes) if len(lists) == 1 else [value[key] for key in named[0]] if named else []
+        )
     else:
-        found = list(value) if isinstance(value, list | tuple) else []
-        while len(found) == 1 and isinstance(found[0], list | tuple):
-            found = list(found[0])
-        if len(found) == 2 and all(isinstance(one, list | tuple) for one in found):  # two corners
-            found = list(chain(*found))
+        numbers_found = list(value) if isinstance(value, list | tuple) else []
+        while len(numbers_found) == 1 and isinstance(numbers_found[0], list | tuple):
+            numbers_found = list(numbers_found[0])
+        if len(numbers_found) == 2 and all(isinstance(entry, list | tuple) for entry in numbers_found):  # two corners
+            numbers_found = list(chain(*numbers_found))
     kinds = (int, float)
-    if len(found) not in sizes or not all(isinstance(one, kinds) and not isinstance(one, bool) for one in found):
+    if len(numbers_found) not in sizes or not all(
+        isinstance(entry, kinds) and not isinstance(entry, bool) for entry in numbers_found
+    ):
         raise refused
-    numbers = [float(one) for one in found]
+    numbers = [float(entry) for entry in numbers_found]
     if not all(map(math.isfinite, numbers)):
         raise refused
     return numbers

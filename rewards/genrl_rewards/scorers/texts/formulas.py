@@ -69,7 +69,7 @@ def written(text: str, gap: str = r"\s+") -> Written:
     text = text.rsplit("####", 1)[-1]  # GSM8K's answers end so
     text = re.sub("[₀-₉]+", lambda run: f"_{{{run[0].translate(_SUBSCRIPTS)}}}", text)
     text = _boxed(raised(text, lambda digits: f"^{{{digits}}}"))
-    parts = [next(filter(None, one)) for one in _ENVIRONMENT.findall(text)]
+    parts = [next(filter(None, groups)) for groups in _ENVIRONMENT.findall(text)]
     if parts:
         outside = plain(_ENVIRONMENT.sub(" ", text))
         words = [word for word in re.findall(r"[^\s,.;]+", outside) if word not in ("or", "and")]
@@ -80,6 +80,7 @@ def written(text: str, gap: str = r"\s+") -> Written:
         return Written("", body)
     if number := re.fullmatch(_WITH_UNIT.replace("GAP", gap), inside.strip()):
         inside = number[1]
+    # Two numbers side by side are no product that anybody writes; math-verify would read the first alone.
     if re.search(r"(?<![_^\d])\d+\s+\d", inside):
         return Written("", body)
     left = [*before, *([] if _are_units(after) and re.search(r"\d", inside) else after), *_words(inside)]
@@ -134,8 +135,8 @@ def _root(found: re.Match[str]) -> str:
 
 
 def _repeating(found: re.Match[str]) -> str:
-    whole, fixed, again = found[1] or "0", found[2], found[3]
-    value = int(whole + fixed) + Fraction(int(again), 10 ** len(again) - 1)
+    integer, fixed, repeated = found[1] or "0", found[2], found[3]
+    value = int(integer + fixed) + Fraction(int(repeated), 10 ** len(repeated) - 1)
     value /= 10 ** len(fixed)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
@@ -150,8 +151,8 @@ def _ratio(found: re.Match[str]) -> str:
 
 def _words(text: str) -> list[str]:
     """Words of a text that are no products of letters, names of functions or LaTeX."""
-    found = [word[0] for word in _WORD.finditer(re.sub(r"\\[A-Za-z]+(?:\{[a-z]*matrix\}|\{cases\})?", " ", text))]
-    return [word for word in found if len(word) > 2 or word in _UNITS or word.lower() in _STOP]
+    words = [word[0] for word in _WORD.finditer(re.sub(r"\\[A-Za-z]+(?:\{[a-z]*matrix\}|\{cases\})?", " ", text))]
+    return [word for word in words if len(word) > 2 or word in _UNITS or word.lower() in _STOP]
 
 
 def _between_words(body: str) -> tuple[list[str], str, list[str]]:

@@ -17,8 +17,8 @@ _SAID = re.compile(r"\\[A-Za-z]+|\d|[A-Za-z]")
 
 def read(formula: str) -> list[object]:
     """What a formula of `formulas.written` may mean, the most probable first; nothing where it cannot be read."""
-    found: list[object] = parse(formula, parsing_timeout=None)
-    return found
+    parsed: list[object] = parse(formula, parsing_timeout=None)
+    return parsed
 
 
 def is_whole(formula: str, found: list[object]) -> bool:
@@ -35,11 +35,11 @@ def main() -> None:
     logging.disable(logging.WARNING)  # that there is no timeout
     print("true", flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        truth = read(asked["truth"])
-        written = asked.get("written")
+        request = json.loads(line)
+        truth = read(request["truth"])
+        written = request.get("written")
         answer = (
-            is_whole(asked["truth"], truth) if written is None else verify(truth, read(written), timeout_seconds=None)
+            is_whole(request["truth"], truth) if written is None else verify(truth, read(written), timeout_seconds=None)
         )
         print(json.dumps(answer), flush=True)
 

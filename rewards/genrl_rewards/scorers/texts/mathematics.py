@@ -29,12 +29,12 @@ def formula_of(value: Any) -> Written | None:
     text = text_of(value) if not isinstance(value, str) else value
     if is_nothing(value):
         return None
-    found = written(text)
-    if not found.formula:
+    formulas = written(text)
+    if not formulas.formula:
         raise ValueError(f"the expected answer {text!r:.80} holds neither a number nor a formula")
-    if found.left:
-        raise ValueError(f"the expected answer {text!r:.80} is not read whole: {found.left!r:.40} is left over")
-    return found
+    if formulas.left:
+        raise ValueError(f"the expected answer {text!r:.80} is not read whole: {formulas.left!r:.40} is left over")
+    return formulas
 
 
 @reads("formula", formula_of)
@@ -55,9 +55,10 @@ def math(completions: list[str], answer: list[Any], tag: str = "answer", timeout
         if not compare.ask(timeout_s, truth=truth.formula):
             raise ValueError(f"math: row {row}: the expected answer {answer[row]!r:.80} is not read whole as a formula")
         # beside a number a letter is a unit, in a formula a variable
-        said = written(answer_in(completion, tag) or "", r"\s*" if truth.constant else r"(?!)")
-        hedged = not HEDGES.isdisjoint(said.left.lower().split())
-        same = said.formula and not hedged and compare.ask(timeout_s, truth=truth.formula, written=said.formula)
+        formulas = written(answer_in(completion, tag) or "", r"\s*" if truth.constant else r"(?!)")
+        # "at least 5", "5 or 7": the right number is in it, and is not what was said.
+        hedged = not HEDGES.isdisjoint(formulas.left.lower().split())
+        same = formulas.formula and not hedged and compare.ask(timeout_s, truth=truth.formula, written=formulas.formula)
         scores.append(float(bool(same)))
     return scores
 

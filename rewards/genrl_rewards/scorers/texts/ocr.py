@@ -64,14 +64,14 @@ def contains(lines: Sequence[str], target: str, fold: Fold = "case_space") -> fl
 
     Repeating the word, or covering the picture with letters, scores 1.
     """
-    wanted = normalise(target, fold)
-    return float(wanted in joined(lines, fold)) if wanted else None
+    target_text = normalise(target, fold)
+    return float(target_text in joined(lines, fold)) if target_text else None
 
 
 def ned_max(lines: Sequence[str], target: str, fold: Fold = "case_space") -> float:
     """1 - d / max(len(read), len(target)) with the edit distance d: 1 only for the target and nothing else."""
-    read, wanted = joined(lines, fold), normalise(target, fold)
-    return 1 - Levenshtein.distance(read, wanted) / max(len(read), len(wanted), 1)
+    read, target_text = joined(lines, fold), normalise(target, fold)
+    return 1 - Levenshtein.distance(read, target_text) / max(len(read), len(target_text), 1)
 
 
 def ned_partial(lines: Sequence[str], target: str, fold: Fold = "case_space") -> float | None:
@@ -79,18 +79,18 @@ def ned_partial(lines: Sequence[str], target: str, fold: Fold = "case_space") ->
 
     Further text in the picture costs nothing (so a picture full of letters scores well). None for an empty target.
     """
-    read, wanted = joined(lines, fold), normalise(target, fold)
-    if not wanted:
+    read, target_text = joined(lines, fold), normalise(target, fold)
+    if not target_text:
         return None
     # Sellers' algorithm: row j of the edit-distance table, where a match may start anywhere at no cost.
-    distances = list(range(len(wanted) + 1))
+    distances = list(range(len(target_text) + 1))
     best = distances[-1]
     for letter in read:
         previous, distances = distances, [0]
-        for j, other in enumerate(wanted):
+        for j, other in enumerate(target_text):
             distances.append(min(previous[j] + (letter != other), previous[j + 1] + 1, distances[j] + 1))
         best = min(best, distances[-1])
-    return 1 - best / len(wanted)
+    return 1 - best / len(target_text)
 
 
 def flow_grpo(lines: Sequence[str], target: str, fold: Fold = "case_space") -> float | None:
@@ -98,12 +98,12 @@ def flow_grpo(lines: Sequence[str], target: str, fold: Fold = "case_space") -> f
 
     Repeating the word, or covering the picture with letters, scores 1. None for an empty target.
     """
-    read, wanted = joined(lines, fold), normalise(target, fold)
-    if not wanted:
+    read, target_text = joined(lines, fold), normalise(target, fold)
+    if not target_text:
         return None
-    if wanted in read:
+    if target_text in read:
         return 1.0
-    return 1 - min(Levenshtein.distance(read, wanted), len(wanted)) / len(wanted)
+    return 1 - min(Levenshtein.distance(read, target_text), len(target_text)) / len(target_text)
 
 
 def ctc(lines: Sequence[Line], target: str, fold: Fold = "case_space") -> float:
@@ -113,15 +113,16 @@ def ctc(lines: Sequence[Line], target: str, fold: Fold = "case_space") -> float:
     before the first letter is read correctly, when scores by edit distance are still 0 for a whole group. The best of
     the single lines and all of them joined counts.
     """
-    wanted = normalise(target, fold)
-    if not lines or not wanted:
+    target_text = normalise(target, fold)
+    if not lines or not target_text:
         return 0.0
     tables = [line.probabilities for line in lines]
+    # Between lines, or the last letter of one and an equal first letter of the next would be read as one.
     blank = np.zeros((1, tables[0].shape[1]), np.float32)
     blank[0, 0] = 1
     together = np.concatenate([row for table in tables for row in (table, blank)])
     candidates = [together, *tables] if len(tables) > 1 else tables
-    return max(_letter_probability(table, lines[0].symbols, wanted) for table in candidates)
+    return max(_letter_probability(table, lines[0].symbols, target_text) for table in candidates)
 
 
 def _letter_probability(table: np.ndarray, symbols: tuple[str, ...], wanted: str) -> float:
@@ -129,6 +130,7 @@ def _letter_probability(table: np.ndarray, symbols: tuple[str, ...], wanted: str
     if not set(wanted) <= set(columns):
         return 0.0  # a character that the recogniser does not know
     probabilities = torch.from_numpy(table)
+    # Of what may be read at all: the masked characters have left a column's sum below 1.
     log_probs = (probabilities / probabilities.sum(1, keepdim=True)).clamp_min(1e-12).log()
     loss = torch.nn.functional.ctc_loss(
         log_probs[:, None],
@@ -137,6 +139,7 @@ def _letter_probability(table: np.ndarray, symbols: tuple[str, ...], wanted: str
         torch.tensor([len(wanted)]),
         reduction="none",
     )
+    # By letter, or long texts would have no score that a float can tell from 0.
     return math.exp(-loss.item() / len(wanted))
 
 
@@ -196,8 +199,8 @@ class Ocr:
 
     def read_row(self, **columns: Any) -> str:
         """Kind of text as which it reads what a row asks for."""
-        value, wanted = columns["prompts" if self.target == "quotes" else self.target], self.read_value(**columns)
-        if wanted is None or not normalise(wanted):
+        value, expected = columns["prompts" if self.target == "quotes" else self.target], self.read_value(**columns)
+        if expected is None or not normalise(expected):
             return NOTHING
         closed = self.target != "quotes" or _QUOTED.search(value)
         return "text" if closed else "text of a quote that is not closed"

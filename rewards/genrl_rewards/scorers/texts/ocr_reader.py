@@ -53,12 +53,13 @@ class Reader:
         folder = Path(rapidocr.__file__).parent / "models"
         models = sorted(folder.glob("*_rec_*.onnx"))
         if len(models) != 1:
-            found = ", ".join(model.name for model in models) or "none"
+            names = ", ".join(model.name for model in models) or "none"
             raise ValueError(
-                f"rapidocr should ship one recogniser in {folder}; found {found}: {install('ocr')} --upgrade"
+                f"rapidocr should ship one recogniser in {folder}; found {names}: {install('ocr')} --upgrade"
             )
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
+        # Waiting threads would spin on the cores that draw the next samples.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 4
         self._session = onnxruntime.InferenceSession(models[0], options, providers=["CPUExecutionProvider"])
@@ -87,6 +88,7 @@ class Reader:
 
         height, width = part.shape[:2]
         width = max(MIN_WIDTH, round(LINE_HEIGHT * width / height))
+        # PP-OCR was trained on OpenCV's order of channels.
         bgr = np.ascontiguousarray(part[..., ::-1])
         pixels = cv2.resize(bgr, (width, LINE_HEIGHT)).astype(np.float32) / 127.5 - 1
         output = self._session.run(None, {self._input: pixels.transpose(2, 0, 1)[None]})[0][0]
@@ -94,9 +96,9 @@ class Reader:
         probabilities = np.zeros((len(output), 1 + len(symbols)), np.float32)
         np.add.at(probabilities.T, columns, output[:, classes].T)
         best = probabilities.argmax(1)
-        kept = (best != BLANK) & np.concatenate([[True], best[1:] != best[:-1]])
-        confidence = float(probabilities.max(1)[kept].mean()) if kept.any() else 0.0
-        return Line("".join(symbols[i - 1] for i in best[kept]), confidence, symbols, probabilities)
+        is_new = (best != BLANK) & np.concatenate([[True], best[1:] != best[:-1]])
+        confidence = float(probabilities.max(1)[is_new].mean()) if is_new.any() else 0.0
+        return Line("".join(symbols[i - 1] for i in best[is_new]), confidence, symbols, probabilities)
 
 
 @lru_cache(maxsize=256)

@@ -32,9 +32,12 @@ def hear(sound: np.ndarray, rate: int) -> Heard:
     """The notes of a waveform [S] in [-1, 1] with `rate` samples per second. Pitches are accurate to about 5 Hz."""
     samples = round(NOTE_S * rate)
     notes = np.asarray(sound, dtype=np.float64)[: len(sound) // samples * samples].reshape(-1, samples)
+    # A window, or a tone that does not end with its period leaks into all frequencies; padded to twice, for half the
+    # grid.
     power = np.abs(np.fft.rfft(notes * np.hanning(samples), n=2 * samples)) ** 2
     total, loudest = power.sum(1), power.argmax(1)
     silent = (notes**2).mean(1) < 1e-4
+    # The main lobe of the window: two bins on each side, four on the doubled grid.
     near = np.abs(np.arange(power.shape[1]) - loudest[:, None]) <= 4
     purity = np.where(silent, 0.0, (power * near).sum(1) / np.maximum(total, 1e-12))
     return Heard(np.where(silent, np.nan, loudest * rate / (2 * samples)), purity)
@@ -47,10 +50,11 @@ def text_fit(audio: Sequence[torch.Tensor], rate: Sequence[int], answer: Sequenc
     the register. Silence counts as neither.
     """
     scores = []
-    for sound, own, asked in zip(audio, rate, answer, strict=True):
-        register, course = asked.split()
-        pitch = hear(sound.numpy(), own).pitch
+    for sound, sample_rate, melody in zip(audio, rate, answer, strict=True):
+        register, course = melody.split()
+        pitch = hear(sound.numpy(), sample_rate).pitch
         inside = pitch < BORDER_HZ if register == "low" else pitch > BORDER_HZ
+        # Silence is NaN, which no comparison holds for: it counts as wrong in both factors.
         change = np.diff(pitch)
         slack = 8.0  # Hz; a held note is not a step down
         ways = {"rising": change > -slack, "falling": change < slack, "steady": np.abs(change) < slack}
@@ -62,8 +66,8 @@ def text_fit(audio: Sequence[torch.Tensor], rate: Sequence[int], answer: Sequenc
 def sound_quality(audio: Sequence[torch.Tensor], rate: Sequence[int]) -> list[float]:
     """How pure tunes sound, in [0, 1]: each note's share of energy at its pitch, mean of the first and last third."""
     scores = []
-    for sound, own in zip(audio, rate, strict=True):
-        purity = hear(sound.numpy(), own).purity
+    for sound, sample_rate in zip(audio, rate, strict=True):
+        purity = hear(sound.numpy(), sample_rate).purity
         third = max(1, len(purity) // 3)
         scores.append(float((purity[:third].mean() + purity[-third:].mean()) / 2))
     return scores
@@ -73,8 +77,8 @@ def louder(audio: Sequence[torch.Tensor], rate: Sequence[int]) -> list[float]:
     """How steadily tunes get louder, in [-1, 1]: the correlation of each note's root mean square with its time. 0 where
     all are equally loud."""
     scores = []
-    for sound, own in zip(audio, rate, strict=True):
-        samples = round(NOTE_S * own)
+    for sound, sample_rate in zip(audio, rate, strict=True):
+        samples = round(NOTE_S * sample_rate)
         notes = sound.numpy().astype(np.float64)[: len(sound) // samples * samples].reshape(-1, samples)
         loud = np.sqrt((notes**2).mean(1))
         time = np.arange(len(loud)) - (len(loud) - 1) / 2

@@ -41,8 +41,10 @@ def answer_in(completion: str, tag: str = "answer") -> str | None:
     """The text of the last complete `<tag> ... </tag>`, stripped; None if there is none. tag "": all of it."""
     if not tag:
         return completion.strip()
-    found = re.findall(rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", completion, re.DOTALL)
-    return found[-1].strip() if found else None
+    matches = re.findall(
+        rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", completion, re.DOTALL
+    )
+    return matches[-1].strip() if matches else None
 
 
 def _rows(completions: Iterable[str], expected: Iterable[T], tag: str) -> Iterator[tuple[str, T]]:
@@ -92,6 +94,7 @@ def numeric(
         elif relative:
             scores.append(max(0.0, 1.0 - abs(value - truth) / max(abs(truth), 1e-9)))
         else:
+            # A little more than half of the last digit, which floats do not hold exactly.
             scores.append(float(abs(value - truth) <= tolerance(truth) + min(1e-9, abs(truth) * 1e-6 or 1e-9)))
     return scores
 
@@ -127,8 +130,8 @@ def anls(completions: list[str], answer: list[Any], tag: str = "answer") -> list
     """
     scores: list[float | None] = []
     for written, texts in _rows(completions, truths(answer, texts_of, "anls"), tag):
-        said = plain(written).casefold()
-        parts = [Levenshtein.normalized_distance(said, text.strip().casefold()) for text in texts]
+        answer_text = plain(written).casefold()
+        parts = [Levenshtein.normalized_distance(answer_text, text.strip().casefold()) for text in texts]
         scores.append(max(1 - part if part < 0.5 else 0.0 for part in parts) if parts else None)
     return scores
 
@@ -208,8 +211,8 @@ def ordering(completions: list[str], answer: list[Any], tag: str = "answer", col
         if not truth or order != numbers or sorted(order) != sorted(truth):
             scores.append(0.0 if truth else None)
         elif columns:
-            wanted = _neighbours(truth, columns)
-            scores.append(len(wanted & _neighbours(order, columns)) / max(len(wanted), 1))
+            neighbours = _neighbours(truth, columns)
+            scores.append(len(neighbours & _neighbours(order, columns)) / max(len(neighbours), 1))
         else:
             scores.append(sum(a == b for a, b in zip(order, truth, strict=True)) / len(truth))
     return scores
@@ -223,8 +226,8 @@ def _neighbours(pieces: Sequence[int], columns: int) -> set[tuple[int, int, str]
 @reads("whole numbers", integers_of)
 def indices(completions: list[str], answer: list[Any], tag: str = "answer") -> list[float | None]:
     """Intersection over union of the written and the expected set of integers: key frames by their numbers."""
-    wanted = map(set, truths(answer, integers_of, "indices"))
-    rows = ((set(numbers_in(written)), truth) for written, truth in _rows(completions, wanted, tag))
+    truths_wanted = map(set, truths(answer, integers_of, "indices"))
+    rows = ((set(numbers_in(written)), truth) for written, truth in _rows(completions, truths_wanted, tag))
     return [len(numbers & truth) / len(numbers | truth) if truth else None for numbers, truth in rows]
 
 
@@ -349,8 +352,8 @@ def ndcg_of(ranked: Sequence[str], relevant: Sequence[str]) -> float:
     A relevant page at position k, counted from 0, has gain 1 / log2(k + 2); repeated pages take no position. 0 if no
     page is relevant.
     """
-    wanted = set(relevant)
+    relevant_set = set(relevant)
     first = dict.fromkeys(ranked)
-    gain = math.fsum(1 / math.log2(k + 2) for k, page in enumerate(first) if page in wanted)
-    best = math.fsum(1 / math.log2(k + 2) for k in range(len(wanted)))
-    return gain / best if wanted else 0.0
+    gain = math.fsum(1 / math.log2(k + 2) for k, page in enumerate(first) if page in relevant_set)
+    best = math.fsum(1 / math.log2(k + 2) for k in range(len(relevant_set)))
+    return gain / best if relevant_set else 0.0
