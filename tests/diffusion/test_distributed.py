@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from genrl.config import load
-from genrl.diffusion.policy.export import export
+from genrl.diffusion.files.export import export
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.train import check_processes

@@ -186,7 +186,7 @@ class PolicyGradient(Stochastic, Updating):
         yield from super().problems(config)
         text = "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (peers: 10)"
         yield from too_few_steps(config, text)
-        yield from layout_problems(config, self)
+        yield from layout_problems(config, self.layout, self.kernel, lambda: self.rounds(config))
         low, _ = self.clip_bounds
         if low >= 1:
             text = f"the ratio would be kept above 1 - {low:g} <= 0, which clips nothing; use 1e-4"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, LoRA
+from genrl.diffusion.files.export import export, save_lora
 from genrl.diffusion.policy.adapters import load_lora
-from genrl.diffusion.policy.export import export, save_lora
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable

@@ -1,0 +1,1 @@
+"""What pipelines and adapters are read from, and written to."""
