@@ -101,6 +101,8 @@ def fingerprint(file: Path) -> str:
             digest.update(stream.read())
         else:
             for block in range(BLOCKS):
+                # The first block and the last are among them: headers and indices are there, and both ends of a cut
+                # file.
                 stream.seek(block * (size - BLOCK) // (BLOCKS - 1))
                 digest.update(stream.read(BLOCK))
     return digest.hexdigest()[:32]
@@ -120,6 +122,7 @@ def config_edits(old: str, new: str) -> dict[str, str]:
 
 def leaves(tree: object, prefix: str = "") -> dict[str, object]:
     """Dotted key -> value of everything in a configuration that is no section."""
+    # A list of sections (rewards) is compared key by key, or an edited URL would be an edited list.
     if isinstance(tree, list) and tree and isinstance(tree[0], Mapping):
         tree = dict(enumerate(tree))
     if not isinstance(tree, Mapping):

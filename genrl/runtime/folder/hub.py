@@ -105,6 +105,7 @@ def _complete_front_matter(readme: Path, base: str | None) -> None:
     from huggingface_hub import ModelCard
 
     card = ModelCard.load(readme)
+    # The hub refuses a card whose base model it cannot find by that name.
     if base is None or looks_local(base) or Path(base).exists():
         card.data.base_model = None
     if base is not None and (licence := licence_of(base)):

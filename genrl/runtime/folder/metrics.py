@@ -391,6 +391,8 @@ class MetricLogger:
         with self.run.metrics.open("a", encoding="utf-8") as file:
             file.write(json_line(row))
             file.flush()
+            # Rows are what is left of a run whose machine goes down: they are on the disk before the next iteration
+            # begins.
             os.fsync(file.fileno())
         numbers = {key: value for key, value in row.items() if value is not None and key != "step"}
         for tracker in self.trackers:

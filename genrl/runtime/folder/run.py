@@ -314,6 +314,7 @@ def lock(folder: Path) -> FileLock:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # A lock of the system's, not a file that is there or not: it goes with its process, however that ends.
         held = FileLock(folder / "run.lock", timeout=0)
         held.acquire()
     except Timeout:
@@ -346,6 +347,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
+    # Bytes: a write that was cut off may end within a letter.
     lines = path.read_bytes().split(b"\n")
     rows = [read_row(line, path, number) for number, line in enumerate(lines[:-1], 1)]
     try:
@@ -380,6 +382,7 @@ def json_line(row: Mapping[str, object]) -> str:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """The file holds the old content or the new, whatever happens. Readers never see half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it: a rename is one step only within a file system.
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         with temporary.open("wb") as file:

@@ -22,6 +22,7 @@ def chart(series: Sequence[tuple[str, Sequence[Point]]], *, width: int = 380, he
     are means over neighbours, and a running mean is drawn over the pale raw line. The caller gives the title; names
     show under the pointer.
     """
+    # Thousands of spots with titles would make a page of megabytes.
     thinned = [(name, thin(points)) for name, points in series]
     values = [value for _, points in thinned for _, value in points if value is not None]
     steps = [step for _, points in thinned for step, _ in points]
@@ -103,6 +104,7 @@ def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[f
     if whole:
         unit = max(1.0, unit)
         return [k * unit for k in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
+    # The 1e-9: 0.3 / 0.1 is a little below 3, which must not add a tick of its own.
     return [k * unit for k in range(math.floor(low / unit + 1e-9), math.ceil(high / unit - 1e-9) + 1)]
 
 
@@ -113,6 +115,7 @@ def labels(values: Sequence[float]) -> list[str]:
     digits = max(0, -math.floor(math.log10(gap) + 1e-9))
     if digits > 6 or largest >= 1e7:
         return [f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e") if value else "0" for value in values]
+    # + 0.0 makes 0 of -0.
     return [f"{value + 0.0:.{digits}f}" for value in values]
 
 

@@ -33,6 +33,7 @@ def write_report(folder: Path) -> Path:
     run.read_info()
     run.add(read_metrics(run.run.metrics))
     values = _values(run)
+    # Pictures take what the rest leaves: the page is to be sent by mail and opened at once.
     room = _PAGE_BYTES - len(render("report.html", values | {"pictures": Pictures()}).encode())
     write_atomic(run.run.report, render("report.html", values | {"pictures": _pictures(run.run, room)}))
     return run.run.report

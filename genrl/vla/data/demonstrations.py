@@ -122,6 +122,7 @@ def expert_episodes(
                     f"the expert of {task} succeeded in {won} of {attempt} episodes of at most {max_steps} steps: "
                     "allow more steps"
                 )
+            # Hashed once, where a rollout's start is hashed twice (`simulator.seed_of`): of one seed they are others.
             key = episode_keys(seed, np.array([0xE]), np.array([attempt]))[0]
             looks = (names or {IMAGE: []}) if image_size else {}
             look: dict[str, Look] = {name: partial(env.picture, image_size, *camera) for name, camera in looks.items()}

@@ -61,8 +61,10 @@ def episode_frames(
         instructions += episode.instructions
     if rest is not None:
         del columns_of[ACTION_IS_PAD]
+    # Popped one by one, so that pictures are in memory twice only a column at a time.
     frames = {name: _tensor(np.concatenate(columns_of.pop(name))) for name in list(columns_of)}
     if TOKENS in inputs:
+        # A tokenizer reads each sentence once, not once for every frame.
         texts = list(dict.fromkeys(instructions))
         number = {text: place for place, text in enumerate(texts)}
         frames[TOKENS] = tokenise(texts)[torch.tensor([number[text] for text in instructions])]

@@ -148,6 +148,7 @@ def _ended(columns: list[Any]) -> Steps:
     done[-1] = True
     steps = Steps(*columns)._replace(done=done)
     before: NDArray[Any] = np.cumsum(steps.success) - steps.success
+    # As many successes before a step as before its episode's first one: nothing of it has succeeded yet.
     first = np.concatenate([[0], np.flatnonzero(done)[:-1] + 1])
     same_start: NDArray[np.bool_] = before == before[first][steps.episode]
     ended = steps._replace(terminated=steps.terminated | steps.success, done=done | steps.success)

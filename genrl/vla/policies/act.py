@@ -118,6 +118,7 @@ class ACT(PublishedPolicy):
         tokens = [model.encoder_robot_state_input_proj(vectors[STATE])[:, None]]
         if ENVIRONMENT in vectors:
             tokens.append(model.encoder_env_state_input_proj(vectors[ENVIRONMENT])[:, None])
+        # Row 0 of the table is the latent's place, which `_act` puts in front.
         places = [model.encoder_1d_feature_pos_embed.weight[1:]]
         for name in self.robot.pictures:
             maps = model.encoder_img_feat_input_proj(model.backbone(self.robot.picture(observation, name, device)))
@@ -172,6 +173,7 @@ class ACT(PublishedPolicy):
             ],
             1,
         )
+        # The first two tokens, class and state, are always there.
         absent = functional.pad(~valid, (2, 0))
         encoded: Tensor = model.vae_encoder(tokens, model.vae_encoder_pos_enc.expand(rows, -1, -1), absent)[:, 0]
         mean, log_variance = model.vae_encoder_latent_output_proj(encoded).chunk(2, 1)
@@ -183,6 +185,7 @@ class ACT(PublishedPolicy):
         device = self.model.action_head.weight.device
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             torch.manual_seed(seed)
+            # Its batch norms are frozen ones, so that the mode is of dropout alone.
             self.train()
             try:
                 yield
@@ -314,6 +317,8 @@ class _Layer(nn.Module):
         """x, places [B, n, D]; absent bool [B, n]; seen, seen_places [B, m, D]."""
 
         def itself(x: Tensor) -> Tensor:
+            # Places go into queries and keys, not into values (as in DETR, arXiv 2005.12872): what is read stays free
+            # of them.
             query = x + places
             attended: Tensor = self.self_attn(query, query, x, key_padding_mask=absent, need_weights=False)[0]
             return attended

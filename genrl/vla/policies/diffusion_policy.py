@@ -118,6 +118,7 @@ class DiffusionPolicy(PublishedPolicy):
             encoder: Any = self.diffusion["rgb_encoder"]
             encoders = encoder if isinstance(encoder, nn.ModuleList) else [encoder] * len(pictures)
             seen = [e(self._framed(p.flatten(0, 1))) for e, p in zip(encoders, pictures, strict=True)]
+            # Behind the state and before the environment: the order in which the U-Net's weights were trained.
             vectors[1:1] = [features.view(-1, steps, features.shape[-1]) for features in seen]
         return self.context(torch.cat(vectors, 2).flatten(1))
 
@@ -128,10 +129,13 @@ class DiffusionPolicy(PublishedPolicy):
     def noise(self, context: Batch, x: Tensor, timestep: Tensor) -> Tensor:
         past, timestep = self.config.n_obs_steps - 1, timestep.to(x.device)
         unet: Any = self.diffusion["unet"]
+        # The network was trained on chunks that begin in the past: turned to its order, and back.
         predicted: Tensor = unet(x.float().roll(past, 1), timestep, context["features"]).roll(-past, 1)
         if self.config.prediction_type == "epsilon":
             return predicted
         bar = self._alpha_bars.to(x.device)[timestep].float()[:, None, None]
+        # One that predicts the sample, solved for the noise in x = sqrt(bar) sample + sqrt(1 - bar) noise: chains ask
+        # for noise.
         return (x - bar.sqrt() * predicted) / (1.0 - bar).sqrt()
 
     def read_by_critic(self, context: Batch) -> Tensor:
@@ -245,7 +249,11 @@ class _Unet(nn.Module):
         wide, dims = config.diffusion_step_embed_dim, config.down_dims
         self.wide = wide
         self.diffusion_step_encoder = nn.Sequential(
-            nn.Identity(), nn.Linear(wide, 4 * wide), nn.Mish(), nn.Linear(4 * wide, wide)
+            # In the place of LeRobot's module of sines, which has no weights, so that the numbers in the names fit.
+            nn.Identity(),
+            nn.Linear(wide, 4 * wide),
+            nn.Mish(),
+            nn.Linear(4 * wide, wide),
         )
         residual = partial(_Residual, condition=wide + features, config=config)
         last = len(dims) - 1

@@ -160,6 +160,8 @@ class Groot(PublishedFlow):
         pieces, masks, before = [], [], 0
         for start, (patches, _) in zip(starts, shown, strict=True):
             count = patches.shape[1] // self.eye.merge**2
+            # Qwen wants as many tokens of a picture as it has places; the prompt, which is stored with every decision,
+            # has one.
             pieces += [tokens[:, before:start], tokens[:, start : start + 1].expand(-1, count)]
             masks += [there[:, before:start], there[:, start : start + 1].expand(-1, count)]
             before = start + 1

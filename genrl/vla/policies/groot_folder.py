@@ -200,6 +200,7 @@ class GrootRobot(Robot):
             low, high = (self.stats[ACTION][key].to(unit) for key in ("min", "max"))
             unit = (unit.clamp(-1.0, 1.0) + 1.0) / 2.0 * (high - low) + low
         if self.gripper is not None:
+            # LIBERO's gripper knows two commands: what is between them would be held half open.
             unit[..., self.gripper] = -(2.0 * unit[..., self.gripper] - 1.0).sign()
         return unit
 

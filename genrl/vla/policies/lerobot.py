@@ -155,6 +155,7 @@ def place(
     names: file key -> own name; unused: patterns (full match, own names) of tensors that are only kept.
     Raises ValueError naming keys that are unknown, missing or of another shape, and the nearest one.
     """
+    # Heads are ours, and in a file of their own.
     expected = {name: value for name, value in module.state_dict().items() if not name.startswith(HEADS)}
     layout = Layout({}, {}, {}, metadata)
     placed: dict[str, Tensor] = {}
@@ -178,6 +179,8 @@ def place(
             raise ValueError(
                 f"{where}: {key} has shape {list(weights[key].shape)}, it needs {list(expected[name].shape)}"
             )
+    # `assign`: the module was made on the meta device and has no memory to copy into; the file's tensors become its
+    # own.
     module.load_state_dict(placed, strict=False, assign=True)
     return layout
 

@@ -44,6 +44,7 @@ def edges() -> Tensor:
 
 def action_tokens(actions: Tensor) -> Tensor:
     """Actions in [-1, 1], clipped to it, as places among the last 256 tokens, int64: 256 - digit (numpy's digitize)."""
+    # In float64, as numpy has its edges: an action on an edge would else fall to the one or the other side.
     inside = actions.detach().double().clamp(-1.0, 1.0)
     return BINS - torch.bucketize(inside, edges().to(actions.device), right=True)
 
@@ -121,6 +122,7 @@ class OpenVLA(PublishedPolicy):
     def read(self, hidden: Tensor) -> Batch:
         """The context of hidden states [B, H A, W]."""
         language: Any = self.language_model
+        # Of 32,000 words only those that can be chosen are computed, and normalised over.
         rows = language["lm_head"].weight[self.words - BINS : self.words]
         logits = functional.linear(hidden, rows.float())
         return {"logits": logits.view(len(hidden), self.horizon, self.action_dim, BINS)}
@@ -157,6 +159,7 @@ class OpenVLA(PublishedPolicy):
         layers, table = language["layers"], language["embed_tokens"].weight
         tokens, there = tokens_of(observation, table.device)
         longest = int(there.sum(1).max())
+        # Instructions are stored as wide as the rollout's longest; a batch need not pay for that.
         tokens, there = tokens[:, :longest], there[:, :longest]
         words = functional.embedding(tokens, table)
         parts = [self._seen(observation, table.device).to(table.dtype)]

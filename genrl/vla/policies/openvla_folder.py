@@ -194,6 +194,7 @@ class Robot:
         size = (self.image_size, self.image_size)
         if pixels.shape[-2:] != size:
             pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
+            # To whole levels between the two resizings, as the authors' program has a picture of bytes there.
             pixels = (pixels.clamp(0.0, 1.0) * 255.0).round() / 255.0
         return central(pixels) if self.crop else pixels
 

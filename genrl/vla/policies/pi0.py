@@ -177,6 +177,7 @@ class PI0(PublishedFlow):
             return context["prefix"]
         state = context["state"]
         x = state.new_zeros(len(state), self.horizon, self.action_dim)
+        # A constant to the critic (`value` detaches it), so no graph of the expert is kept.
         with torch.no_grad():
             return self.hidden(context, x, state.new_ones(len(state))).mean(1)
 
@@ -195,6 +196,7 @@ class PI0(PublishedFlow):
         linear = model["multi_modal_projector"]["linear"]
         features = linear(patches.last_hidden_state.to(linear.weight.dtype)).chunk(len(pictures))
         table = model["language_model"]["embed_tokens"].weight
+        # Gemma scales its words by the root of the width; pictures come from the projector at that size already.
         words = functional.embedding(tokens, table) * table.shape[1] ** 0.5
         dtype = model["language_model"]["layers"][0].self_attn.q_proj.weight.dtype
         x = torch.cat([*(f.to(dtype) for f in features), words.to(dtype)], 1)
@@ -221,6 +223,7 @@ class PI0(PublishedFlow):
         if not self.config.adaptive:
             causal[0, 1:] = False  # the state does not see the actions
         mask = torch.cat([valid[:, None].expand(-1, length, -1), causal.expand(batch, -1, -1)], 2)[:, None]
+        # Behind what is there of the prefix, not behind its padding.
         positions = valid.sum(1, keepdim=True) + torch.arange(length, device=valid.device)
         hidden = suffix.to(layers[0].self_attn.q_proj.weight.dtype)
         for layer, before in zip(layers, unstacked(context), strict=True):
@@ -245,6 +248,7 @@ class PI0(PublishedFlow):
         policy = cls(config, Robot(folder), Prompts(folder, TOKENIZER), words)
         policy.fill(folder, weights, metadata, own_name, [r"paligemma_with_expert\.gemma_expert\.lm_head\.weight"])
         vision = policy._paligemma["vision_tower"].embeddings
+        # A buffer that no file has, so it is still on the meta device.
         vision.position_ids = torch.arange(vision.num_positions)[None]
         if config.freeze_vision_encoder:
             policy._paligemma["vision_tower"].requires_grad_(False)

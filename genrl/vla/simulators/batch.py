@@ -68,6 +68,7 @@ class Batch(ABC):
             terminated |= alive & (success | over)
             truncated |= alive & ~terminated & (self.elapsed >= self.max_steps)
             ended = alive & (terminated | truncated)
+            # Those that end now, while they still show their end; with the chunk's last action also those that go on.
             self.keep(ended | alive if k == self.chunk - 1 else ended)
             alive = alive & ~ended
         # After the chunks: a simulator in lock step would move the new episodes along.

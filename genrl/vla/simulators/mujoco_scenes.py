@@ -65,6 +65,8 @@ def farthest(points: Floats, count: int) -> Floats:
     chosen = np.zeros(count, dtype=np.int64)
     columns, away = np.ascontiguousarray(points.T), np.full(len(points), np.inf, dtype=np.float32)
     for k in range(1, count):
+        # Only the newest point can be nearer to the others than those before it: M distances a step instead of M times
+        # k.
         gap = columns - columns[:, chosen[k - 1], None]
         np.minimum(away, np.einsum("dm,dm->m", gap, gap), out=away)
         chosen[k] = away.argmax()

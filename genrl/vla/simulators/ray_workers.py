@@ -39,6 +39,7 @@ class Remote:
                 self.host = self.description.host(self.slots)
             yield from messages(self.host, work)
         except Exception as error:
+            # First as text: the exception itself may be of a class that cannot be pickled.
             yield report(error)
             raise
 

@@ -297,6 +297,7 @@ class SlotHost:
     def run(self, work: Run) -> Iterator[Message]:
         """One message per slot."""
         self._release({slot: episode % self.tasks for slot, episode in work.begin.items()})
+        # In the order of the slots: the other side knows by it which one is being worked on when nothing comes.
         for slot in sorted(work.begin.keys() | work.chunks.keys()):
             try:
                 if slot in work.begin:

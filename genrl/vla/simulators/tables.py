@@ -288,6 +288,7 @@ class Simulators:
             )
         self._action_dim = outcome.action_dim
         done.take(outcome, slots)
+        # Only an executed chunk clears it: a simulator that begins and then dies each time would go on for ever.
         self._failures[slots[outcome.n_executed > 0]] = 0
 
     def _another(self, number: int) -> int:

@@ -63,6 +63,7 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
     parts, slots, errors, steps, decision = [], [], [], 0, 0
     while running.any():
         observation = observe(raw, env, policy, decision)
+        # Drawn before it is known who acts, so that the numbers that follow are the same for any beta.
         noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rng) for rng in rngs])
         student_chunk = acting.sampler.act(policy, policy.encode(observation), noise)
         expert_chunk = torch.from_numpy(env.expert_chunks(policy.horizon))

@@ -114,6 +114,7 @@ def train_classifier(
             return numbers[torch.randint(len(numbers), (count,), generator=rng)]
 
         good, before, swapped, lent = some(yes, 2 * eighth), some(no, eighth), some(yes, eighth), some(yes, eighth)
+        # Two ends that were lent each other's instruction and have the same one do fulfil it.
         differ = (tokens[swapped] != tokens[lent]).any(1)
         swapped, lent = swapped[differ], lent[differ]
         play = torch.randint(len(background.h), (4 * eighth,), generator=rng)
@@ -187,6 +188,7 @@ def supervised_contrastive(embedding: Tensor, label: Tensor, temperature: float)
     """
     alike = embedding @ embedding.T / temperature
     itself = torch.eye(len(label), dtype=torch.bool, device=label.device)
+    # An anchor is no rival of itself: the largest similarity of all, 1, would drown the others.
     log_share = alike - alike.masked_fill(itself, -torch.inf).logsumexp(1, keepdim=True)
     same = (label[:, None] == label[None]) & ~itself
     anchors = same.any(1)

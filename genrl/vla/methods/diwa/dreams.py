@@ -114,6 +114,7 @@ class Dream:
             at = torch.from_numpy(np.flatnonzero(alive))
             if not len(at):
                 break
+            # Each dream by its own generator: what it dreams does not depend on how long the others last.
             noise = torch.stack([torch.randn(self.world.stochastic, generator=self._rngs[i]) for i in at.tolist()])
             after = self.world.imagine(self._latent.rows(at), chunks[at, k], noise)
             self._latent.h[at], self._latent.z[at] = after.h, after.z

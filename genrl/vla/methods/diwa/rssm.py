@@ -190,4 +190,5 @@ def _mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
 
 def _gaussian(numbers: Tensor) -> Normal:
     mean, raw = numbers.chunk(2, -1)
+    # A least spread, or the KL of a sure prior to a slightly different posterior grows without bound.
     return Normal(mean, functional.softplus(raw) + _LEAST_STD, validate_args=False)

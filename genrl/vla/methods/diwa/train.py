@@ -87,6 +87,7 @@ def train(run: VLARun, settings: DiWA) -> None:
     count = config.demonstrations.expert
     walked = table.walk(count, seed=config.seed, horizon=policy.horizon, still=STILL)
     encoded = encode_demonstrations(world, walked, policy.config.inputs.vocabulary)
+    # Statistics are no weights, and no checkpoint has them: a resumed run makes them again here.
     put_statistics(encoded, policy.stats, judge.encoder.stats, run.frozen.stats)
     if not store.ready:
         store.data["figures"] |= teach(
@@ -97,6 +98,7 @@ def train(run: VLARun, settings: DiWA) -> None:
         run.frozen.load_state_dict(policy.state_dict())
         store.ready = True
     judge.requires_grad_(False)
+    # The real table, which the run was opened with: from here on the policy acts in dreams.
     run.env.close()
     run.env = dream(config, table, world, judge, encoded)
     count = side_by_side(config, config.evaluation.episodes)

@@ -87,6 +87,7 @@ def critic_losses(nets: Fisor, batch: Transitions, settings: FISOR) -> dict[str,
     """The four regressions of one batch, [] each: "v", "q" of rewards, "v_h", "q_h" of violations."""
     observation, action = batch.observation, batch.action
     values = nets.reward.v(observation)
+    # The lower of two for rewards, the higher of two for violations: in both, the estimate that promises less.
     better = nets.reward.slow_q(observation, action).amin(0)
     worst = nets.violation.v(observation)
     violating = nets.violation.slow_q(observation, action).amax(0)

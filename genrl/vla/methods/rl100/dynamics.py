@@ -36,6 +36,7 @@ class Dynamics(nn.Module):
         self.names = [name for name in (STATE, ENVIRONMENT, SEEN) if name in data.observation]
         moved = torch.cat([data.next_observation[n] - data.observation[n] for n in self.names], 1)
         ones = [torch.ones(data.observation[n].shape[1]) if n != SEEN else self.stats[n]["std"] for n in self.names]
+        # At least a hundredth of the number's own size: one that hardly ever moves would rule the loss.
         self.register_buffer("scale", torch.maximum(moved.std(0), 0.01 * torch.cat(ones)))
         numbers, moving = data.action[0].numel(), moved.shape[1]
         self.body = nn.Sequential(

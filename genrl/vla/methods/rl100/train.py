@@ -288,6 +288,7 @@ def improve(
         if (update + 1) % settings.gate_every == 0 and gate.admits(worth()):
             old.load_state_dict(policy.state_dict())
         loop.advance(1)
+    # What came after the last accepted candidate was never judged better, so it is not kept.
     policy.load_state_dict(old.state_dict())
     counts = {"gate/accepted": float(gate.accepted), "gate/refused": float(gate.refused)}
     return figures.result() | counts | {"gate/value": gate.best, "gate/gain": gate.best - first}

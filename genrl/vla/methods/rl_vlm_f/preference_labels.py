@@ -76,6 +76,7 @@ class LabelCache:
                 file.write(json.dumps({"key": key, "label": self._known[key]}) + "\n")
 
     def _key(self, first: bytes, second: bytes, instruction: str) -> tuple[str, bool]:
+        # In one order, so that a pair that is asked about the other way round is found again.
         swapped = second < first
         low, high = (second, first) if swapped else (first, second)
         named = json.dumps([self.judge, instruction]).encode()
@@ -95,6 +96,8 @@ def draw_pairs(instructions: Sequence[str], count: int, *, seed: int, round_numb
     """
     number = {line: place for place, line in enumerate(dict.fromkeys(instructions))}
     kind = torch.tensor([number[line] for line in instructions])
+    # Frames by their instruction; the partner of a frame is then some places further in its own stretch, around its
+    # end.
     order = kind.argsort(stable=True)
     sizes = torch.bincount(kind)
     begins = sizes.cumsum(0) - sizes

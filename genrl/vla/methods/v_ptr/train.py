@@ -70,6 +70,7 @@ def pretrained(world: World, policy: Any, data: Transitions, settings: VPTR, *, 
             icvf = ICVF(other.encoder).to(next(policy.parameters()).device)
         figures = {"pretraining/loss": mean_of_last(train_icvf(icvf, recordings, steps=count, seed=seed))}
         figures["pretraining/order"] = order(icvf, recordings)
+    # Of the copy only what looks: the videos say nothing of words and states.
     learned = {name: value for name, value in other.encoder.state_dict().items() if name.startswith(LOOKS)}
     policy.encoder.load_state_dict(policy.encoder.state_dict() | learned)
     return figures
