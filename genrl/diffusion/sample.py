@@ -26,7 +26,7 @@ from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy, Untouched
-from genrl.diffusion.rewriter import Rewriter, TextRoom
+from genrl.diffusion.policy.rewriter import Rewriter, TextRoom
 from genrl.diffusion.rollout.scoring import Scorers, check_rows, not_finite
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.show.pictures import grid, save_png, to_pil

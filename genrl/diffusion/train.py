@@ -20,6 +20,7 @@ from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Kernels, Offload
 from genrl.diffusion.config.shares import processes_problem
+from genrl.diffusion.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.files.export import probe_of
 from genrl.diffusion.fit import MEMORY_HINT
@@ -27,7 +28,6 @@ from genrl.diffusion.policy.apart import require_apart
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.compiling import divide
 from genrl.diffusion.policy.decoding import spare_vae
-from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.policy.encoding import keep_execution_device
 from genrl.diffusion.policy.encoding_store import open_store
 from genrl.diffusion.policy.interfaces import Checkpointing

@@ -63,7 +63,7 @@ def sample(
         chosen = _chosen(name, lora, _call(num_inference_steps, guidance_scale, height, width, arguments), dtype)
 
         from genrl.diffusion.policy.loading import check_call_arguments
-        from genrl.diffusion.rewriter import load_rewriter
+        from genrl.diffusion.policy.rewriter import load_rewriter
         from genrl.diffusion.rollout.rollout import batch_inputs, check_inputs
         from genrl.diffusion.sample import drawn
         from genrl.diffusion.sample import load as load_pipeline

@@ -23,8 +23,8 @@ RECIPES["sdxl_dpo_offline"] = "sdxl"  # at full size it would be refused: random
 
 ELSEWHERE = {
     "sdxl_diff_instruct": "tests/diffusion/methods/test_diff_instruct_models.py",
-    "flux1_dev_prompt_rl": "tests/diffusion/test_seeing_rewriter.py",
-    "flux1_kontext_prompt_rl": "tests/diffusion/test_seeing_rewriter.py",
+    "flux1_dev_prompt_rl": "tests/diffusion/policy/test_seeing_rewriter.py",
+    "flux1_kontext_prompt_rl": "tests/diffusion/policy/test_seeing_rewriter.py",
     "qwen_image_edit_talk2move_rotate": "tests/diffusion/methods/test_talk2move_recipes.py",
     "qwen_image_edit_talk2move_sft": "tests/diffusion/methods/test_talk2move_recipes.py",
 }

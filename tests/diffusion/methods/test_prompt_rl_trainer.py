@@ -19,7 +19,7 @@ from genrl.diffusion.config.sections import Rewriter as Rewritten
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write
-from genrl.diffusion.rewriter import Rewriter, TextRoom, load_rewriter
+from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
@@ -31,7 +31,7 @@ from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed, watch
-from tests.diffusion.test_rewriter import TINY, anything, moved
+from tests.diffusion.policy.test_rewriter import TINY, anything, moved
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 

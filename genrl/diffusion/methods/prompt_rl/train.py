@@ -29,8 +29,8 @@ from torch import Tensor
 from genrl.data.prompts import Prompt
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, Written
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rewriter import Rewriter, TextRoom, Written
 from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.run import DiffusionRun

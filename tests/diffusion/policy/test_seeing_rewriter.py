@@ -16,7 +16,7 @@ from PIL import Image
 from genrl.config import load
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.config.sections import Rewriter as Settings
-from genrl.diffusion.rewriter import Rewriter, load_rewriter
+from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load as load_pipe
 from genrl.diffusion.sample import sample
@@ -26,7 +26,7 @@ from genrl.vlm.policies.processor import Prompt
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES as PIPELINES
 from tests.diffusion.policy.test_editing import editing
-from tests.diffusion.test_rewriter import anything, moved
+from tests.diffusion.policy.test_rewriter import anything, moved
 from tests.vlm import tiny_checkpoints
 
 from peft import PeftModel  # isort: skip  # after what makes transformers importable beside any torchvision
@@ -34,7 +34,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
 
 

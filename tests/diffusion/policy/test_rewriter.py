@@ -12,12 +12,12 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from genrl.diffusion.config.sections import Rewriter as Settings
-from genrl.diffusion.rewriter import Rewriter, load_rewriter
+from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from tests.diffusion.tiny_parts import decoder_sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within peft and transformers
 
-TINY = Path(__file__).resolve().parents[2] / "assets" / "tiny-lm"
+TINY = Path(__file__).resolve().parents[3] / "assets" / "tiny-lm"
 MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
     "llama": lambda size: LlamaForCausalLM(
         LlamaConfig(**decoder_sizes(32, layers=2) | {"vocab_size": size, "max_position_embeddings": 64})
