@@ -150,11 +150,15 @@ class Perception(Added):
     name: Literal["perception"] = "perception"
     gamma: NonNegative = 1e-4
     """Weight of the distance to what the degraded picture gives; it falls to 0 over the run."""
+    eta: NonNegative = 1e-3
+    """Weight of the log-probabilities of the answers."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         log_prob, mask, degraded = batch.terms[0], batch.mask.bool(), batch.read("degraded", self.name)
         twins = mask & ~(degraded.isnan() & mask).any(dim=1, keepdim=True)
-        return token_regularisers.perception_loss(log_prob, degraded, twins, gamma=self.gamma, rows=batch.number), {}
+        return token_regularisers.perception_loss(
+            log_prob, degraded, twins, gamma=self.gamma, eta=self.eta, rows=batch.number
+        ), {}
 
 
 class ValueLoss(Added):
