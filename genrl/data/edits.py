@@ -108,6 +108,7 @@ def _ends(edit: Edit, asked: str, amount: float) -> Thing | None:
 def edits(task: Task, split: Split) -> list[Edit]:
     """The edits of a prompt file: 160 to train on, or 64 held out (of combinations absent from training), with each
     direction or change of size equally often."""
+    # A stream of its own per file: more training edits would leave the held-out ones as they are.
     rng = np.random.default_rng([2026, task == "scale", split == "eval"])
     number, choices = (64 if split == "eval" else 160), list(WAYS if task == "move" else FACTORS)
     each = number // len(choices)

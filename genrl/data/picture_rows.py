@@ -92,6 +92,7 @@ def _of_line(value: Any, folder: Path, prompt: str | None) -> Row:
 
 def _inside(path: str, folder: Path) -> Path:
     resolved = (folder / path).resolve()
+    # An absolute path is the user's own choice, and as a picture it is only decoded: nothing of another file can leak.
     if not resolved.is_relative_to(folder) and not (Path(path).is_absolute() and resolved.suffix.lower() in SUFFIXES):
         raise ValueError(f"{path!r} is outside the folder of the file; write it relative to it, without ..")
     return resolved

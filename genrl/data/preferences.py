@@ -63,6 +63,7 @@ def check_set(
 
 def _check_alike(shapes: Mapping[str, tuple[int, int]], where: str, beside: str) -> None:
     ratios = [width / height for width, height in shapes.values()]
+    # Not equal: sizes are rounded to multiples of the model's patches, so that two of one shape differ by some pixels.
     if max(ratios) > UNLIKE * min(ratios):
         sizes = ", ".join(f"{name} {width} x {height}" for name, (width, height) in shapes.items())
         why = f"images are cut to the size that is sampled, {beside} is not, so they would not fit"

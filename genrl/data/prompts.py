@@ -131,6 +131,7 @@ def read(source: str, column: str = "prompt", *, pictures: bool = True, chat: bo
             rows.append(outcome)
         else:
             skipped.append(DirtyRow(f"{source}:{line}", outcome))
+    # Few dirty rows are noise of a large crawl; many mean that the column or the format is not what was meant.
     if len(skipped) > MAX_DIRTY * (len(rows) + len(skipped)):
         share = f"{len(skipped)} of {len(rows) + len(skipped)} rows are dirty (the limit is {MAX_DIRTY:.0%})"
         raise PromptError(f"{source}: {share}; correct or remove them:\n{_listed(skipped)}")
@@ -210,6 +211,7 @@ def _of_file(path: Path, column: str, chat: bool) -> Iterator[tuple[int, Prompt 
     with path.open("rb") as stream:
         for line, raw in enumerate(lines_of(stream), start=1):
             try:
+                # Editors on Windows begin a file with a byte order mark, which would be part of the first prompt.
                 text = line_text(raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw)
                 if not text:
                     continue
@@ -249,6 +251,7 @@ def _of_data_set(table: Any, source: str, column: str, pictures: bool) -> Iterat
     from datasets import Image
 
     picture_columns = [name for name, kind in table.features.items() if _holds_pictures(name, kind)]
+    # Undecoded: the bytes are written as they are, and decoding every picture to read the prompts would take hours.
     for name in picture_columns:
         table = table.cast_column(name, Image(decode=False))
     kept = picture_columns if pictures else []
@@ -309,6 +312,7 @@ def _kept(raw: bytes) -> str:
     file = Path(HF_DATASETS_CACHE) / "genrl-pictures" / hashlib.sha256(raw).hexdigest()
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder: only there is the rename below atomic.
         with NamedTemporaryFile(dir=file.parent, delete=False) as stream:  # several processes may write the same
             stream.write(raw)
         Path(stream.name).replace(file)

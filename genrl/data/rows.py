@@ -53,6 +53,7 @@ def line_text(raw: bytes) -> str:
 def json_object(text: str) -> dict[str, Any]:
     """The JSON object that a line holds. Raises RowError for anything else, a repeated key, NaN and infinity."""
     try:
+        # By itself json keeps the last of two equal keys, and reads NaN, which no other program does.
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise RowError(f"not JSON: {error.msg} at column {error.colno}") from None
@@ -124,6 +125,7 @@ def checked_text(text: str) -> str:
     if len(text) > MAX_CHARACTERS:
         raise RowError(f"the prompt has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}")
     for position, character in enumerate(text, start=1):
+        # Half a surrogate pair (Cs) comes of \ud800 in JSON, and fails only when a tokenizer encodes it, hours later.
         category = unicodedata.category(character)
         if category == "Cs" or (category == "Cc" and character not in "\t\n\r"):
             raise RowError(f"character {ord(character):#06x} at position {position} is not text")
@@ -145,6 +147,7 @@ def _inside(name: str, value: Any, folder: Path) -> str | None:
         raise RowError(f"{name} must be a path as text, found {_kind(value)}")
     if re.match(r"\w+://|data:", value):
         raise RowError(f"{name}: {value[:60]!r} is an address, which is not fetched; save the picture beside the file")
+    # A NUL byte ends a path for the system but not for Python; a backslash is a separator on one system alone.
     if not value or "\0" in value or "\\" in value or len(value) > 1000:
         raise RowError(f"{name}: {value[:60]!r} is not a path")
     path = Path(value)

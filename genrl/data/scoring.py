@@ -80,6 +80,7 @@ def _batches(
     rows: Sequence[Row], needed: genrl_rewards.Needs, batch_size: int, skip: Callable[[str], None]
 ) -> Iterator[list[Loaded]]:
     if needed.kind != "pointwise":
+        # As JSON: the value of a column may be a list or an object, which is no key.
         groups: dict[Any, list[int]] = {}
         for k, row in enumerate(rows):
             groups.setdefault(json.dumps(row.columns.get(GROUP, row.prompt)), []).append(k)
@@ -93,6 +94,7 @@ def _batches(
         return
     waiting: list[Loaded] = []
     for item in _loaded(rows, range(len(rows)), skip):
+        # Neighbours only, not all pictures of one size: rows are read once, and one batch at a time is in memory.
         if waiting and (len(waiting) == batch_size or item[1].shape != waiting[0][1].shape):
             yield waiting
             waiting = []
@@ -138,5 +140,6 @@ def write_csv(results: Sequence[Result], stream: IO[str]) -> None:
         )
 
 
+# NaN is no JSON: most readers refuse the whole file.
 def _nullable(value: float) -> float | None:
     return None if math.isnan(value) else value

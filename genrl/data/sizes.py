@@ -78,6 +78,7 @@ def _written(row: Prompt, source: str) -> Mapping[str, int]:
         value: Any = row.columns.get(name)
         if value is None:
             continue
+        # True is an int in Python.
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PromptError(f"{source}:{row.line}: {name} must be a whole number above 0, found {value!r}")
         size[name] = value
@@ -93,5 +94,6 @@ def _nearest(row: Prompt, sizes: Sequence[dict[str, int]], picture: str, source:
     except ValueError as error:
         raise PromptError(f"{source}:{row.line}: {picture}: {error}") from error
     shape = width / height
+    # The larger of both quotients, so that twice as wide is as far away as twice as high.
     ratios = [max(shape * size["height"] / size["width"], size["width"] / size["height"] / shape) for size in sizes]
     return sizes[ratios.index(min(ratios))]

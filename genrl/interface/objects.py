@@ -129,6 +129,7 @@ def rows_name(rows: Any, label: str, lent: Lent) -> str:
     """The name of a source of rows: of a file or hub id itself. Raises ValueError for no rows."""
     if isinstance(rows, (str, Path)):
         return str(rows)
+    # A generator could be read only once, and rows are read to be checked and to be trained on.
     if not hasattr(rows, "column_names"):
         rows = list(rows)
     if not len(rows):
@@ -166,6 +167,7 @@ def method_section(method: Method | type[Method] | str, kind: Kind, lent: Lent) 
     """The section `trainer` of a method's settings, or of its name (of a VLM also of a preset). One of the script's own
     is a class with its `train` and `loss` beside it. Raises ValueError for what is none."""
     if isinstance(method, str):
+        # Only a VLM has presets, and a path with .py is a method of the user's own.
         preset = kind == "vlm" and method not in built_in("vlm") and ".py" not in method
         return {"preset" if preset else "algorithm": method}
     settings = method if isinstance(method, type) else type(method)
@@ -184,6 +186,7 @@ def lora_section(lora: Any) -> dict[str, Any] | None:
     training here does not have."""
     if lora is None or isinstance(lora, (BaseModel, Mapping)):
         return None if lora is None else keys_of(lora)
+    # By its name, not its class: peft takes seconds to import, and a script without it has no such object.
     if getattr(lora, "peft_type", None) != "LORA":
         raise ValueError(
             f"lora: a {type(lora).__name__} is neither peft's LoraConfig nor genrl.LoRA; see docs/adapters.md"

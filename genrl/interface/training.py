@@ -172,6 +172,7 @@ def train(
     with lending(lent.objects):
         composed, origins = _composed(config, sections, kind)
         _check(composed, origins)
+        # After the check, whose messages are to name what the script gave and not a file of ours.
         composed, files = _written(composed)
         return _run(composed, None, Script(on_iteration, files))
 
@@ -252,6 +253,7 @@ def _written(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 
 
 def _run(config: RunConfig, folder: Path | None, script: Script) -> Result:
+    # Before torch is imported, as it reads it once: threads that spin while they wait starve those of other processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     from genrl.runtime.folder import checkpoint
@@ -260,6 +262,7 @@ def _run(config: RunConfig, folder: Path | None, script: Script) -> Result:
 
     ended = run(config, folder, script)
     made, saved = Run(ended.folder), checkpoint.latest(Run(ended.folder).checkpoints)
+    # The folder's own LoRA is written at the end; what an interrupted run has is in its newest checkpoint.
     places = [made.lora] if ended.is_complete or saved is None else [saved / "lora"]
     lora = next((place for place in places if place.is_dir()), None)
     return Result(ended.folder, ended.trained, read_metrics(made.metrics), lora, ended.is_complete)
@@ -289,9 +292,11 @@ def _composed(config: Any, sections: dict[str, Any], kind: Kind) -> tuple[RunCon
     base = dict(config or {})
     source = {"diffusion": "prompts", "vlm": "task", "vla": "environment"}[kind]
     held = {**(base.get(source) or {}), **sections.get(source, {})}
+    # A script that gives no held-out prompts means no evaluation; in a file the same is more likely forgotten.
     if kind != "vla" and "evaluation" not in {**base, **sections} and not (held.get("eval") or held.get("name")):
         sections["evaluation"] = {"every": 0}
     if "output" not in {**base, **sections}:
+        # Each process would name a folder after its own clock.
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("output: name the run folder, which all processes have to agree on")
         trainer = sections.get("trainer") or base.get("trainer") or {}

@@ -133,10 +133,10 @@ def _settings(model: Any, config: str | Path | Mapping[str, Any] | None) -> VLAC
     file = Path(model) / "config.yaml" if isinstance(model, (str, Path)) else None
     if config is None and (file is None or not file.is_file()):
         return None
-    config_settings = load_given(file if config is None else config, {}, "genrl.evaluate")[0]
-    if config is not None and (isinstance(config_settings, Config) or file is None):
+    loaded = load_given(file if config is None else config, {}, "genrl.evaluate")[0]
+    if config is not None and (isinstance(loaded, Config) or file is None):
         raise ValueError("config: says what a folder's vision-language model or policy is evaluated by; leave it out")
-    return config_settings if isinstance(config_settings, VLAConfig | VLMConfig) else None
+    return loaded if isinstance(loaded, VLAConfig | VLMConfig) else None
 
 
 def _of_policy(model: Path, config: VLAConfig | VLMConfig) -> dict[str, float]:
@@ -347,6 +347,7 @@ def export(
     if push is not None:
         from genrl.runtime.folder import hub
 
+        # Before the export, which may take an hour: that a name or a token is wrong shows at once.
         hub.check_repo(push)
     elif private:
         raise ValueError("private (--private): is of a repository; give push as well")
@@ -355,6 +356,7 @@ def export(
         raise ValueError("form (--format): is of a pipeline's LoRA; leave it out")
     if isinstance(config, VLAConfig) and full:
         raise ValueError("full (--full): a policy is always written whole; leave it out")
+    # Whole or not at all: a folder with half of the weights loads without an error in some libraries.
     with whole_folder(Path(out)) as place:
         match config:
             case Config():

@@ -93,6 +93,7 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Any], grads: tup
             arguments[k] = tensor
         return function(*arguments)
 
+    # By vjp and not by autograd: one compiled graph holds both passes, so nothing between them is stored.
     outputs, pull, *_ = torch.func.vjp(of_tensors, *(inputs[k] for k in places))
     back: tuple[Tensor, ...] = pull(grads if isinstance(outputs, tuple) else grads[0])
     return back
@@ -100,6 +101,8 @@ def _pulled_back(function: Callable[..., Any], inputs: Sequence[Any], grads: tup
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # dynamic=False: torch would answer the second shape by a graph for all shapes, with other bits than the first one
+    # had.
     compiled: Callable[..., Any] = torch.compile(function, dynamic=False)
     return compiled
 

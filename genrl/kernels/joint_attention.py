@@ -51,6 +51,7 @@ def joint_attention(
         output: Tensor = _library(backend)(query, key, value, mask)
         return output
     with nullcontext() if backend == "auto" else sdpa_kernel(OF_TORCH[backend]):
+        # torch has heads before tokens; the packages have them as they come.
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     return _Contiguous.apply(out) if backend == "cudnn" else out  # type: ignore[no-untyped-call]

@@ -48,18 +48,16 @@ def prefix_attention_torch(
     wide = torch.promote_types(query.dtype, torch.float32)
     keys, values = prefix_key[row_of], prefix_value[row_of]
     rows, length = query.shape[0], query.shape[2]
-    prefix_seen = query.new_ones(rows, 1, length, keys.shape[2], dtype=torch.bool)
+    visible = query.new_ones(rows, 1, length, keys.shape[2], dtype=torch.bool)
     if prefix_mask is not None:
-        prefix_seen = prefix_seen & prefix_mask[row_of][:, None, None]
+        visible = visible & prefix_mask[row_of][:, None, None]
     if key is not None and value is not None:
-        causal_seen = query.new_ones(length, key.shape[2], dtype=torch.bool)
-        prefix_seen = torch.cat(
-            [prefix_seen, (causal_seen.tril() if causal else causal_seen).expand(rows, 1, -1, -1)], 3
-        )
+        own_keys = query.new_ones(length, key.shape[2], dtype=torch.bool)
+        visible = torch.cat([visible, (own_keys.tril() if causal else own_keys).expand(rows, 1, -1, -1)], 3)
         keys, values = torch.cat([keys, key], 2), torch.cat([values, value], 2)
     groups = query.shape[1] // keys.shape[1]
     keys, values = (t.to(wide).repeat_interleave(groups, 1) for t in (keys, values))
-    scores = (query.to(wide) @ keys.transpose(2, 3) * scale).masked_fill(~prefix_seen, float("-inf"))
+    scores = (query.to(wide) @ keys.transpose(2, 3) * scale).masked_fill(~visible, float("-inf"))
     return (scores.softmax(-1) @ values).to(query.dtype)
 
 
@@ -122,6 +120,7 @@ def prefix_attention(
     return attend(*arguments)
 
 
+# Cached, so that the choice is logged once and not at every layer of every step.
 @functools.cache
 def _triton_problem(device: torch.device, dtype: torch.dtype, backend: PrefixBackend) -> str | None:
     """Why Triton does not compute on such tensors, None where it does; said once, as a warning where it does not."""
@@ -153,6 +152,7 @@ class Slots(NamedTuple):
 
 def slots(row_of: Tensor, prefixes: int) -> Slots:
     """Place of each row among those of its prefix. row_of: int64 [R], the prefix of each row."""
+    # Stable: sums over the rows of a prefix go by the order of the rows, in every run.
     order = row_of.argsort(stable=True)
     counts = torch.bincount(row_of, minlength=prefixes)
     first = counts.cumsum(0) - counts
@@ -160,6 +160,7 @@ def slots(row_of: Tensor, prefixes: int) -> Slots:
     within[order] = torch.arange(len(row_of), device=row_of.device) - first[row_of[order]]
     most = int(counts.max())
     place = row_of * most + within
+    # An empty slot computes row 0 once more, and nobody reads it: cheaper than shapes that differ by prefix.
     row = row_of.new_zeros(prefixes * most).scatter(0, place, torch.arange(len(row_of), device=row_of.device))
     return Slots(row.view(prefixes, most), place)
 
@@ -187,6 +188,7 @@ def _packed(
         same = same & (own <= at) if causal else same
         before = to < prefix_length
         if prefix_mask is not None:
+            # Clamped: flex evaluates both sides of the mask for every key, those of the rows, too.
             before = before & prefix_mask[n, to.clamp(max=prefix_length - 1)]
         return before | same
 

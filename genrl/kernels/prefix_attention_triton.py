@@ -57,6 +57,7 @@ def _walk(
         to = start + tl.arange(0, N)
         s = _dot(q, tl.trans(_tile(k, to, size, D, BLOCK_D)), CAST) * (scale * LOG2E)
         s = tl.where(_seen(at, to, size, mask, MASK, CAUSAL), s, float("-inf"))
+        # Online softmax: what was summed so far is shrunk to the new maximum, so no exponential overflows.
         new = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)  # a tile of padding before anything was seen
         p = tl.exp2(s - safe[:, None])
