@@ -157,7 +157,7 @@ def measure(changes: Sequence[str], row: str, path: str) -> dict[str, Any]:
         gradients = sum(4 * p.numel() for p in run.weights.parameters)
         batch = config.sampling.batch_size
     activations = next(parts[name] for name in ACTIVATIONS if name in parts)
-    most = max(peaks.values())
+    most, kept = max(peaks.values()), config.trainer.calls(config, lambda scale: 1).kept
     return {
         "rollout": peaks["rollout"],
         "training": peaks["training"],
@@ -166,7 +166,7 @@ def measure(changes: Sequence[str], row: str, path: str) -> dict[str, Any]:
         "parts": parts,
         "over_formula": most / sum(parts.values()),
         "activations_over_formula": (most - before - gradients) / activations,
-        "line_over_peak": None if config.trainer.kept_graphs(config) else (one + (batch - 1) * (two - one)) / most,
+        "line_over_peak": None if kept else (one + (batch - 1) * (two - one)) / most,
     }
 
 

@@ -29,7 +29,6 @@ from genrl.runtime.loop.updating import Meter
 class RewardWeighted(Updating):
     """Reward-weighted regression on finished samples."""
 
-    needs_flow: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "rwr/weight_max": MetricDoc("largest w", "Near G - 1: one sample of a group is all, raise the temperature.")
     }

@@ -33,7 +33,7 @@ def opened(config: RunConfig, kind: Kind) -> Iterator[Any]:
         watchdog = stack.enter_context(Watchdog(run, 600, rank=accelerator.process_index))
         yield kind.open(
             config,
-            Process(accelerator, run, log, progress, watchdog, stop, config.distributed.context),
+            Process(accelerator, run, log, progress, watchdog, stop, config.together),
             prepared,
             stack,
         )

@@ -82,7 +82,6 @@ def check(
 def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool, explain: bool) -> int:
     """Print what one configuration is and costs, and what of it was not checked; returns how many rows would fail."""
     from genrl.cli.tables import console, print_keys, safe
-    from genrl.cli.unchecked import unchecked
 
     checked = examine(file, changes)
     console.print("[green]valid[/green]")
@@ -101,6 +100,34 @@ def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool,
     has_estimate = bool(cards) if checked.config.kind == "diffusion" else card is not None
     console.print(f"not checked: {safe('; '.join(unchecked(checked.config, rows=rows, memory=has_estimate)))}")
     return failing
+
+
+def unchecked(config: RunConfig, *, rows: bool, memory: bool) -> Iterator[str]:
+    """Each thing that only training finds out. rows: those of the data were gone over; memory: it was estimated."""
+    from genrl.data.prompts import is_data_set
+    from genrl_rewards.given import is_given
+
+    if config.base is not None and not is_given(config.base):
+        here = Path(config.base).expanduser().exists()
+        yield f"whether the weights of {config.base} load" if here else f"weights and licence of {config.base}"
+    run: Any = config
+    if names := [reward.name for reward in getattr(run, "rewards", ())]:
+        yield f"whether the rewards load and run ({', '.join(names)})"
+    data = getattr(run, "prompts", None) or getattr(run, "task", None)
+    named = [getattr(data, key, None) for key in ("train", "eval")] if not rows else []
+    for source in named:
+        if isinstance(source, str) and not is_given(source) and is_data_set(source):
+            yield f"rows of {source}"
+    if (environment := getattr(run, "environment", None)) is not None:
+        yield f"whether {environment.name} runs"
+    if not memory:
+        yield "memory"
+    elif config.kind == "diffusion":
+        from genrl.cli.diffusion import components_of
+
+        if any(part.name == "unet" for part in components_of(run)):
+            yield "memory of a UNet's activations"
+    yield "time, and room on the disk"
 
 
 @dataclass(frozen=True)

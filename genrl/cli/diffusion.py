@@ -108,7 +108,7 @@ def _changes_table(found: Sequence[Step], enough: Sequence[Step] | None, card: s
 def _plan_table(config: Config, cost: Plan) -> Table:
     from genrl.diffusion.config.shares import even
 
-    sampling, trainer = config.sampling, config.trainer
+    sampling = config.sampling
     mean = "" if cost.trained_steps.is_integer() else " on average"
     step = f" x {cost.guidance} (guidance)" if cost.guidance > 1 else ""
     each = cost.sample_calls / cost.guidance / cost.images
@@ -130,9 +130,9 @@ def _plan_table(config: Config, cost: Plan) -> Table:
         "model calls, training",
         number(cost.train_calls),
         f"{number(cost.trained_steps)} trained steps{mean}; {number(cost.backward_calls)} "
-        f"{'of sampling ' if trainer.kept_graphs(config) else ''}with gradient cost about 3 times",
+        f"{'of sampling ' if cost.kept else ''}with gradient cost about 3 times",
     )
-    table.add_row("optimiser steps", f"{trainer.updates * trainer.epochs:,}", "")
+    table.add_row("optimiser steps", number(config.optimizer_steps / config.iterations), "")
     table.add_section()
     table.add_row("iterations", f"{config.iterations:,}", f"{cost.optimizer_steps:,} optimiser steps in all")
     calls = f"{cost.evaluation_calls:,} model calls each"

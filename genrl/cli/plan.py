@@ -63,7 +63,7 @@ def _totals(config: Config, cost: Plan) -> Iterator[str]:
         f"model calls in sampling: {number(cost.sample_calls)}, {cost.sample_calls / cost.images:.2f} per image; "
         f"independent rollouts: {number(independent)}, ratio {cost.sample_calls / independent:.3f}"
     )
-    which = "of those in sampling" if config.trainer.kept_graphs(config) else "of them"
+    which = "of those in sampling" if cost.kept else "of them"
     yield (
         f"model calls in training: {number(cost.train_calls)}, {cost.train_calls / cost.images:.2f} per image; "
         f"{number(cost.backward_calls)} {which} with gradient"

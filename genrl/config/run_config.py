@@ -72,6 +72,11 @@ class RunConfig(Section):
         raise NotImplementedError
 
     @property
+    def together(self) -> int:
+        """Processes that compute each sample together."""
+        return 1
+
+    @property
     def watchable(self) -> tuple[str, ...]:
         """The held-out figures that `evaluation.monitor` may watch."""
         return ("success",)

@@ -108,13 +108,18 @@ class EvaluationBase(Section):
     """Also watch a second figure, by which the best evaluation is then chosen; null = the run's own alone."""
 
 
-class Outage(Section):
-    """A reward in another process or on a server: how long is waited for it, and what happens then."""
+class Waiting(Section):
+    """How long is waited for a reward in another process or on a server."""
 
     timeout_s: Positive = 60.0
     """Seconds for one attempt, from connecting to the end of the reply."""
     deadline_s: Positive = 180.0
     """Seconds for one call with all its attempts."""
+
+
+class Outage(Waiting):
+    """What happens when a reward in another process or on a server does not answer."""
+
     policy: Literal["stop", "drop"] = "stop"
     """At the deadline: stop the run, or leave out these samples."""
 
@@ -131,13 +136,9 @@ class Checkpoint(Section):
 class Distributed(Section):
     """Several processes."""
 
-    fsdp: Flag = False
-    """Shard the model over the processes (FSDP2): with adapters its frozen weights, otherwise weights, gradients and
-    optimiser state."""
-    shard: Literal["all", "node"] = "all"
-    """With fsdp: over all processes, or over those of each machine, which holds the model once."""
-    context: Count = 1
-    """Processes that compute each sample of a pipeline together: its tokens are divided over them (Ulysses)."""
+    fsdp: Flag | Literal["node"] = False
+    """Shard the model (FSDP2): with adapters its frozen weights, otherwise weights, gradients and optimiser state; true
+    = over all processes, node = over those of each machine, which holds the model once."""
     timeout_s: Positive = 600.0
     """Seconds without progress after which a stuck run is stopped."""
 

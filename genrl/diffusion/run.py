@@ -25,10 +25,10 @@ from genrl.diffusion import looks
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.shares import waiting
 from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
+from genrl.diffusion.files.export import accompany, export, probe_of, save_lora, write_card
 from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
-from genrl.diffusion.policy.export import accompany, export, probe_of, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw

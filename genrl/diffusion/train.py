@@ -20,16 +20,16 @@ from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Kernels, Offload
 from genrl.diffusion.config.shares import processes_problem
+from genrl.diffusion.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.evaluate import evaluation_arguments
+from genrl.diffusion.files.export import probe_of
 from genrl.diffusion.fit import MEMORY_HINT
 from genrl.diffusion.policy.apart import require_apart
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.compiling import divide
 from genrl.diffusion.policy.decoding import spare_vae
-from genrl.diffusion.policy.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.policy.encoding import keep_execution_device
 from genrl.diffusion.policy.encoding_store import open_store
-from genrl.diffusion.policy.export import probe_of
 from genrl.diffusion.policy.interfaces import Checkpointing
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy, Untouched
@@ -152,7 +152,7 @@ def read_prompts(config: Config) -> Rows:
 
 def _read(config: Config, source: str, count: int | None = None) -> list[prompt_files.Prompt]:
     """The first rows of a source, with the sizes of their samples."""
-    rows = prompt_files.load(source, config.prompts.column, pictures=not config.trainer.reads_pictures)[:count]
+    rows = prompt_files.load(source, config.prompts.column, pictures=config.trainer.trains_on != "pictures")[:count]
     return sized(rows, config.sampling.buckets, config.sampling.picture_column, source)
 
 
@@ -292,8 +292,7 @@ def sharding_of(config: Config, device: torch.device) -> Sharding | None:
     """How the denoisers are held in shards, in a run that asks for it."""
     if not config.shards:
         return None
-    processes = config.distributed.shard if config.distributed.fsdp else "one"
-    return Sharding.over(processes, device, offload=config.model.offload.denoiser == "blocks")
+    return Sharding.over(config.distributed.fsdp, device, offload=config.model.offload.denoiser == "blocks")
 
 
 def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None = None) -> Weights:

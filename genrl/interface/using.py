@@ -360,7 +360,7 @@ def export(
     with whole_folder(Path(out)) as place:
         match config:
             case Config():
-                from genrl.diffusion.policy.export import export as write
+                from genrl.diffusion.files.export import export as write
 
                 write(Path(run), place, step=step, full=full, form=form)
             case VLAConfig():

@@ -132,7 +132,7 @@ def open_run(config: VLAConfig, process: Process, prepared: tuple[Any, Any], sta
     frozen = frozen_of(config, policy)
     begun = untrained(policy, frozen) if config.policy.path else None
     if config.distributed.fsdp:
-        sharding = Sharding.over(config.distributed.shard, process.accelerator.device)
+        sharding = Sharding.over(config.distributed.fsdp, process.accelerator.device)
         if process.is_main and not checkpoint.steps(process.run.checkpoints):  # else one of them is complete (`claim`)
             save_policy(policy, process.run.folder / "policy")
             stack.push(partial(remove_policy_of_failed_start, process))

@@ -122,33 +122,26 @@ class AnswersRun(VLMRun):
     def draw(self) -> tuple[Answers, dict[str, float]]:
         """This process's groups of the iteration, and figures of all processes' answers, those left out included."""
         self.enter()
-        config, loop = self.config, self.loop
+        config, loop, iteration = self.config, self.loop, self.loop.iteration
         per_iteration, processes = config.generation.prompts_per_iteration, loop.process.accelerator.num_processes
         share_size, rank = per_iteration // processes, loop.process.accelerator.process_index
-        all_answers: list[Answers] = []
-        trained: list[Answers] = []
+        all_answers, trained = list[Answers](), list[Answers]()
         counts: list[int] = [0] * processes
         memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
         described: Answers | None = None
-        spent = 0.0
-        first, selection, prompt_values = (
-            loop.memory.get("questions", 0),
-            config.economy.selection,
-            economy.of(loop.memory),
-        )
-        choice: dict[str, float] = {}
+        spent, choice = 0.0, dict[str, float]()
+        first, selection = loop.memory.get("questions", 0), config.economy.selection
+        prompt_values = economy.of(loop.memory)
         # Before the first answer, so that a server which draws ahead is handed the weights of this iteration too.
         self.note_weights()
         # groups that the filter leaves out are made up for by those of further questions
         for _ in range(config.trainer.group_filter.rounds):
             loop.phase("answering", share_size * config.generation.group_size)
             # More candidates than are wanted where a selection chooses among them.
-            pool = self.questions.asked(loop.iteration, first, economy.looked_at(selection, per_iteration))
-            chosen = economy.choose(
-                selection, pool, per_iteration, prompt_values, iteration=loop.iteration, seed=config.seed
-            )
+            pool = self.questions.asked(iteration, first, economy.looked_at(selection, per_iteration))
+            picks = economy.choose(selection, pool, per_iteration, prompt_values, iteration=iteration, seed=config.seed)
             # all processes choose from the same pool alike, and each takes its part
-            numbers = chosen[rank * share_size : (rank + 1) * share_size]
+            numbers = picks[rank * share_size : (rank + 1) * share_size]
             rows = [self.questions.row(number) for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
@@ -159,19 +152,11 @@ class AnswersRun(VLMRun):
                 spent += seconds
                 if selection is not None:
                     values = worths(config, selection, answers_here)
-                    prompt_values, choice = economy.noted(
-                        selection, prompt_values, chosen, values, iteration=loop.iteration
-                    )
+                    prompt_values, choice = economy.noted(selection, prompt_values, picks, values, iteration=iteration)
                     memory[economy.MEMORY] = prompt_values
-                if config.augmentation is not None:
-                    gap, changed = gaps(config, loop, answers_here)
-                    memory |= changed
-                    if gap is not None:
-                        ask = partial(self._ask, iteration=loop.iteration, first=first)
-                        answers_here = augmented(config, answers_here, gap, ask, loop.iteration)
+                answers_here = self._augmented(answers_here, first, memory)
                 if self.synthesis is not None:
-                    picked = numbers[-self.synthesis.settings.questions :]
-                    described = self._described(self.synthesis, picked, first)
+                    described = self._described(self.synthesis, numbers[-1:], first)
             loop.check_stop()
             # what selection passed over counts as asked, so that a resumed run goes on at the same question
             first += len(pool)
@@ -184,15 +169,27 @@ class AnswersRun(VLMRun):
         if not self.shown.images:  # else the evaluation has shown them
             self.note_sheet(lambda: self._sheet(all_answers[0].chosen(range(min(SHOWN, len(all_answers[0].rows))))))
         # of more groups than wanted, the first of each process are left out last
-        before, room = sum(counts[:rank]), per_iteration
-        answers = joined(trained).chosen(list(range(max(0, min(counts[rank], room - before)))))
+        answers = joined(trained).chosen(list(range(max(0, min(counts[rank], per_iteration - sum(counts[:rank]))))))
         share = min(sum(counts), per_iteration) / (per_iteration * len(all_answers))
         row = sampled_figures(config, joined(all_answers), len(all_answers), share, spent) | choice
         if self.synthesis is not None and described is not None:
             paid, figures = self.synthesis.paid(all_answers[0])
-            self.synthesis.park(picked, described)
+            self.synthesis.park(numbers[-1:], described)
             answers, row = joined([answers, *paid]), row | figures
         return answers, row
+
+    def _augmented(self, answers: Answers, first: int, memory: dict[str, Any]) -> Answers:
+        """The answers, of which some are to changed questions (`augmentation`); what it goes by next is put into
+        `memory`."""
+        config, loop = self.config, self.loop
+        if config.augmentation is None:
+            return answers
+        gap, changed = gaps(config, loop, answers)
+        memory.update(changed)
+        if gap is None:
+            return answers
+        ask = partial(self._ask, iteration=loop.iteration, first=first)
+        return augmented(config, answers, gap, ask, loop.iteration)
 
     def _described(self, synthesis: Synthesis, numbers: Sequence[int], first: int) -> Answers:
         """What the model says of the pictures of these questions, of which others are made."""

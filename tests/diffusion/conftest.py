@@ -12,7 +12,7 @@ import torch
 
 from genrl.config import load
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.policy import export
+from genrl.diffusion.files import export
 from genrl.diffusion.train import train
 from genrl.kernels import fused
 from genrl.runtime.folder.run import Run

@@ -11,8 +11,8 @@ from diffusers import DiffusionPipeline
 
 from genrl.config import load
 from genrl.diffusion.config.estimate import read_components, trained_parameters
+from genrl.diffusion.files.export import export
 from genrl.diffusion.policy.adapters import load_lora
-from genrl.diffusion.policy.export import export
 from genrl.diffusion.train import train
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from genrl.config import load
-from genrl.diffusion.policy.export import export
+from genrl.diffusion.files.export import export
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.train import check_processes
@@ -132,7 +132,7 @@ def test_all_weights_in_shards_go_on_in_any_number_of_processes(folder: Path, mo
 HELD: dict[str, tuple[int, int, dict[str, Any]]] = {
     "two": (2, 1, FSDP),
     "two_offloaded": (2, 1, FSDP | BLOCKS),
-    "pairs_of_two": (4, 2, {"distributed": {"fsdp": True, "shard": "node"}}),
+    "pairs_of_two": (4, 2, {"distributed": {"fsdp": "node"}}),
     "one_offloaded": (1, 1, BLOCKS),
     "each_offloaded": (2, 1, BLOCKS),
 }

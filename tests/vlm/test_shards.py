@@ -43,7 +43,7 @@ def recorded(place: Path, make: Any = vlm_runs.config, *given: Any, count: int =
     """The folder with what `vlm_ranks.record` wrote of a run."""
     place.mkdir()
     make(place, *given, **changes)
-    machines = 2 if changes.get("distributed", {}).get("shard") == "node" else 1
+    machines = 2 if changes.get("distributed", {}).get("fsdp") == "node" else 1
     target, file = vlm_ranks.record, str(place / "tiny.yaml")
     processes = start_ranks(count, target, file, str(place), log=place / "log.txt", machines=machines)
     assert wait(processes, 300) == [0] * count, logs(place)
@@ -147,7 +147,7 @@ def test_machines_hold_a_copy_each(tmp_path: Path) -> None:
     """Four processes as two machines."""
     common: dict[str, Any] = {"vlm": {"gradient_checkpointing": True}, "trainer": {"micro_batch": 4}}
     whole = recorded(tmp_path / "whole", count=4, **common)
-    node = {"fsdp": True, "shard": "node"}
+    node = {"fsdp": "node"}
     check_equal(recorded(tmp_path / "shards", count=4, distributed=node, **common), whole, exact=False)
 
 

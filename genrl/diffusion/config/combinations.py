@@ -60,7 +60,7 @@ def _batches(config: Config) -> Iterator[Finding]:
         near = max(group, size // group * group)
         text = f"{trainer.algorithm} needs whole groups in a batch, but {size} is no multiple of {group}; use {near}"
         yield ("sampling.batch_size", "sampling.group_size", "trainer.algorithm"), text
-    if trainer.transition is None and not trainer.reads_pictures and sampling.same_initial_noise:
+    if trainer.trains_on == "samples" and sampling.same_initial_noise:
         text = f"{trainer.algorithm} samples deterministically: a group from one noise is one picture many times"
         yield ("sampling.same_initial_noise", "trainer.algorithm"), f"{text}; write false"
     if sampling.fit_batch and config.shards:
@@ -200,14 +200,12 @@ def engine_rules(config: Config) -> Iterator[Finding]:
     if engine is None:
         return
     name, workers = trainer.algorithm, engine.reward_workers
-    graphs = trainer.kept_graphs(config) > 0
     for wrong, keys, text in (
         (
-            trainer.reads_pictures,
+            trainer.trains_on == "pictures",
             (at, "trainer.algorithm"),
             f"{name} trains on given pictures: there is nothing to draw",
         ),
-        (graphs, ("trainer.keep_graph", at), "the graphs of sampling stay in the process that drew"),
         (
             trainer.branches == "candidates",
             (at, "trainer.algorithm"),
@@ -239,7 +237,6 @@ def staleness_rules(config: Config) -> Iterator[Finding]:
     for wrong, keys, text in (
         ("older_samples" not in trainer.takes, (at, "trainer.algorithm"), older),
         (trainer.branches == "trees", (at, "trainer.tree"), "trees were not tried with it"),
-        (trainer.kept_graphs(config) > 0, ("trainer.keep_graph", at), "kept graphs are of the weights that drew"),
         (not guided, (at, "trainer.guidance_in_training"), "samples would be weighted by another policy than trained"),
         (config.distributed.context > 1, ("distributed.context", at), "was not tried with it"),
         (config.shards, (config.sharded_by, at), "weights in shards are not kept for later"),
@@ -259,7 +256,7 @@ def economy_rules(config: Config) -> Iterator[Finding]:
     yield from economy.problems("sampling", *groups)
     name, at = trainer.algorithm, "economy.selection"
     if economy.selection is not None:
-        if trainer.reads_pictures:
+        if trainer.trains_on == "pictures":
             yield (at, "trainer.algorithm"), f"{name} trains on given pictures in their order; leave it out"
         if sampling.buckets:
             yield (at, "sampling.buckets"), "micro-batches are of one size, chosen prompts are not; leave out one"
@@ -277,8 +274,6 @@ def economy_rules(config: Config) -> Iterator[Finding]:
         text = f"each micro-batch is to keep as many samples, so {size} must be whole groups of {group}"
         near = max(1, round(size / group)) * group
         yield ("sampling.batch_size", "sampling.group_size", "economy.keep"), f"{text}; use {near}"
-    if trainer.kept_graphs(config) > 0:
-        yield ("trainer.keep_graph", "economy.keep"), "kept graphs are of all samples; write false"
     if config.kernels.compile:
         text = "smaller micro-batches are replayed by another graph; write false, or leave keep out"
         yield ("kernels.compile", "economy.keep"), text

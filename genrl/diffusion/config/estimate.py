@@ -53,6 +53,8 @@ class Plan:
     train_calls: float
     """Forward calls in training, those without gradient included."""
     backward_calls: float
+    kept: float
+    """Micro-batches whose graphs of sampling are kept, in the iteration that keeps most."""
     optimizer_steps: int
     evaluations: int
     evaluation_calls: int
@@ -72,9 +74,8 @@ def plan(config: Config, components: tuple[Component, ...] = (), held_out: int |
         return _guidance(scale, sampling.pipeline_args, components)
 
     calls, both = trainer.calls(config, guided), guided(sampling.guidance_scale)
-    trains_model, keep = config.model_iterations / config.iterations, config.economy.keep
-    if keep is not None:
-        trains_model *= keep / sampling.group_size
+    keep = config.economy.keep
+    part = 1.0 if keep is None else keep / sampling.group_size
     scale = sampling.guidance_scale if evaluation.guidance_scale is None else evaluation.guidance_scale
     prompts = evaluation.num_prompts if held_out is None else min(evaluation.num_prompts, held_out)
     pictures = prompts * evaluation.group_size * calls.evaluated
@@ -86,8 +87,9 @@ def plan(config: Config, components: tuple[Component, ...] = (), held_out: int |
         guidance=both,
         sample_calls=calls.sample,
         independent_calls=sampling.images_per_iteration * sampling.num_inference_steps * calls.ends * both,
-        train_calls=calls.train * trains_model,
-        backward_calls=calls.backward * trains_model,
+        train_calls=calls.train * part,
+        backward_calls=calls.backward * part,
+        kept=calls.kept,
         optimizer_steps=config.optimizer_steps,
         evaluations=1 + math.ceil(config.iterations / every) if every else 0,
         evaluation_calls=pictures * steps * guided(scale),

@@ -247,25 +247,18 @@ def lora_problems(named: Mapping[KeyPath, str], notes: list[str]) -> Iterator[Fi
 def _scheduler(config: Config, scheduler: Mapping[str, Any], notes: list[str]) -> Iterator[FileFinding]:
     if not scheduler:
         return
-    name, trainer = scheduler.get("_class_name", "?"), config.trainer
+    name = scheduler.get("_class_name", "?")
     if "_class_name" in scheduler and (refusal := scheduler_refusal(str(name), scheduler)):
         yield ("model", "path"), refusal
         return
     if remark := replaced_schedule(str(name), scheduler):
         notes.append(f"model.path: {remark}")
-    kernel = trainer.transition
     is_flow = is_flow_scheduler(scheduler)
     for key, text in scheduler_problems(str(name), config.model.scheduler, is_flow=is_flow):
         yield ("model", "scheduler", key), text
-    if trainer.needs_flow and not is_flow:
-        text = f"{trainer.algorithm} needs a flow model, but this one predicts for {name}"
-        yield ("trainer", "algorithm"), f"{text}; use flow_grpo with kernel ddim"
-    if kernel == "ddim" and is_flow:
-        text = f"ddim is for epsilon and v prediction, but this is a flow model ({name}); use flow_sde or flow_cps"
-        yield ("trainer", "kernel"), text
-    elif kernel not in (None, "ddim") and not is_flow:
-        text = f"{kernel} is for flow models, but this one predicts for {name}; use ddim with noise_level 1"
-        yield ("trainer", "kernel"), text
+    if misfit := config.trainer.misfit(str(name), is_flow):
+        keys, text = misfit
+        yield tuple(keys[0].split(".")), text
 
 
 def _scheduler_settings(config: Config, folder: Path) -> Mapping[str, Any]:

@@ -197,7 +197,7 @@ def _trained(config: Config, trained: int) -> list[tuple[str, int]]:
 def _activations(config: Config, components: tuple[Component, ...]) -> tuple[str, int]:
     """Kept for the backward pass of a micro-batch, or of all whose graphs are kept."""
     saved = _kept_bytes(config, components)
-    if graphs := config.trainer.kept_graphs(config):  # one process; several share it
+    if graphs := config.trainer.calls(config, lambda scale: 1).kept:  # one process; several share it
         return "activations kept from sampling (rough)", round(saved * graphs)
     return "activations of one micro-batch (rough)", saved
 

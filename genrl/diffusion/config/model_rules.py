@@ -123,7 +123,7 @@ def _context(config: Config) -> Iterator[Finding]:
         return
     trainer, kernels = config.trainer, config.kernels
     why = trainer.refuses.get(CONTEXT)
-    if trainer.rewards_are == "differentiated" or trainer.kept_graphs(config) > 0:
+    if trainer.rewards_are == "differentiated":
         why = "has gradients through several model calls, which was not tried"
     alone = config.model.offload.denoiser is not None and not config.distributed.fsdp
     for wrong, keys, text in (
@@ -173,7 +173,6 @@ def _text_encoders(config: Config, lora: LoRA) -> Iterator[Finding]:
         ("distributed.fsdp", config.distributed.fsdp, "text encoders are not held in shards"),
         ("distributed.context", config.distributed.context > 1, "was not tried with it"),
         ("model.offload.denoiser", model.offload.denoiser, "text encoders are not held in shards"),
-        ("trainer.keep_graph", config.trainer.kept_graphs(config) > 0, "kept graphs begin behind the text encoders"),
         ("kernels.compile", config.kernels.compile == "cuda_graphs", "was not tried with recorded graphs"),
     ):
         if wrong:
@@ -182,7 +181,7 @@ def _text_encoders(config: Config, lora: LoRA) -> Iterator[Finding]:
 
 def experts_problem(config: Config, denoisers: int) -> str | None:
     """Why a pipeline of so many denoisers, each for its part of the noise levels, cannot be sharded; None if it can."""
-    if denoisers < 2 or not config.in_step or config.trainer.transition is not None:
+    if denoisers < 2 or not config.in_step or config.trainer.trains_on == "steps":
         return None
     return (
         f"the processes call a denoiser together, and {config.trainer.algorithm} draws noise levels of its own, which "

@@ -13,12 +13,11 @@ from pydantic import Field, SerializeAsAny
 
 from genrl.config.economy import Economy
 from genrl.config.errors import Finding
-from genrl.config.kinds import Kind
 from genrl.config.method import CALLED, ByName, Method
 from genrl.config.run_config import FileFinding, RunConfig
 from genrl.config.section import Count, Flag
 from genrl.config.sections import EMA, labels_of
-from genrl.diffusion.config.sections import Engine, Evaluation, Kernels, Model, Prompts, Reward, Sampling
+from genrl.diffusion.config.sections import Engine, Evaluation, Kernels, Model, Processes, Prompts, Reward, Sampling
 from genrl.mdp.plan import describe, make_plan
 
 if TYPE_CHECKING:
@@ -47,21 +46,23 @@ class Calls(NamedTuple):
     """States that sampling ends with, for each sample: candidates count."""
     evaluated: int = 1
     """Pictures that an evaluation draws of each prompt."""
+    kept: float = 0.0
+    """Micro-batches whose graphs of sampling are kept for training at once, in the iteration that keeps most, by one
+    process; 0 = none are."""
 
 
 class DiffusionMethod(Method):
     """Base of the settings of methods that train a diffusion pipeline."""
 
-    kind: ClassVar[Kind] = "diffusion"
+    kind = "diffusion"
 
-    needs_flow: ClassVar[bool] = False
-    """Whether the model has to predict a velocity."""
+    trains_on: ClassVar[Literal["steps", "samples", "pictures"]] = "samples"
+    """Transitions of the sampler, which draws with noise; finished samples, at noise levels of its own; or the pictures
+    of a data set, which it reads by itself, row by row."""
     rewards_are: ClassVar[Literal["scored", "differentiated", "trained"]] = "scored"
     """What it takes of the rewards: scores; gradients too, through them and the decoder; or one of them is trained
     beside the model: its module has `load_trained(scorers, folder)`, by which `genrl eval RUN` puts the reward into
     the state of the run's newest checkpoint."""
-    reads_pictures: ClassVar[bool] = False
-    """Whether it reads the pictures of a data set by itself, row by row."""
     refuses: ClassVar[Mapping[Refusable, str]] = {}
     """What it cannot go with, and why. `distributed.context`: several processes computing a sample together;
     `sampling.buckets`: samples of several sizes; `float16`, whose loss scale is for means of terms of order 1."""
@@ -69,11 +70,6 @@ class DiffusionMethod(Method):
     @property
     def updates(self) -> int:
         """Optimiser steps in one pass over the samples of an iteration."""
-        return 1
-
-    @property
-    def epochs(self) -> int:
-        """Passes over the samples of an iteration."""
         return 1
 
     @property
@@ -87,11 +83,6 @@ class DiffusionMethod(Method):
         """Whether a sample is compared with others of its prompt; in_batch: by the loss, so that a group is in one
         micro-batch."""
         return "groups"
-
-    @property
-    def transition(self) -> str | None:
-        """The kernel of its stochastic steps; None where it draws deterministically."""
-        return None
 
     @property
     def reduction(self) -> Literal["mean", "sum"]:
@@ -109,9 +100,9 @@ class DiffusionMethod(Method):
         """Scales of guidance, beside that of sampling, under which training evaluates the model."""
         return ()
 
-    def model_iterations(self, iterations: int) -> int:
-        """How many of so many iterations train the model; at most these, where a run decides it by its scores."""
-        return iterations
+    def optimizer_steps(self, iterations: int) -> int:
+        """Optimiser steps of the model in so many iterations; at most these, where a run decides it by its scores."""
+        return iterations * self.updates
 
     def cut(self, config: Config, num_processes: int) -> list[list[int]]:
         """Sizes of the micro-batches of each optimiser step of an iteration, over all processes, the last of which may
@@ -120,24 +111,20 @@ class DiffusionMethod(Method):
         bounds = [len(sizes) * k // self.updates for k in range(self.updates + 1)]
         return [sizes[first:last] for first, last in pairwise(bounds)]
 
-    def most_micro_batches(self, config: Config) -> int:
-        """What processes and updates can share: micro-batches, or what these can be cut into."""
-        return config.sampling.micro_batches
-
     def calls(self, config: Config, guided: Guided) -> Calls:
         """Model calls of an iteration in closed form. As it is here: every sample is drawn in all steps and trained at
         one noise level."""
         images, guidance = config.sampling.images_per_iteration, guided(config.sampling.guidance_scale)
-        train = float(images * self.epochs * guidance)
+        train = float(images * self.optimizer_steps(1) // self.updates * guidance)
         return Calls(float(images * config.sampling.num_inference_steps * guidance), train, train, 1.0)
-
-    def kept_graphs(self, config: Config) -> float:
-        """Micro-batches whose graphs of sampling are kept for training at once, at most; 0 = none are."""
-        return 0.0
 
     def snapshots(self, config: Config) -> list[str]:
         """Copies of the trained parameters that a run comes to keep, by what they are for; the reference aside."""
         return []
+
+    def misfit(self, scheduler: str, is_flow: bool) -> Finding | None:
+        """Why it cannot train a pipeline with a scheduler of this name. is_flow: the model predicts a velocity."""
+        return None
 
     def check_data(self, config: Config, scorers: Any, prompts: list[Prompt]) -> None:
         """Raise ValueError for rewards (`rollout.scoring.Scorers`) or prompts that it cannot use; called before the
@@ -150,7 +137,7 @@ class DiffusionMethod(Method):
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
         """How the samples of a group come about, for `genrl plan`. guidance: model calls per step."""
-        if self.reads_pictures:
+        if self.trains_on == "pictures":
             yield f"{self.algorithm} samples nothing: its pictures are given"
             return
         chains = make_plan(config.sampling.num_inference_steps, noise={}, roots=config.sampling.group_size)
@@ -172,7 +159,11 @@ class Updating(DiffusionMethod):
 
     @property
     def epochs(self) -> int:
+        """Passes over the samples of an iteration."""
         return self.inner_epochs
+
+    def optimizer_steps(self, iterations: int) -> int:
+        return iterations * self.updates * self.epochs
 
 
 def too_few_steps(config: Config, text: str) -> Iterator[Finding]:
@@ -195,7 +186,7 @@ def in_pieces(count: int, size: int) -> list[int]:
 class Config(RunConfig):
     """One training run."""
 
-    kind: ClassVar[Kind] = "diffusion"
+    kind = "diffusion"
 
     model: Model
     """Which pipeline is trained, and how its weights are held."""
@@ -213,6 +204,8 @@ class Config(RunConfig):
     """Moving average of the weights; null = none."""
     evaluation: Evaluation = Evaluation()
     """When and how held-out prompts are scored."""
+    distributed: Processes = Processes()
+    """Several processes."""
     engine: Engine | None = None
     """Where samples are generated; null = in the processes that train."""
     kernels: Kernels = Kernels()
@@ -247,7 +240,7 @@ class Config(RunConfig):
     @property
     def shards(self) -> bool:
         """Whether FSDP holds the denoisers."""
-        return self.distributed.fsdp or self.model.offload.denoiser is not None
+        return bool(self.distributed.fsdp) or self.model.offload.denoiser is not None
 
     @property
     def trains_shards(self) -> bool:
@@ -257,17 +250,17 @@ class Config(RunConfig):
     @property
     def in_step(self) -> bool:
         """Whether several processes have to make their passes together."""
-        return self.distributed.fsdp or self.trains_shards
+        return bool(self.distributed.fsdp) or self.trains_shards
+
+    @property
+    def together(self) -> int:
+        """Processes that compute each sample together."""
+        return self.distributed.context
 
     @property
     def optimizer_steps(self) -> int:
         """Optimiser steps of the whole run."""
-        return self.model_iterations * self.trainer.updates * self.trainer.epochs
-
-    @property
-    def model_iterations(self) -> int:
-        """Iterations that train the model; at most these, where a run decides it by its scores."""
-        return self.trainer.model_iterations(self.iterations)
+        return self.trainer.optimizer_steps(self.iterations)
 
     @property
     def watchable(self) -> tuple[str, ...]:

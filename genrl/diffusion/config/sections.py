@@ -17,7 +17,7 @@ from genrl.config.errors import Finding
 from genrl.config.folders import PROCESSORS, no_transformers_model, read_json
 from genrl.config.run_config import FileFinding
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Text, Whole
-from genrl.config.sections import EvaluationBase, LoRA, Outage, Precision, Quantized
+from genrl.config.sections import Distributed, EvaluationBase, LoRA, Outage, Precision, Quantized
 
 Attention = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
 
@@ -235,6 +235,13 @@ class Evaluation(EvaluationBase):
     """Samples per call of the denoiser; null = sampling.batch_size."""
     seed: Whole = 1234
     """Seed of the fixed noise."""
+
+
+class Processes(Distributed):
+    """Several processes."""
+
+    context: Count = 1
+    """Processes that compute each sample together: its tokens are divided over them (Ulysses)."""
 
 
 class Engine(Section):

@@ -19,11 +19,10 @@ WORTH_SAYING = 0.95
 
 def processes_problem(config: Config, num_processes: int) -> str | None:
     """Why `num_processes` do not fit this run, in words; None if they do."""
-    context, updates = config.distributed.context, config.trainer.updates
+    context = config.distributed.context
     if num_processes % context:
         return f"distributed.context: {num_processes} processes cannot be put in groups of {context}"
-    groups, unit = num_processes // context, _unit(config)
-    most = config.trainer.most_micro_batches(config) // updates
+    groups, unit, most = num_processes // context, _unit(config), most_processes(config)
     if groups > most:
         return (
             f"{groups} {unit}, but an optimiser step has micro-batches for {most} only; start no more, or write "
@@ -92,9 +91,14 @@ def remedy(config: Config, num_processes: int) -> str:
 
 def even(config: Config) -> Iterator[int]:
     """The numbers of processes that have equal work, ascending."""
-    for count in range(1, config.trainer.most_micro_batches(config) // config.trainer.updates + 1):
+    for count in range(1, most_processes(config) + 1):
         if _speedup(config, count) == count:
             yield count
+
+
+def most_processes(config: Config) -> int:
+    """How many of them (or of their groups) can have a micro-batch in every optimiser step, however small it is."""
+    return min(map(len, config.trainer.cut(config, config.sampling.images_per_iteration)))
 
 
 def _speedup(config: Config, num_processes: int) -> float:

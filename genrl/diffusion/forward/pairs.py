@@ -48,7 +48,7 @@ def refresh_reference(run: DiffusionRun, every: int | None) -> None:
     """Make the present policy the reference, where its turn has come since the last iteration began."""
     if every is None:
         return
-    settings, step = run.config.trainer, run.loop.optimizer_steps
+    settings, step = run.settings, run.loop.optimizer_steps
     # `learn` makes so many optimiser steps in an iteration, so a multiple of `every` may lie within and not at its end.
     before = step - settings.updates * settings.epochs
     if step == 0 or step // every > before // every:

@@ -51,20 +51,26 @@ EMA_DECAY = {
 class Matching(Updating):
     """A method that trains a flow model at noise levels of its own finished samples."""
 
-    needs_flow: ClassVar[bool] = True
-
     advantage_scale: AdvantageScale = "global"
     """Divide centred rewards by the group's spread, by that of the whole iteration, or by nothing."""
     advantage_clip: Positive = 5.0
     """Largest absolute advantage (all peers: 5)."""
 
+    def misfit(self, scheduler: str, is_flow: bool) -> Finding | None:
+        if is_flow:
+            return None
+        text = f"{self.algorithm} needs a flow model, but this one predicts for {scheduler}"
+        return ("trainer.algorithm",), f"{text}; use flow_grpo with kernel ddim"
 
-def matching_calls(config: Config, guided: Guided, *, trained: float, states: float, train: float) -> Calls:
+
+def matching_calls(
+    method: Updating, config: Config, guided: Guided, *, trained: float, states: float, train: float
+) -> Calls:
     """Model calls of a method whose samples are drawn in all steps. trained: noise levels per sample; states: those
     trained in one pass over all samples, guidance included; train: forward calls of training."""
     sampling = config.sampling
     sampled = float(sampling.images_per_iteration * sampling.num_inference_steps)
-    return Calls(sampled * guided(sampling.guidance_scale), train, states * config.trainer.epochs, trained)
+    return Calls(sampled * guided(sampling.guidance_scale), train, states * method.epochs, trained)
 
 
 def groups_of(count: int, config: Config) -> Iterator[Finding]:
@@ -154,7 +160,7 @@ class DiffusionDPO(Preference):
         guidance = guided(config.sampling.guidance_scale) if self.guidance_in_training else 1
         states = 2.0 * config.sampling.prompts_per_iteration * self.timesteps_per_pair * guidance
         trained = float(self.timesteps_per_pair)
-        return matching_calls(config, guided, trained=trained, states=states, train=states * 2.0 * self.epochs)
+        return matching_calls(self, config, guided, trained=trained, states=states, train=states * 2.0 * self.epochs)
 
     def snapshots(self, config: Config) -> list[str]:
         return [] if self.reference_every is None else ["refreshed reference"]

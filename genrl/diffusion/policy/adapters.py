@@ -18,9 +18,9 @@ from genrl.config import LoRA
 from genrl.diffusion.config.estimate import fits, matches
 from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
-from genrl.diffusion.policy import lora_files
+from genrl.diffusion.files import lora_files
+from genrl.diffusion.files.lora_files import LoRAFile, first
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, LoRALoader, Pipeline
-from genrl.diffusion.policy.lora_files import LoRAFile, first
 from genrl_rewards.models.accounts import accounted
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from genrl.diffusion.config.files import folder_problems
 from genrl.diffusion.config.model_rules import is_text_encoder, missing_components, missing_packages, quantized
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.config.sections import Model, Sampling
+from genrl.diffusion.files.single_file import load_single_file
 from genrl.diffusion.policy.interfaces import Pipeline
-from genrl.diffusion.policy.single_file import load_single_file
 from genrl.runtime.weights.quantization import quantization_config
 from genrl_rewards.given import is_given, take
 from genrl_rewards.models.accounts import accounted

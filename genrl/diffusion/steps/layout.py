@@ -7,7 +7,7 @@ is here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from genrl.config.errors import Finding
@@ -25,7 +25,6 @@ from genrl.mdp.windows import (
 if TYPE_CHECKING:
     from genrl.diffusion.config.schema import Config
     from genrl.diffusion.config.sections import Sampling
-    from genrl.diffusion.steps.settings import PolicyGradient
 
 RANDOM = ("random", "geometric")  # schedules whose windows are placed at random
 
@@ -161,14 +160,6 @@ def most_splits(tree: Branching, window: Window | None) -> int:
     return window.size if tree.at == "window" and window is not None else 1
 
 
-def most_micro_batches(sampling: Sampling, layout: Layout) -> int:
-    """What processes and updates can share: micro-batches, or the trees that these can be cut into."""
-    if layout.tree is None:
-        return sampling.micro_batches
-    leaves = math.prod([layout.tree.ways] * most_splits(layout.tree, layout.window))
-    return sampling.images_per_iteration // leaves
-
-
 def stochastic_steps(layout: Layout, window: range | None, *, steps: int) -> tuple[int, ...]:
     """Steps whose transitions are trained: the window and the splits, or all but the last step."""
     if window is None:
@@ -272,14 +263,16 @@ PLAN_KEYS = {
 }
 
 
-def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Finding]:
+def layout_problems(
+    config: Config, layout: Layout, kernel: str, rounds: Callable[[], list[Round]]
+) -> Iterator[Finding]:
     """What is wrong with how a policy gradient is to sample, and which transitions it is to train. What the arithmetic
-    of windows and plans refuses is refused in its words."""
-    layout, steps = settings.layout, config.sampling.num_inference_steps
+    of windows and plans refuses is refused in its words. rounds: all plans of the run."""
+    steps = config.sampling.num_inference_steps
     # Refused by `too_few_steps` already; the arithmetic of windows would complain of it in words that lead astray.
     if steps < 2:
         return
-    is_ddim, window = settings.kernel == "ddim", layout.window
+    is_ddim, window = kernel == "ddim", layout.window
     last = steps if is_ddim else steps - 1
     if window is not None and window_end(window, steps) > last:
         text = f"there are {steps} steps" if is_ddim else f"the last of {steps} steps is never stochastic"
@@ -291,18 +284,18 @@ def layout_problems(config: Config, settings: PolicyGradient) -> Iterator[Findin
         yield ("trainer.tail_ratio", "trainer.kernel"), text
     try:
         # Every plan of the run is made here, so that the one of iteration 900 is refused before the first.
-        settings.rounds(config)
+        rounds()
     except ValueError as error:
         field, _, text = str(error).partition(": ")
         yield PLAN_KEYS.get(field, ("trainer.tree",)), text
     if layout.tree is not None:
-        yield from _tree(config, settings, layout.tree)
+        yield from _tree(config, layout, kernel, layout.tree)
 
 
-def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Finding]:
-    window, level, growth = settings.layout.window, settings.noise_level, settings.layout.noise_growth
-    steps, count, updates = config.sampling.num_inference_steps, most_splits(tree, window), settings.updates
-    reaches = settings.kernel == "ddim" and window is not None and window_end(window, steps) == steps
+def _tree(config: Config, layout: Layout, kernel: str, tree: Tree) -> Iterator[Finding]:
+    window, level, growth = layout.window, layout.noise_level, layout.noise_growth
+    steps, count, updates = config.sampling.num_inference_steps, most_splits(tree, window), config.trainer.updates
+    reaches = kernel == "ddim" and window is not None and window_end(window, steps) == steps
     last = steps - 1 if reaches else steps - 2  # DDIM draws the last step where a window reaches it
     if isinstance(tree.at, tuple) and (not tree.at or list(tree.at) != sorted(set(tree.at))):
         yield ("trainer.tree.at",), "the steps that branch must rise, each named once"
@@ -316,8 +309,8 @@ def _tree(config: Config, settings: PolicyGradient, tree: Tree) -> Iterator[Find
     if config.in_step:
         text = "sharded processes must make their model calls together, trees make different ones; write false, or null"
         yield (config.sharded_by, "trainer.tree"), text
-    if level is not None and settings.kernel in UP_TO_ONE and level <= 1 < level * (1 + growth) and count > 1:
-        text = f"{settings.kernel} has levels up to 1, and {level:g} would grow to {level * (1 + growth):g}"
+    if level is not None and kernel in UP_TO_ONE and level <= 1 < level * (1 + growth) and count > 1:
+        text = f"{kernel} has levels up to 1, and {level:g} would grow to {level * (1 + growth):g}"
         keys = ("trainer.tree.at", "trainer.noise_level", "trainer.kernel")
         yield keys, f"{text}; use {1 / level - 1:g} or less"
     if tree.contrast and count > 1:

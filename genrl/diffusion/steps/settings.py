@@ -29,7 +29,6 @@ from genrl.diffusion.steps.layout import (
     Round,
     Window,
     layout_problems,
-    most_micro_batches,
     roots_together,
     rounds_of,
 )
@@ -76,16 +75,13 @@ METRICS = {
 class Stochastic(DiffusionMethod):
     """A method whose samples are drawn by a transition kernel with noise."""
 
+    trains_on = "steps"
+
     kernel: Kernel = "ddim"
     """Transition density of the steps; ddim is for epsilon- and v-prediction models, the others for flows. An
     installed one, or path/file.py:name, too."""
     noise_level: NonNegative | None = 1.0
     """Noise of the kernel (ddim eta 1, flow_sde 0.7, dance_sde 0.3, flow_cps 0.8, flow_ddim eta 1); wan_sde: null."""
-
-    @property
-    def transition(self) -> str | None:
-        """The kernel of its stochastic steps."""
-        return self.kernel
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
@@ -94,6 +90,15 @@ class Stochastic(DiffusionMethod):
             yield ("trainer.kernel",), wrong
         elif (wrong := noise_problem(self.kernel, self.noise_level)) is not None:
             yield ("trainer.noise_level", "trainer.kernel"), wrong
+
+    def misfit(self, scheduler: str, is_flow: bool) -> Finding | None:
+        if (self.kernel == "ddim") != is_flow:
+            return None
+        if is_flow:
+            text = f"ddim is for epsilon and v prediction, but this is a flow model ({scheduler}); use flow_sde or"
+            return ("trainer.kernel",), f"{text} flow_cps"
+        text = f"{self.kernel} is for flow models, but this one predicts for {scheduler}; use ddim with noise_level 1"
+        return ("trainer.kernel",), text
 
 
 class EveryStep(Stochastic):
@@ -113,7 +118,7 @@ class EveryStep(Stochastic):
         epoch, but for the first, whose values are recorded.)"""
         sampling, guidance = config.sampling, guided(config.sampling.guidance_scale)
         images, trained = sampling.images_per_iteration, max(1, sampling.num_inference_steps - 1)
-        backward = images * trained * self.epochs * guidance
+        backward = images * trained * self.optimizer_steps(1) // self.updates * guidance
         sampled = images * sampling.num_inference_steps * guidance
         return Calls(float(sampled), 2.0 * backward, float(backward), float(trained))
 
@@ -181,7 +186,7 @@ class PolicyGradient(Stochastic, Updating):
         yield from super().problems(config)
         text = "the last step is never stochastic, so with 1 step nothing is trained; use 2 or more (peers: 10)"
         yield from too_few_steps(config, text)
-        yield from layout_problems(config, self)
+        yield from layout_problems(config, self.layout, self.kernel, lambda: self.rounds(config))
         low, _ = self.clip_bounds
         if low >= 1:
             text = f"the ratio would be kept above 1 - {low:g} <= 0, which clips nothing; use 1e-4"
@@ -195,7 +200,7 @@ class PolicyGradient(Stochastic, Updating):
     def _kept_graph(self, config: Config) -> Iterator[Finding]:
         if not self.keep_graph:
             return
-        updates = self.updates * self.epochs
+        updates, lora = self.updates * self.epochs, config.model.lora
         if updates > 1:
             keys = ("trainer.keep_graph", "trainer.updates_per_iteration", "trainer.inner_epochs")
             text = f"activations of sampling serve one update, and there are {updates} per iteration; use 1, or false"
@@ -211,6 +216,15 @@ class PolicyGradient(Stochastic, Updating):
                 "kept graphs are of all micro-batches, whatever their size",
             ),
             ("kernels.compile", config.kernels.compile == "cuda_graphs", "a recorded call writes over the one before"),
+            ("distributed.context", config.distributed.context > 1, "was not tried with it"),
+            (
+                "model.lora.text_encoders",
+                lora is not None and lora.text_encoders,
+                "kept graphs begin behind these",
+            ),
+            ("engine", config.engine is not None, "the graphs of sampling stay in the process that drew"),
+            ("sampling.staleness", config.sampling.staleness, "kept graphs are of the weights that drew"),
+            ("economy.keep", config.economy.keep, "kept graphs are of all samples"),
         ):
             if wrong:
                 yield ("trainer.keep_graph", key), f"{text}; write trainer.keep_graph: false"
@@ -227,20 +241,14 @@ class PolicyGradient(Stochastic, Updating):
             yield keys, "x_prediction is of a velocity; use mean_square or gaussian"
 
     def cut(self, config: Config, num_processes: int) -> list[list[int]]:
-        """Sizes of the micro-batches of each optimiser step: of samples, or trees in the first iteration."""
+        """Sizes of the micro-batches of each optimiser step: of samples, or trees in an iteration with fewest."""
         if self.layout.tree is None:
             return super().cut(config, num_processes)
-        plan = self.rounds(config)[0].plan
-        together, trees = (
-            roots_together(config, plan, num_processes),
-            plan.roots * config.sampling.prompts_per_iteration,
-        )
+        plan = min((one.plan for one in self.rounds(config)), key=lambda plan: plan.roots)
+        together = roots_together(config, plan, num_processes)
+        trees = plan.roots * config.sampling.prompts_per_iteration
         bounds = [trees * k // self.updates for k in range(self.updates + 1)]
         return [in_pieces(last - first, together) for first, last in pairwise(bounds)]
-
-    def most_micro_batches(self, config: Config) -> int:
-        """What processes and updates can share: micro-batches, or the trees that these can be cut into."""
-        return most_micro_batches(config.sampling, self.layout)
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """Model calls; of windows and trees that move the mean over the run's iterations, of random ones the
@@ -255,7 +263,11 @@ class PolicyGradient(Stochastic, Updating):
         learned += self.further_replays(config, rounds, replayed) * train_guidance
         if config.sampling.staleness:  # log-probabilities before the first update
             learned += replayed * train_guidance
-        return Calls(sampled * guidance, learned, replayed * self.epochs * train_guidance, trained)
+        kept = 0.0
+        if self.keep_graph:
+            most = max(one.plan.training_calls(one.trained) for one in rounds)
+            kept = most * config.sampling.prompts_per_iteration / config.sampling.batch_size
+        return Calls(sampled * guidance, learned, replayed * self.epochs * train_guidance, trained, kept=kept)
 
     def further_samples(self, config: Config) -> float:
         """States evaluated in sampling beside those of the rollouts, in an iteration, guidance aside."""
@@ -271,13 +283,6 @@ class PolicyGradient(Stochastic, Updating):
         if self.guidance_in_training:
             return self.epochs * forwards * guidance
         return self.epochs * forwards + 1  # log-probabilities without guidance, once before the first update
-
-    def kept_graphs(self, config: Config) -> float:
-        """Micro-batches whose graphs are held at once, in the iteration that keeps most, by one process."""
-        if not self.keep_graph:
-            return 0.0
-        most = max(plan_round.plan.training_calls(plan_round.trained) for plan_round in self.rounds(config))
-        return most * config.sampling.prompts_per_iteration / config.sampling.batch_size
 
     def rollout(self, config: Config, guidance: int) -> Iterator[str]:
         """How the samples of a group come about, for `genrl plan`: the first and the last shape of a run."""

@@ -14,19 +14,6 @@ from genrl.objectives.tokens.token_regularisers import kl_k1
 from genrl.objectives.tokens.tokens import masked, row_sum, token_count
 
 
-def length_reward(lengths: Tensor, thresholds: tuple[float, float, float, float]) -> Tensor:
-    """Trapezoid of completion lengths [N]: 1 on the plateau, linear to 0 on both sides (OpenVLThinkerV2), float64 [N].
-
-    thresholds: L_min < L_low <= L_high < L_max, in tokens, per task.
-    """
-    minimum, low, high, maximum = thresholds
-    if not minimum < low <= high < maximum:
-        raise ValueError(f"length thresholds must ascend, L_min < L_low <= L_high < L_max; got {list(thresholds)}")
-    length = lengths.double()
-    # Both slopes at once: each is above 1 on the other's side, and the clamp makes the plateau.
-    return torch.minimum((length - minimum) / (low - minimum), (maximum - length) / (maximum - high)).clamp(0.0, 1.0)
-
-
 def overlong_penalty(lengths: Tensor, *, maximum: int, buffer: int) -> Tensor:
     """0 up to `maximum - buffer` tokens, then linearly down to -1 at `maximum`, [N]: DAPO (eq. 13)."""
     if not 0 < buffer <= maximum:

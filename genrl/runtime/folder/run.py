@@ -39,7 +39,7 @@ EDITABLE = (
     *("rewards.*.remote", "rewards.*.isolate", "rewards.*.outage.*"),  # where a score comes from, not what it is
     *("environment.workers", "environment.timeout_s"),  # where simulators run
     *("engine", "engine.*"),  # where samples are drawn
-    *("distributed.fsdp", "distributed.shard"),  # which processes hold the weights
+    "distributed.fsdp",  # which processes hold the weights
 )
 KEPT = ("evaluation.right_at",)
 """Not editable after all: training may go by it (`economy.selection`, RLFR), and a curve has one meaning of right."""
@@ -205,7 +205,8 @@ def resume(folder: Path, config: str, *, step: int, command: Sequence[str], foun
             + f". Only {', '.join(EDITABLE)} may change, and of these not {', '.join(KEPT)}; "
             + "start a new run for anything else (output=FOLDER)."
         )
-    if "distributed.fsdp" in edits and was.rounds_weights and step:
+    sharded = bool(was.distributed.fsdp), bool(plain(config)["distributed"]["fsdp"])  # true and node hold the same
+    if sharded[0] != sharded[1] and was.rounds_weights and step:
         raise ValueError(
             f"cannot resume {folder} with another value of distributed.fsdp: weights in shards are float32, those that "
             "a process holds whole are rounded to bfloat16, and what was trained last would be lost; keep it"

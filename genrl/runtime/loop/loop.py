@@ -23,8 +23,7 @@ from genrl.runtime.loop import collapse, idle, saving
 from genrl.runtime.loop.global_settings import GlobalSettings
 from genrl.runtime.loop.guards import any_rank, any_ranks
 from genrl.runtime.loop.process import peak_memory_mb
-from genrl.runtime.loop.state import State
-from genrl.runtime.loop.undo import Undo
+from genrl.runtime.loop.state import State, Undo
 from genrl.runtime.weights.optimization import Schedule
 
 

@@ -164,7 +164,7 @@ def begin(
         own=logged_by(config),
     )
     stack.callback(log.finish)
-    context, started = config.distributed.context, run_folder.run_info(claimed.run).get("started", "")
+    context, started = config.together, run_folder.run_info(claimed.run).get("started", "")
     return Process(accelerator, claimed.run, log, progress, watchdog, stop, context, script is not None, text, started)
 
 

@@ -74,7 +74,8 @@ def merged(networks: Iterable[nn.Module]) -> Iterator[None]:
     """
     from peft.tuners.lora import LoraLayer
 
-    layers = [module for network in networks for module in network.modules() if isinstance(module, LoraLayer)]
+    # peft's layers are modules of several classes, each of which also is a LoraLayer: typed by what is used of them.
+    layers: list[Any] = [m for network in networks for m in network.modules() if isinstance(m, LoraLayer)]
     matrices = [layer.get_base_layer().weight for layer in layers]
     plain = all(type(weight) is nn.Parameter and weight.dtype == torch.float32 for weight in matrices)
     other = any(layer.disable_adapters or layer.merged or layer.lora_variant for layer in layers)

@@ -36,17 +36,17 @@ class Sharding:
     offload: bool
 
     @classmethod
-    def over(cls, processes: Literal["all", "node", "one"], device: torch.device, *, offload: bool = False) -> Sharding:
-        """processes: of a group: all of the run, those of one machine, or each by itself."""
+    def over(cls, fsdp: bool | Literal["node"], device: torch.device, *, offload: bool = False) -> Sharding:
+        """fsdp: a group is all processes of the run (true), those of one machine (node), or each by itself (false)."""
         if not torch.distributed.is_initialized():  # a process that was started alone
             backend = torch.distributed.get_default_backend_for_device(device)
             # A group of one in this process's memory: no port, which another run might hold.
             torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         world = torch.distributed.get_world_size()
-        size = {"all": world, "node": int(os.environ.get("LOCAL_WORLD_SIZE", world)), "one": 1}[processes]
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if fsdp == "node" else world if fsdp else 1
         if world % size:
             raise ValueError(
-                f"distributed.shard: {world} processes are no multiple of this machine's {size}; write all"
+                f"distributed.fsdp: {world} processes are no multiple of this machine's {size}; write true"
             )
         mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
         return cls(device, mesh, offload)

@@ -11,7 +11,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, SerializeAsAny
 
 from genrl.config.errors import Finding
-from genrl.config.kinds import Kind
 from genrl.config.method import ByName, Method
 from genrl.config.run_config import FileFinding, RunConfig
 from genrl.config.section import Count
@@ -37,7 +36,7 @@ Row = tuple[str, str, str]
 class VLAMethod(Method):
     """Base of the settings of methods that train a policy in simulation."""
 
-    kind: ClassVar[Kind] = "vla"
+    kind = "vla"
     one_process: ClassVar[bool] = False
     """Its data and critics are not shared out to several processes, so that it runs in one."""
     imitates: ClassVar[Literal["never", "new", "always"]] = "new"
@@ -75,7 +74,7 @@ def not_trained(trainer: VLAMethod, predicts: str) -> str:
 class VLAConfig(RunConfig):
     """One training run of a policy in simulation."""
 
-    kind: ClassVar[Kind] = "vla"
+    kind = "vla"
     library: ClassVar[str] = "lerobot"
 
     policy: Policy
@@ -106,7 +105,7 @@ class VLAConfig(RunConfig):
     @property
     def trains_shards(self) -> bool:
         """Whether what is trained is in shards."""
-        return self.distributed.fsdp and self.policy.lora is None
+        return bool(self.distributed.fsdp) and self.policy.lora is None
 
     @property
     def age(self) -> tuple[str, int]:
@@ -138,8 +137,6 @@ class VLAConfig(RunConfig):
 
     def _processes(self) -> Iterator[Finding]:
         """Shards and groups of processes: without these rules processes wait for each other for ever."""
-        if self.distributed.context > 1:
-            yield ("distributed.context",), "is for pipelines: a policy's contexts are short; write 1"
         if not self.distributed.fsdp:
             return
         key = "distributed.fsdp"

@@ -20,10 +20,10 @@ from torch.nn import functional
 
 from genrl.mdp.ddpm import cosine_alpha_bars
 from genrl.vla.policies import lerobot
+from genrl.vla.policies.encoder import DEPTHS, group_norm, resnet
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE, Batch
 from genrl.vla.policies.published import HeadSizes, PublishedPolicy
-from genrl.vla.policies.resnet import DEPTHS, group_norm, resnet
 from genrl.vla.policies.robot import Robot
 
 

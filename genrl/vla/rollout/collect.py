@@ -78,14 +78,7 @@ def collect(
     slots = range(plan.first_slot, plan.first_slot + env.num_envs)
     slot_rngs = [generator(plan.seed, plan.iteration, "chunks", slot) for slot in slots]
     shared = generator(plan.seed, plan.iteration, "chunks")
-    # By the slots of the whole run, so that groups are the same however processes share them.
-    groups = np.array(slots) // env.group_size
-    # One key more than the numbers of episodes have: the two must not be the same random number.
-    env_seed = derive_seed(plan.seed, "episodes", plan.iteration, 0)
-    first_episodes = np.uint64(derive_seed(plan.seed, "episodes", plan.iteration)) + groups.astype(np.uint64)
-    env.first_slot = plan.first_slot
-    # Always from new episodes: a rollout that went on in old ones would depend on where a resumed run was stopped.
-    raw, _ = env.reset(seed=env_seed, options={"episodes": first_episodes, "once": plan.one_episode})
+    raw, groups, env_seed, first_episodes = _begun(env, plan, slots)
     instruction = list(env.task_description)
     observed, record = [observe(raw, env, policy, 0)], _Record()
     # a slot whose only episode has ended is not decided for; its last value closes those before it
@@ -125,6 +118,19 @@ def collect(
         action_dim=actions.shape[-1],
         **record.stacked(one_episode=plan.one_episode),
     )
+
+
+def _begun(env: Environment, plan: RolloutPlan, slots: range) -> tuple[Any, Any, int, Any]:
+    """The first observations of freshly reset tables, the groups of the slots, and the seeds of what they begin."""
+    # By the slots of the whole run, so that groups are the same however processes share them.
+    groups = np.array(slots) // env.group_size
+    # One key more than the numbers of episodes have: the two must not be the same random number.
+    env_seed = derive_seed(plan.seed, "episodes", plan.iteration, 0)
+    first_episodes = np.uint64(derive_seed(plan.seed, "episodes", plan.iteration)) + groups.astype(np.uint64)
+    env.first_slot = plan.first_slot
+    # Always from new episodes: a rollout that went on in old ones would depend on where a resumed run was stopped.
+    raw, _ = env.reset(seed=env_seed, options={"episodes": first_episodes, "once": plan.one_episode})
+    return raw, groups, env_seed, first_episodes
 
 
 def _spread(values: Tensor, slots: Tensor) -> Tensor:

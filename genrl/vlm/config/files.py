@@ -99,11 +99,11 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
         else:
             yield ("task", name), f"{source}: questions are a .jsonl file, or a data set as id:split"
     yield from _rewards(config, columns, notes)
-    column = config.trainer.task_column
-    for name, names in columns if column is not None else ():
+    column = config.trainer.recipe(config).advantage.column if "task" in config.trainer.reads else ""
+    for name, names in columns if column else ():
         if column not in names and name in ("name", "train"):
             asks = f"{config.trainer.name} compares the answers of a task, which the column {column} is to name"
-            yield ("task", name), f"{asks}; columns of every row: {', '.join(names)}.{nearest(str(column), names)}"
+            yield ("task", name), f"{asks}; columns of every row: {', '.join(names)}.{nearest(column, names)}"
     key, target = config.trainer.demonstrations or ("", "")
     needed = columns_of(target) if target else []
     for name, names in columns:

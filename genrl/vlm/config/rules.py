@@ -129,9 +129,6 @@ def _generation(config: VLMConfig) -> Iterator[Finding]:
     if generation.batch_size is not None and generation.batch_size < generation.group_size:
         text = "answers to a question are sampled together; write group_size or more"
         yield ("generation.batch_size", "generation.group_size"), text
-    if config.distributed.context > 1:  # shared code would put processes into groups, of which this kind knows nothing
-        text = "is for pipelines, by diffusers; transformers divides no context of vision-language models; write 1"
-        yield ("distributed.context",), text
 
 
 def _shards(config: VLMConfig) -> Iterator[Finding]:
@@ -187,8 +184,6 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         "{question}",
     ]:
         yield ("augmentation.truth",), "write the places {question} and {answer} in it, and no others"
-    if config.synthesis is not None and config.synthesis.questions > config.generation.prompts_per_iteration:
-        yield ("synthesis.questions", "generation.prompts_per_iteration"), "there are not so many questions"
     if config.synthesis is not None and (config.trainer.group_filter.rounds > 1 or config.augmentation is not None):
         yield ("synthesis", "trainer.resample"), "questions are answered once; write resample: 0, augmentation: null"
     if config.synthesis is not None and config.generation.group_size < 2:

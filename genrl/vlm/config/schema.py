@@ -16,7 +16,6 @@ from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from genrl.config.economy import Economy
 from genrl.config.errors import Finding, ImpossibleConfig
-from genrl.config.kinds import Kind
 from genrl.config.method import ByName, Method, built_in_names, class_of
 from genrl.config.run_config import FileFinding, RunConfig
 from genrl.config.section import AnyOf, Count, Flag, Section
@@ -68,7 +67,7 @@ class Shared(NamedTuple):
 class VLMMethod(Method):
     """Base of the settings of methods for vision-language models. Shared code asks its members, never its type."""
 
-    kind: ClassVar[Kind] = "vlm"
+    kind = "vlm"
     learns_from: ClassVar[Literal["answers", "episodes", "data"]] = "answers"
     """Answers to the questions of `task` that the model samples and rewards score; episodes in `environment`; or what
     the data gives."""
@@ -89,13 +88,9 @@ class VLMMethod(Method):
         """What it reads beside rewards and log-probabilities (`recipe.choice.Choice.tensors`) and is made for it: ref,
         of the model before training, without LoRA a second copy in memory; ema, of a moving average of the weights;
         greedy, the reward of the most probable answer to each question, which is sampled in addition; bound: samples of
-        a bound stand for the log-probabilities of tokens (masked diffusion models)."""
+        a bound stand for the log-probabilities of tokens (masked diffusion models); task: the column of its recipe's
+        advantage, which names a question's task."""
         return frozenset()
-
-    @property
-    def task_column(self) -> str | None:
-        """The column that names a question's task, where it compares the answers of a task with each other."""
-        return None
 
     @property
     def group_filter(self) -> GroupFilter:
@@ -200,7 +195,7 @@ class Stage(Section):
 class VLMConfig(RunConfig):
     """One training run of a vision-language model."""
 
-    kind: ClassVar[Kind] = "vlm"
+    kind = "vlm"
 
     vlm: VLM
     """Which model is trained."""
@@ -250,7 +245,7 @@ class VLMConfig(RunConfig):
     @property
     def trains_shards(self) -> bool:
         """Whether what is trained is in shards."""
-        return self.distributed.fsdp and self.vlm.lora is None
+        return bool(self.distributed.fsdp) and self.vlm.lora is None
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -143,14 +143,11 @@ class VLLMEngine(Section):
     GPU."""
     weights: Text | None = None
     """Folder in which a server gets new weights as a file, the same path for both; null = in the run folder."""
-    memory: Share = 0.4
-    """In this process: share of the GPU's memory for the engine, its copy of the weights included."""
-    context: Count | None = None
-    """In this process: the maximum number of tokens of question and answer together; null = the model's maximum."""
     sleep: Flag = True
     """In this process: leave the memory to training after sampling, and copy the weights before. Needs a GPU."""
-    eager: Flag = False
-    """In this process: run the model as it is written instead of compiling it first, which takes a minute on a CPU."""
+    args: dict[str, Any] = {}
+    """In this process: further arguments of vllm.LLM, for example {max_model_len: 4096, enforce_eager: true}; of the
+    GPU's memory it has the share gpu_memory_utilization, 0.4 where that is not written."""
 
 
 class Generation(Section):
@@ -232,19 +229,21 @@ class VLMEvaluation(EvaluationBase):
 class Augmentation(Section):
     """Questions changed by how hard they are for the model, and answered again (Reg-GRPO's augmentation). d is the mean
     reward of the last iterations less the question's own. Behind a hard question (d > 0) stands the first min(1, d) of
-    the words of the model's own best reasoning, found with the right answer in the question."""
+    the words of the model's own best reasoning, found with the right answer in the question; an easy one (d < 0) gets
+    noise on its pictures."""
 
     window: ClassVar[int] = 10
     """Iterations whose mean reward is compared with."""
+    noise: ClassVar[float] = 64.0
+    """Easy question: Gaussian noise on its pictures of noise * |d| levels of 255."""
 
-    noise: Positive = 64.0
-    """Easy question (d < 0): Gaussian noise on its pictures of noise * |d| levels of 255."""
     truth: Text = "{question} (The answer is {answer}.)"
     """How a hard question is asked with its answer, from the column `answer`."""
 
 
 class Synthesis(Section):
-    """Pictures made during the run from descriptions that the model writes (Syn-GRPO)."""
+    """Pictures made during the run from descriptions that the model writes (Syn-GRPO): group_size of one question in
+    every iteration."""
 
     pipeline: Text
     """Folder or hub id of the diffusers pipeline that renders them, in its own process."""
@@ -253,8 +252,6 @@ class Synthesis(Section):
     check: Text
     """A text reward that is 1 if a description keeps the answer (column `answer`); other descriptions are not rendered
     and get reward 0."""
-    questions: Count = 1
-    """Questions of an iteration that are described, group_size times each."""
     num_inference_steps: Count = 20
     """Denoising steps."""
     guidance_scale: NonNegative = 4.0

@@ -45,10 +45,7 @@ class InProcess:
             model=config.vlm.path,
             dtype=config.vlm.dtype,
             seed=config.seed,
-            gpu_memory_utilization=settings.memory,
-            max_model_len=settings.context,
             enable_sleep_mode=settings.sleep,
-            enforce_eager=settings.eager,
             # one engine in each of `torchrun`'s processes, which takes its device and leaves the process group as it is
             distributed_executor_backend="external_launcher" if several else None,
             load_format=_without_weights(),  # the trained ones come before the first question
@@ -56,6 +53,7 @@ class InProcess:
             enable_chunked_prefill=None if torch.cuda.is_available() else False,
             generation_config="vllm",  # not the makers' temperature and top-p
             logprobs_mode="processed_logprobs",  # after temperature and forbidden ids, as the trainer's
+            **({"gpu_memory_utilization": 0.4} | settings.args),
         )
 
     def load(self, weights: Stream, version: Version) -> None:

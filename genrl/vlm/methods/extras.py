@@ -136,10 +136,6 @@ def computed(
                 tensors["ref"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
     if "proxy" in reads:
         tensors["proxy"] = without_noise(policy, answers, parts, temperature)
-    if "right" in reads:
-        first = answers.scores[config.reward_labels[0]]
-        right = (first >= config.evaluation.right_at - 1e-9).double()
-        tensors["right"] = right.masked_fill(first.isnan(), math.nan)
     if "masked_image" in reads:
         change = masked(MASKED, PATCH)
         changed = changed_prompts(policy, answers, change, config.seed, "masked", iteration)
@@ -156,9 +152,22 @@ def computed(
         with gathered(policy):
             rows = policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, temperature)
         tensors["divergence"] = rows[answers.group]
+    if "step" in reads:
+        shaped: Any = policy
+        tensors["step"] = shaped.kinds(answers.tokens)[1].cpu()
+    return tensors | counted(answers, reads, config, iteration)
+
+
+def counted(answers: Answers, reads: Set[str], config: VLMConfig, iteration: int) -> dict[str, Tensor]:
+    """Tensors of this process's answers by name, as of `TokenBatch.extra`, for which no model is asked."""
+    tensors: dict[str, Tensor] = {}
+    if "right" in reads:
+        first = answers.scores[config.reward_labels[0]]
+        right = (first >= config.evaluation.right_at - 1e-9).double()
+        tensors["right"] = right.masked_fill(first.isnan(), math.nan)
     if "task" in reads:
         # numbers by name, which are the same in every process
-        column = str(config.trainer.task_column)
+        column = config.trainer.recipe(config).advantage.column
         names = [str(row.columns[column]) for row in answers.rows]
         tensors["task"] = torch.tensor([derive_seed("task", name) for name in names])[answers.group]
     if "greedy" in reads:
@@ -175,8 +184,6 @@ def computed(
     if "step" in reads:
         coarse = {label: answers.scores[f"{label}/coarse"] for label in config.reward_labels}
         tensors |= {"high": totals(config, coarse), "low": totals(config, answers.scores)}
-        shaped: Any = policy
-        tensors["step"] = shaped.kinds(answers.tokens)[1].cpu()
     if "components" in reads:
         tensors["components"] = torch.stack([answers.scores[label] for label in config.reward_labels], 1)
         weights = torch.tensor([reward.weight for reward in config.rewards], dtype=torch.float64)

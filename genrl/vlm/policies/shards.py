@@ -41,7 +41,7 @@ def hold(config: VLMConfig, *policies: Policy) -> None:
             f"distributed.fsdp: torch {torch.__version__} cannot hold vision-language models in shards; take 2.13, or "
             "write false"
         )
-    sharding = Sharding.over(config.distributed.shard, policies[0].device)
+    sharding = Sharding.over(config.distributed.fsdp, policies[0].device)
     for policy in policies:
         model, compute = policy.model.to("cpu"), None  # modules come to the device again one at a time
         if all(p.requires_grad for p in model.parameters()) and policy.dtype != torch.float32:

@@ -13,7 +13,7 @@ from genrl.config.section import AnyOf, Count
 from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
 from genrl.vlm.config.names import OUTPUTS
 from genrl.vlm.config.schema import Row, VLMMethod
-from genrl.vlm.recipe.advantages import Advantage, GreedyBaseline, Hierarchical, RankQuantiles, SmoothedAdvantage
+from genrl.vlm.recipe.advantages import Advantage, GreedyBaseline, Hierarchical, SmoothedAdvantage
 from genrl.vlm.recipe.choice import Choice
 from genrl.vlm.recipe.group_losses import GroupLoss, Regression
 from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset
@@ -137,11 +137,6 @@ class RecipeMethod(VLMMethod):
     @property
     def reads(self) -> frozenset[str]:
         return self.composed.reads
-
-    @property
-    def task_column(self) -> str | None:
-        advantage = self.composed.advantage
-        return advantage.column if isinstance(advantage, RankQuantiles) and advantage.scope == "task" else None
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         yield from super().iteration(config)

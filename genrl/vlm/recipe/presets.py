@@ -298,7 +298,8 @@ PRESETS: dict[str, Preset] = {
         "seq_mean",
         regularisers=(EntropyBand(coefficient=0.01, low=0.2, high=0.9),),
         source="OpenVLThinkerV2",
-        notes="band and its coefficient inferred (they are per task); a LengthReward per task; ranks within the group",
+        notes="band and its coefficient inferred (they are per task); without the paper's reward of length; ranks are "
+        "within the group",
     ),
     "grpo_care": Preset(
         _Z,

@@ -29,19 +29,6 @@ class Term(Choice):
         raise NotImplementedError
 
 
-class LengthReward(Term):
-    """A trapezoid of the number of tokens: 0, up to 1, and down to 0 (`reward_shaping.length_reward`)."""
-
-    name: Literal["length"] = "length"
-    thresholds: tuple[Number, Number, Number, Number]
-    """Numbers of tokens at which it begins to rise, is 1, begins to fall, and is 0."""
-    coefficient: Number = 1.0
-    """Factor."""
-
-    def reward(self, batch: TokenBatch) -> Tensor:
-        return self.coefficient * reward_shaping.length_reward(masking.token_count(batch.mask), self.thresholds)
-
-
 class OverlongPenalty(Term):
     """From 0 down to -1 over the last tokens allowed: DAPO (`reward_shaping.overlong_penalty`)."""
 
@@ -113,7 +100,7 @@ class KlInReward(Term):
         return reward_shaping.with_kl(old.new_zeros(old.shape).double(), old, reference, batch.mask, beta=self.beta)
 
 
-RewardTerm = LengthReward | OverlongPenalty | ConsistencyBonus | ReferenceProbability | KlInReward
+RewardTerm = OverlongPenalty | ConsistencyBonus | ReferenceProbability | KlInReward
 
 # --- transforms of advantages, in order
 

@@ -246,13 +246,9 @@ class CumulativeMask(Rule):
     name: Literal["cumulative_mask"] = "cumulative_mask"
     delta: Positive = 0.2
     """Largest change of a token's probability."""
-    last: Share = 0.8
-    """Weight of the last token's change; the first one's is 1."""
-    slack: Positive = 0.02
-    """What a token adds to the budget at least; at most twice as much."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        return token_trust.cumulative_mask_surrogate(*batch.terms, delta=self.delta, last=self.last, slack=self.slack)
+        return token_trust.cumulative_mask_surrogate(*batch.terms, delta=self.delta)
 
 
 class Quadratic(Rule):
@@ -278,8 +274,6 @@ class LowProbability(Rule):
     name: Literal["low_probability"] = "low_probability"
     share: Share = 0.01
     """Share of the tokens of negative advantage that are held (32B: .005)."""
-    beta: NonNegative = 1.0
-    """Weight of the divergence."""
 
     def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
         assert batch.advantage is not None, "it is estimated before"
@@ -290,7 +284,7 @@ class LowProbability(Rule):
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         proxy, held = (batch.read(name, self.name) for name in ("proxy", "held"))
-        return token_trust.low_probability_surrogate(*batch.terms, proxy, held, beta=self.beta)
+        return token_trust.low_probability_surrogate(*batch.terms, proxy, held)
 
 
 class EntropyAdaptive(Rule):

@@ -1,7 +1,7 @@
 """Syn-GRPO's loop: the model describes pictures, a diffusion pipeline draws them, and they replace questions.
 
-An iteration writes descriptions of a few questions' pictures, a group for each, and hands them to the data server. In
-the next one the pictures stand in for those of as many questions, with the same answers. A description is worth how
+An iteration writes a group of descriptions of a question's picture, and hands them to the data server. In the next one
+the pictures stand in for those of as many questions, with the same answers. A description is worth how
 diverse the answers to its picture are, and is trained on then, by the weights of then. The paper gives no equations:
 delay, diversity and the check of descriptions are ours.
 """

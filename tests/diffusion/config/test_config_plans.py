@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.shares import most_processes
 from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
@@ -105,7 +106,7 @@ def test_every_iteration_of_what_is_accepted_has_a_plan(trainer: dict[str, Any],
         if plan.splits:
             pieces = math.ceil(3 * plan.roots / together)
             assert pieces >= trains.updates  # no update without a micro-batch
-            assert 3 * plan.roots >= trains.most_micro_batches(accepted) >= trains.updates
+            assert 3 * plan.roots >= most_processes(accepted) * trains.updates >= trains.updates
         if trains.algorithm == "dynamic_tree_rpo":
             assert plan.roots == 1
         assert plan in {p for p, _ in known}
@@ -142,8 +143,8 @@ def test_pruned_depths_slide() -> None:
 def test_updates_and_processes_share_trees() -> None:
     tree = {"tree": {"ways": 2, "at": [0, 1, 2]}, "updates_per_iteration": 2}
     found = config(tree, group_size=16, prompts_per_iteration=5, batch_size=80)  # 10 trees
-    assert found.trainer.most_micro_batches(found) == 10
+    assert most_processes(found) == 5
     plan = Steps.of(found, found.trainer, 0).plan
     assert [roots_together(found, plan, processes) for processes in (1, 2, 3, 5)] == [5, 3, 2, 1]
     chain = config({"updates_per_iteration": 2}, batch_size=6)
-    assert chain.trainer.most_micro_batches(chain) == 4
+    assert most_processes(chain) == 2

@@ -20,9 +20,9 @@ from torch import Tensor
 from genrl.config import ConfigError, check_files, load
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
+from genrl.diffusion.files.export import export
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
-from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from genrl.config import LoRA
+from genrl.diffusion.files.export import save_lora
 from genrl.diffusion.policy.adapters import activate, load_lora
-from genrl.diffusion.policy.export import save_lora
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable

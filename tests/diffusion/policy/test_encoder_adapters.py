@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, LoRA
+from genrl.diffusion.files.export import export, save_lora
 from genrl.diffusion.policy.adapters import load_lora
-from genrl.diffusion.policy.export import export, save_lora
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
@@ -96,7 +96,7 @@ def test_a_run_resumes_to_the_bit(folder: Path, model: Path, trainer: dict[str, 
         ({"model": {"lora": {"rank": 4, "type": "dora", "text_encoders": True}}}, "was not tried with it"),
         ({"model": {**ON["model"], "quantize": "int8"}}, "trained unquantised"),
         ({**ON, "distributed": {"fsdp": True}}, "not held in shards"),
-        ({**ON, "trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "begin behind the text encoders"),
+        ({**ON, "trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "begin behind these"),
     ],
 )
 def test_refused(folder: Path, model: Path, change: dict[str, Any], text: str) -> None:

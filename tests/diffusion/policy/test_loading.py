@@ -14,7 +14,8 @@ from diffusers import DiffusionPipeline, EulerDiscreteScheduler, FlowMatchEulerD
 
 from genrl.config import ConfigError, check_files, load
 from genrl.diffusion.config.sections import Model, Sampling
-from genrl.diffusion.policy import adapters, lora_files
+from genrl.diffusion.files import lora_files
+from genrl.diffusion.policy import adapters
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import call_arguments

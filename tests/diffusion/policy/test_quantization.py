@@ -12,8 +12,8 @@ from diffusers import DiffusionPipeline
 
 from genrl.config import ConfigError
 from genrl.diffusion.config.sections import Model
+from genrl.diffusion.files.export import export
 from genrl.diffusion.policy.adapters import load_lora
-from genrl.diffusion.policy.export import export
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.train import train
 from tests.diffusion import runs

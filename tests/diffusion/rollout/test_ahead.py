@@ -148,7 +148,7 @@ def test_refused(folder: Path, model: Path) -> None:
         ({"trainer": {**GRPO, "tree": {"ways": 2, "at": "window"}, "window": {"size": 1}}}, "trees were not tried"),
         (
             {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
-            "of the weights that drew; write sampling.staleness: 0",
+            "of the weights that drew; write trainer.keep_graph: false",
         ),
         (
             {"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}},

@@ -78,7 +78,10 @@ def cases(data: np.lib.npyio.NpzFile) -> Iterator[tuple[str, Case]]:
         yield f"c{number}", Case(arrays)
 
 
-NOT_A_TARGET = ("adv_released_code",)  # what R1-Reward's repository does instead of the published filter
+NOT_A_TARGET = (
+    "adv_released_code",  # what R1-Reward's repository does instead of the published filter
+    "length_reward",  # OpenVLThinkerV2's, a term that is left out here
+)
 
 
 def compare(data: np.lib.npyio.NpzFile, check: Callable[[Case], Expected]) -> None:

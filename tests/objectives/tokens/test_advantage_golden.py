@@ -38,10 +38,7 @@ def g2rpo(case: Case) -> Expected:
     if "lengths" not in case:
         return {"adv": token_advantages.rank_quantiles(case["rewards"], case.group)}
     low, high = case["band"].tolist()
-    return {
-        "length_reward": reward_shaping.length_reward(case["lengths"], tuple(case["thresholds"].tolist())),
-        "entropy_penalty": token_regularisers.entropy_band(case["H"], low, high),
-    }
+    return {"entropy_penalty": token_regularisers.entropy_band(case["H"], low, high)}
 
 
 def ngrpo(case: Case) -> Expected:

@@ -29,7 +29,7 @@ def exported(tmp_path: Path, root: Path) -> tuple[Path, Path]:
     import torch
     from safetensors.torch import save_file
 
-    from genrl.diffusion.policy.export import write_card
+    from genrl.diffusion.files.export import write_card
 
     config = load(root / "configs/quickstart.yaml")
     assert isinstance(config, Config)

@@ -148,7 +148,11 @@ SPREAD = {"selection": {"by": "spread"}}
         (PICTURES, {"economy": {"keep": 1}}, "a whole number of 2 or more or null"),
         (PICTURES, {"economy": {"keep": 4}, "sampling": {"batch_size": 12}}, "whole groups of 8; use 16"),
         (PICTURES, {"economy": {"keep": 4}, "trainer": {"algorithm": "dgpo"}}, "dgpo reads whole groups"),
-        (PICTURES, {"economy": {"keep": 4}, "trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "write false"),
+        (
+            PICTURES,
+            {"economy": {"keep": 4}, "trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
+            "keep_graph: false",
+        ),
         (PICTURES, {"economy": {"keep": 4}, "kernels": {"compile": True}}, "by another graph; write false"),
         (PICTURES, {"economy": SPREAD, "rewards": [{"name": "shapes", "normalize": "group"}]}, "the same spread"),
         (PICTURES, {"economy": SPREAD, "sampling": {"buckets": [[64, 64], [64, 96]]}}, "micro-batches are of one size"),

@@ -217,7 +217,7 @@ def test_keys_and_values_are_refused_with_the_nearest(changes: str, key: str, sa
 
 
 def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
-    changes = ppo("entropy_weight: 0.1, clip_base: 0.1", "distributed: {context: 2}")
+    changes = ppo("entropy_weight: 0.1, clip_base: 0.1", "optimizer: {name: prodigy}")
     error = refused(tmp_path, TRAINED, **sections_of(changes))
     assert len(error.problems) == 3
 

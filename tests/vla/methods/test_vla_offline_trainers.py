@@ -136,7 +136,6 @@ def test_a_served_model_labels_pairs(root: Path, tmp_path: Path) -> None:
         ("rl_vlm_f", "trainer.labels.judge=preference_juge", "Did you mean 'preference_judge'"),
         ("rl_vlm_f", "trainer.labels.judge=geneval", "asks for include"),
         ("rl_vlm_f", "trainer.labels={remote: http://127.0.0.1:1, args: {max_tokens: 8}}", "give them to its server"),
-        ("rl_vlm_f", "trainer.labels.outage.policy=drop", "cannot be read; write stop"),
         ("rl100", "sampler.selection=last", "write all"),
         ("diwa", "demonstrations=null", "expert"),
         ("v_ptr", "environment.name=metaworld", "write minitable"),

@@ -20,7 +20,7 @@ from genrl.mdp.noise import generator
 from genrl.runtime.loop.progress import Progress
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.offline.imitation import imitation_loss, recorded_frames
-from genrl.vla.policies import resnet
+from genrl.vla.policies import encoder
 from genrl.vla.policies.act import ACT, ACTConfig
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.policy import ACTION, STATE, PredictsActions, PredictsNoise, PredictsVelocity
@@ -179,7 +179,7 @@ def test_a_new_policy_begins_with_torchvisions_weights(tmp_path, monkeypatch) ->
                 torch.nn.init.uniform_(numbers, 0.5, 1.5)
     asked: list[Any] = []
     save_file(own.state_dict(), tmp_path / "model.safetensors")
-    monkeypatch.setattr(resnet, "find", lambda *told: asked.append(told) or tmp_path / "model.safetensors")
+    monkeypatch.setattr(encoder, "find", lambda *told: asked.append(told) or tmp_path / "model.safetensors")
     new: dict[str, Any] = RUN["policy"]["new"] | {"image_size": 32}
     args = new["args"] | {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}
     policy, _ = open_policy(config(tmp_path, policy={"path": None, "new": new | {"args": args}}))

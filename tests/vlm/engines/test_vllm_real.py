@@ -33,7 +33,7 @@ from tests.vlm.methods.episodes import agent_runs
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make vllm` builds an environment that has it")
 
-VLLM = {"engine": "vllm", "vllm": {"sleep": False, "eager": True}}
+VLLM = {"engine": "vllm", "vllm": {"sleep": False, "args": {"enforce_eager": True}}}
 ROUNDING = 1e-4
 """Most that log-probabilities of float32 models may be apart; under old weights they are more than 0.1 apart."""
 START_S = 300.0

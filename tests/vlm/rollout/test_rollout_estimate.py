@@ -25,7 +25,6 @@ from genrl.vlm.recipe.shaping import (
     ClampAdvantage,
     ConsistencyBonus,
     KlInReward,
-    LengthReward,
     OverlongPenalty,
     ReferenceProbability,
     SigmaFilter,
@@ -52,12 +51,10 @@ def centred(rewards: Tensor, batch: TokenBatch) -> Tensor:
 def test_terms_are_added_to_the_rewards_before_the_estimator() -> None:
     batch = rollout()
     lengths = token_count(batch.mask)
-    trapezoid = reward_shaping.length_reward(lengths, (1, 3, 4, 9))
     log_ratio = torch.where(batch.mask, batch.old_log_prob - batch.ref_log_prob, 0.0).sum(1)
     confidence = reward_shaping.answer_confidence(batch.extra["ema"], batch.extra["answer_mask"])
     bonus = reward_shaping.consistency_bonus(batch.extra["accuracy"], confidence, batch.group, margin=0.1)
     wanted = {
-        LengthReward(thresholds=(1, 3, 4, 9), coefficient=2.0): 2 * trapezoid,
         OverlongPenalty(maximum=6, buffer=3): reward_shaping.overlong_penalty(lengths, maximum=6, buffer=3),
         KlInReward(beta=0.3): -0.3 * log_ratio,  # the surer the policy beside the reference, the less
         ConsistencyBonus(margin=0.1): bonus,

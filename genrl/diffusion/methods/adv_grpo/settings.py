@@ -11,7 +11,7 @@ from genrl.config.run_config import FileFinding
 from genrl.config.section import Count, Positive, Section, Text, Whole
 from genrl.data import references
 from genrl.data.prompts import PromptError, is_data_set
-from genrl.diffusion.config.schema import Refusable
+from genrl.diffusion.config.schema import Calls, Guided, Refusable
 from genrl.diffusion.steps.settings import Windowed
 
 if TYPE_CHECKING:
@@ -91,8 +91,14 @@ class AdvGRPO(Windowed):
             return False
         return adversary.schedule != "alternate" or (iteration + 1) % adversary.every == 0
 
-    def model_iterations(self, iterations: int) -> int:
-        return sum(map(self.trains_model, range(iterations)))
+    def optimizer_steps(self, iterations: int) -> int:
+        return super().optimizer_steps(sum(map(self.trains_model, range(iterations))))
+
+    def calls(self, config: Config, guided: Guided) -> Calls:
+        """As Flow-GRPO, in the iterations that train the model."""
+        calls = super().calls(config, guided)
+        share = sum(map(self.trains_model, range(config.iterations))) / config.iterations
+        return calls._replace(train=calls.train * share, backward=calls.backward * share)
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
@@ -103,7 +109,7 @@ class AdvGRPO(Windowed):
         if adversary.schedule == "alternate" and adversary.every == 1 and adversary.warmup == 0:
             text = "the reward would never be trained; use a warm-up, or train the model in every 2nd iteration or less"
             yield ("trainer.adversary.every", "trainer.adversary.warmup"), text
-        if config.model_iterations == 0:
+        if config.optimizer_steps == 0:
             keys = ("trainer.adversary.every", "trainer.adversary.warmup", "iterations")
             text = f"none of {config.iterations} iterations trains the model"
             if adversary.warmup >= config.iterations:

@@ -72,7 +72,7 @@ class AWM(Matching):
         if self.updates * self.epochs > 1:
             calls += guidance * (self.epochs - first_update(config, self.updates) / images)
         states = images * trained
-        return matching_calls(config, guided, trained=trained, states=states * guidance, train=states * calls)
+        return matching_calls(self, config, guided, trained=trained, states=states * guidance, train=states * calls)
 
     def snapshots(self, config: Config) -> list[str]:
         return ["slow copy", *(["old policy"] if self.updates * self.epochs > 1 else [])]

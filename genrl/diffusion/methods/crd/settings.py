@@ -75,7 +75,7 @@ class CRD(Matching):
         trained = float(self.timesteps_per_sample or max(1, sampling.num_inference_steps - 1))
         states = sampling.images_per_iteration * trained
         train = states * each * self.epochs
-        return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
+        return matching_calls(self, config, guided, trained=trained, states=states * guidance, train=train)
 
     def snapshots(self, config: Config) -> list[str]:
         return ["old policy", "sampling policy"]

@@ -85,7 +85,7 @@ class DGPO(Matching):
         trained = float(self.timesteps_per_sample)
         states = config.sampling.images_per_iteration * trained
         train = states * 3.0 * guidance * self.epochs
-        return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
+        return matching_calls(self, config, guided, trained=trained, states=states * guidance, train=train)
 
     def snapshots(self, config: Config) -> list[str]:
         return ["slow copy"]

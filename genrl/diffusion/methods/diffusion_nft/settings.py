@@ -69,7 +69,7 @@ class DiffusionNFT(Matching):
         if self.old_policy_decay == "none":
             # Until the first update the old policy is the present one, and its call is saved.
             train -= first_update(config, self.updates) * trained * guidance
-        return matching_calls(config, guided, trained=trained, states=states * guidance, train=train)
+        return matching_calls(self, config, guided, trained=trained, states=states * guidance, train=train)
 
     def snapshots(self, config: Config) -> list[str]:
         return ["old policy"]

@@ -28,7 +28,7 @@ class OfflineDPO(DiffusionDPO):
         "sampling.buckets": "trains on given pairs, which are resized to one size",
     }
     title: ClassVar[str] = "Offline DPO"
-    reads_pictures: ClassVar[bool] = True
+    trains_on = "pictures"
 
     algorithm: Literal["dpo_offline"] = "dpo_offline"
     """Which trainer."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from genrl.diffusion.files.lora_files import locate
 from genrl.diffusion.methods.opd.settings import OPD, Teacher
 from genrl.diffusion.policy.adapters import activate, load_lora
-from genrl.diffusion.policy.lora_files import locate
 from genrl.diffusion.policy.policy import guided
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.run import DiffusionRun

@@ -49,6 +49,5 @@ class PRDP(EveryStep):
     inner_epochs: Count = 1
     """Optimiser steps of one iteration, each over all its pairs (PRDP: 10 on few prompts, 1 on many)."""
 
-    @property
-    def epochs(self) -> int:
-        return self.inner_epochs
+    def optimizer_steps(self, iterations: int) -> int:
+        return iterations * self.inner_epochs

@@ -51,13 +51,13 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
     meter = Meter()
     meter.add_spread(group_statistics(rollouts.total, rollouts.group))
     empty = torch.full((num_steps, rollouts.num_samples), torch.nan, dtype=torch.float64)
-    run.start_training(settings.epochs * num_steps * len(rollouts.mine))
+    run.start_training(settings.inner_epochs * num_steps * len(rollouts.mine))
     sampled = [(i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()]
     old = run.gather(sampled, empty.clone())
     with run.weights.reference():
         reference = evaluated(run, rollouts, empty)
     rewards = rollouts.total.view(-1, run.config.sampling.group_size)
-    for epoch in range(settings.epochs):
+    for epoch in range(settings.inner_epochs):
         new = old if epoch == 0 else evaluated(run, rollouts, empty)
         now, start, before = (table.T.reshape(*rewards.shape, num_steps) for table in (new, reference, old))
         out, gradient = prdp_gradient(

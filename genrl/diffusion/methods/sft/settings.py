@@ -34,7 +34,7 @@ class PipelineSFT(Updating):
             "the prediction's unit squared",
         )
     }
-    reads_pictures: ClassVar[bool] = True
+    trains_on = "pictures"
 
     algorithm: Literal["sft"] = "sft"
     """Which trainer."""
@@ -54,7 +54,7 @@ class PipelineSFT(Updating):
     def calls(self, config: Config, guided: Guided) -> Calls:
         """One call for each picture, without guidance; nothing is sampled."""
         calls = float(config.sampling.images_per_iteration)
-        counts = matching_calls(config, guided, trained=1.0, states=calls, train=calls * self.epochs)
+        counts = matching_calls(self, config, guided, trained=1.0, states=calls, train=calls * self.epochs)
         return counts._replace(sample=0.0)
 
     def check_data(self, config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:

@@ -9,7 +9,7 @@ import genrl_rewards
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Section, Text
-from genrl.config.sections import Outage
+from genrl.config.sections import Waiting
 from genrl.vla.config.schema import Row, VLAMethod
 from genrl.vla.offline.settings import FROM_DATA, on_the_table
 
@@ -27,8 +27,8 @@ class Labels(Section):
     remote: Text | None = None
     """URL of a `genrl serve` of this judge, which is then not loaded here; null = none. Its token is taken from the
     environment variable GENRL_REWARD_TOKEN."""
-    outage: Outage = Outage()
-    """What happens when that server does not answer."""
+    outage: Waiting = Waiting()
+    """How long is waited for that server before the run stops."""
     batch_size: Count = 16
     """Pairs of a call; their answers are then in the cache."""
     margin: NonNegative = 0.05
@@ -104,9 +104,6 @@ class RLVLMF(VLAMethod):
         """Anything but a new policy on MiniTable, and a judge that does not exist or cannot judge its pictures."""
         yield from on_the_table(config, self.algorithm)
         labels = self.labels
-        if labels.outage.policy == "drop":
-            text = "pairs without an answer would be remembered as answers that cannot be read; write stop"
-            yield ("trainer.labels.outage.policy",), text
         if labels.remote is not None:
             if labels.args:
                 yield ("trainer.labels.args",), f"{labels.judge} is remote; give them to its server (--arg)"

@@ -18,7 +18,7 @@ class SFT(VLAMethod):
     """Supervised training on demonstrations: flow matching, noise prediction, or the policy's own loss."""
 
     title: ClassVar[str] = "Supervised training of policies in simulation"
-    imitates: ClassVar[Literal["never", "new", "always"]] = "always"
+    imitates = "always"
     trains: ClassVar[tuple[str, ...]] = ("velocity", "noise", "tokens", "actions")
 
     algorithm: Literal["sft"] = "sft"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from genrl.diffusion import encode_ahead
 from genrl.diffusion import train as training
-from genrl.diffusion.policy import encode_ahead
 from genrl.diffusion.policy.encoding import NotEncoded
 from genrl.diffusion.policy.encoding_store import Store
 from genrl.diffusion.policy.policy import Policy

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from genrl.config import LoRA, dump
 from genrl.data import prompts
-from genrl.diffusion.policy import formats
-from genrl.diffusion.policy.export import export, probe_of, save_lora
-from genrl.diffusion.policy.formats import ExportError, form_problem
+from genrl.diffusion.files import formats
+from genrl.diffusion.files.export import export, probe_of, save_lora
+from genrl.diffusion.files.formats import ExportError, form_problem
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.weights import trainable
 from genrl.runtime.folder import checkpoint

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from genrl.config import LoRA, dump
 from genrl.diffusion.config.sections import Model
+from genrl.diffusion.files.export import ExportError, export, save_lora, write_card
 from genrl.diffusion.policy.adapters import loads_lora
-from genrl.diffusion.policy.export import ExportError, export, save_lora, write_card
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import trainable
