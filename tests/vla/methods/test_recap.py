@@ -117,6 +117,14 @@ def test_it_learns_from_a_data_set_and_moves_the_critic_before_the_policy_alone(
     assert heads[0] and all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
 
 
+def test_all_steps_positive_and_told_is_supervised_training(root: Path, tmp_path: Path) -> None:
+    all_of_them = small(root, "recap", tmp_path, "trainer.positive=1", "trainer.drop=0").trainer
+    assert isinstance(all_of_them, RECAP)
+    advantage = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    positive = advantage >= recap.threshold(advantage, all_of_them.positive)
+    assert bool((recap.told_of(positive, torch.rand(50), all_of_them.drop, False) == 0).all())
+
+
 def test_data_that_compare_nothing_are_refused(root: Path, tmp_path: Path) -> None:
     told = f"demonstrations={{dataset: {recorded(tmp_path / 'data', wins=(True, True))}}}"
     with pytest.raises(ValueError, match="all 2 episodes are successes by next.success.*take sft"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Flag, Share, Text, Ways
+from genrl.config.section import Count, Flag, Fraction, Share, Text, Ways
 from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
 from genrl.vla.offline.settings import FROM_DATA
@@ -58,7 +58,7 @@ class RECAP(VLAMethod):
     """Steps that an advantage looks ahead: frames of a data set, decisions on the table (RLinf: 10; paper: 50)."""
     positive: Share = 0.3
     """Share of the steps that are held to be better than usual; 1 = supervised training on all of them."""
-    drop: Share = 0.1
+    drop: Fraction = 0.1
     """Share of the steps, drawn in every iteration, of which the policy is not told how good they are (RLinf: .1)."""
     positive_only: Flag = False
     """Say only of positive steps what they are (RLinf as released); false = of all."""
