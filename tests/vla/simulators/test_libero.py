@@ -44,7 +44,7 @@ def test_a_protocol_is_named_by_one_key() -> None:
     assert libero.describe((), Reading(chunk=1, max_steps=7), {}).max_steps == 7
     with pytest.raises(ValueError, match="no protocol 'openpy'; did you mean openpi"):
         limit((), protocol="openpy")
-    with pytest.raises(ValueError, match=r"knows protocol and assets, not \['camera'\]"):
+    with pytest.raises(ValueError, match=r"knows protocol, assets and reflections, not \['camera'\]"):
         limit((), camera="front")
 
 
