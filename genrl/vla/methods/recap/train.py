@@ -72,7 +72,7 @@ class Mixed(NamedTuple):
 def mixed(config: VLAConfig, settings: RECAP, policy: Any) -> tuple[Mixed, tuple[str, ...]]:
     """The data for the policy, or for the new one that is to be made, and the words in them. Raises ValueError for a
     data set of successes or failures alone."""
-    reader = config.policy.new if policy is None else policy
+    reader: Any = config.policy.new if policy is None else policy
     inputs = read_by(config.policy.new) if policy is None else policy.inputs
     folder = None if config.demonstrations is None else config.demonstrations.dataset
     shown = None if folder is None else dataset_episodes(config, folder, inputs, [settings.outcome])

@@ -67,6 +67,8 @@ def chosen(tasks: Sequence[str], settings: Mapping[str, Any]) -> tuple[tuple[str
     protocol, assets = settings.get("protocol", "lerobot"), settings.get("assets", "")
     if unknown := sorted(set(settings) - {"protocol", "assets", "reflections"}):
         raise ValueError(f"environment.args: libero knows protocol, assets and reflections, not {unknown}")
+    if not isinstance(shown := settings.get("reflections", True), bool):
+        raise ValueError(f"environment.args: reflections is true or false, found {shown!r}")
     if protocol not in PROTOCOLS:
         near = difflib.get_close_matches(str(protocol), PROTOCOLS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
