@@ -27,6 +27,7 @@ MAZE = {"num_envs": 64, "chunk": 16, "tasks": ("umaze",), "max_steps": 160}
 HAND = {"num_envs": 64, "chunk": 4}
 PLANE = {"num_envs": 64, "chunk": 8, "max_steps": 32}
 FETCH = {"num_envs": 16, "chunk": 8, "proprioception": 3, "instruction": "push the box to the goal"}
+KITCHEN = {"num_envs": 2, "chunk": 8, "tasks": ("libero_object/1",), "timeout_s": 600.0, "start_timeout_s": 600.0}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minitable, state": ("genrl", "minitable", {"num_envs": 512, "chunk": 4}),
     "minitable, 32 px": ("genrl", "minitable", {"num_envs": 512, "chunk": 4, "image_size": 32}),
@@ -42,6 +43,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "reacher, 32 px": ("mujoco", "reacher", PLANE | {"image_size": 32}),
     "pusht, state": ("gym_pusht", "gym_pusht/PushT-v0", {"num_envs": 16, "chunk": 8, "proprioception": 2}),
     "pusht, 96 px": ("gym_pusht", "gym_pusht/PushT-v0", {"num_envs": 16, "chunk": 8, "image_size": 96}),
+    "libero, state": ("libero", "libero", KITCHEN),
+    "libero, two of 256 px": ("libero", "libero", KITCHEN | {"image_size": 256, "cameras": ("image", "image2")}),
     "fetch push, state": ("gymnasium_robotics", "FetchPush-v4", FETCH),
 }
 

@@ -173,7 +173,7 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     source = config.demonstrations
     reader = config.policy.new if policy is None else policy
     assert source is not None and reader is not None
-    inputs = _read_by(config.policy.new) if policy is None else policy.inputs
+    inputs = read_by(config.policy.new) if policy is None else policy.inputs
     if source.dataset is not None and POINTS in inputs:
         raise ValueError("demonstrations.dataset: data sets hold no clouds of points; write demonstrations.expert: N")
     steps = recorded(config)
@@ -181,7 +181,7 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
         inputs = tuple(name for name in inputs if name != ENVIRONMENT or config.environment.proprioception)
         demonstrated_steps = _recorded(config, steps, inputs)
     elif source.dataset is not None:
-        demonstrated_steps = _dataset(config, source.dataset, inputs)
+        demonstrated_steps = dataset_episodes(config, source.dataset, inputs)
     else:
         cameras = [name.removeprefix(IMAGES) for name in inputs if name.startswith(IMAGES)]
         demonstrated_steps = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0, cameras)
@@ -193,14 +193,16 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
     return frames, words
 
 
-def _read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
+def read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
     """What a new policy will read."""
     assert new is not None
     looks = {IMAGE: new.image_size, POINTS: new.points, STATE: True, ENVIRONMENT: not new.looks, TOKENS: True}
     return tuple(name for name, used in looks.items() if used)
 
 
-def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
+def dataset_episodes(config: VLAConfig, folder: str, inputs: Sequence[str], also: Sequence[str] = ()) -> Shown:
+    """The episodes of a LeRobotDataset with what a policy reads, its actions, and these columns beside them. Raises
+    ValueError for one that lacks any of them."""
     assert config.demonstrations is not None
     dataset, camera = open_dataset(local_folder(folder, "dataset")), config.demonstrations.camera
     name = config.environment.name
@@ -213,7 +215,7 @@ def _dataset(config: VLAConfig, folder: str, inputs: Sequence[str]) -> Shown:
         raise ValueError(f"{key}: {folder} has no pictures named {missing}, only {dataset.cameras}")
     held = dataset.features
     stored = {name: other for name, other in OPENPI.items() if name not in held and other in held}
-    columns = [stored.get(name, name) for name in (*columns, ACTION)]
+    columns = [stored.get(name, name) for name in (*columns, *also, ACTION)]
     if lacking := [name for name in columns if name not in held]:
         text = f"{folder} has no column {lacking[0]!r}; it has {', '.join(sorted(held))}"
         raise ValueError(f"demonstrations.dataset: {text}")

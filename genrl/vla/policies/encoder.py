@@ -156,7 +156,8 @@ class ObservationEncoder(nn.Module):
         """Features of pictures uint8 [B, S, S, 3] under what the instruction says, [B, `LANGUAGE`]: [B, `PICTURE`]."""
         side = self.inputs.image
         if image.dtype != torch.uint8 or image.shape[1:] != (side, side, 3):
-            raise ValueError(f"{IMAGE} must be uint8 [B, {side}, {side}, 3], got {image.dtype} {list(image.shape)}")
+            text = f"{IMAGE} must be uint8 [B, {side}, {side}, 3], got {image.dtype} {list(image.shape)}"
+            raise ValueError(f"{text}: crop or pad pictures that are no squares in the environment")
         x = image.permute(0, 3, 1, 2).float() / 255.0 - 0.5
         for convolution, norm, film in zip(self.convolutions, self.norms, self.film, strict=True):
             scale, shift = film(language)[:, :, None, None].chunk(2, 1)

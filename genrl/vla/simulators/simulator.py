@@ -270,13 +270,7 @@ class Simulator:
     def _sized(self, shown: NDArray[Any] | None, camera: str) -> NDArray[np.uint8]:
         size, who = self.reading.image_size, str(self.env.unwrapped)
         picture = self._rendered(size, camera) if shown is None else shown
-        shape = np.shape(picture)
-        if len(shape) == 3 and shape[0] != shape[1]:
-            raise Misuse(
-                f"{who} shows pictures of {shape[0]} x {shape[1]} (height x width), and the policy reads squares of "
-                f"{size}: crop or pad them in the environment, as in the data that the policy was trained on"
-            )
-        return as_picture(picture, size, who)
+        return as_picture(picture, size, who, squeezed=False)
 
 
 class SlotHost:
@@ -495,13 +489,16 @@ def registered(name: str, max_steps: int | None, settings: Mapping[str, Any]) ->
     return env
 
 
-def as_picture(shown: Any, size: int, who: str) -> NDArray[np.uint8]:
-    """uint8 [size, size, 3] of a rendered picture, by averages over areas."""
+def as_picture(shown: Any, size: int, who: str, *, squeezed: bool = True) -> NDArray[np.uint8]:
+    """uint8 [size, size, 3] of a rendered picture, by averages over areas. Not squeezed, its longer side is `size`, and
+    a policy that reads squares pads it in its own way (`robot.letterbox`), as it does those of its data."""
     picture = np.asarray(shown)
     if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
         raise Misuse(
             f"{who} renders {type(shown).__name__}, no uint8 picture [S, S, 3]: has it render_mode='rgb_array'?"
         )
-    if picture.shape[:2] == (size, size):
+    high, wide = picture.shape[:2]
+    wanted = (size, size) if squeezed else (high * size // max(high, wide), wide * size // max(high, wide))
+    if (high, wide) == wanted:
         return np.ascontiguousarray(picture)
-    return np.asarray(Image.fromarray(picture).resize((size, size), Image.Resampling.BOX))
+    return np.asarray(Image.fromarray(picture).resize(wanted[::-1], Image.Resampling.BOX))

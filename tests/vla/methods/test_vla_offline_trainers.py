@@ -41,6 +41,8 @@ SMALL = {
     "rl_vlm_f": "environment.num_envs=6 trainer.episodes=12 trainer.labels.pairs=10 trainer.labels.rounds=2 "
     "trainer.labels.steps=3 trainer.critic_steps=3 trainer.steps_per_iteration=3 trainer.batch_size=8 "
     "optimizer.schedule=constant",
+    "recap": "environment.num_envs=4 trainer.episodes=24 trainer.value_steps=3 trainer.steps_per_iteration=2 "
+    "trainer.batch_size=8",
     "v_ptr": "environment.num_envs=4 trainer.episodes=12 trainer.videos=6 trainer.pretraining_steps=2 "
     "trainer.critic_steps=3 trainer.steps_per_iteration=2 trainer.batch_size=8",
 }

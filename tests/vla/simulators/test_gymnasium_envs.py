@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from genrl.config import load
 from genrl.vla.simulators.contract import Environment, Misuse, Reading, Simulation
-from genrl.vla.simulators.simulator import Simulator, find_registered, headless, is_function, named
+from genrl.vla.simulators.simulator import Simulator, as_picture, find_registered, headless, is_function, named
 from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import train
 from tests.run_folders import rows
@@ -157,11 +157,12 @@ def test_an_environment_without_a_seed_is_told_what_reset_takes() -> None:
 
 @pytest.mark.parametrize("by_itself", [True, False], ids=["observed", "rendered"])
 def test_a_policys_picture_is_not_squeezed(by_itself: bool) -> None:
-    """Films may be."""
+    """Its longer side is fitted, the policy pads it as it does those of its data; films may be squeezed."""
     simulator = Simulator(Wide(by_itself), Reading(chunk=1, image_size=32))
-    with pytest.raises(Misuse, match=r"shows pictures of 48 x 64 \(height x width\).*squares of 32"):
-        simulator.begin(0)
+    assert simulator.begin(0).observation["pixels"].shape == (1, 24, 32, 3)
     assert simulator.picture(32).shape == (32, 32, 3)
+    shown = as_picture(np.arange(480 * 640 * 3, dtype=np.uint8).reshape(480, 640, 3), 640, "it", squeezed=False)
+    assert shown.shape == (480, 640, 3), "what a policy of such pictures reads (ACT on ALOHA) is as it is"
 
 
 def test_names() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,10 @@ def test_a_protocol_is_named_by_one_key() -> None:
     assert libero.describe((), Reading(chunk=1, max_steps=7), {}).max_steps == 7
     with pytest.raises(ValueError, match="no protocol 'openpy'; did you mean openpi"):
         limit((), protocol="openpy")
-    with pytest.raises(ValueError, match=r"knows protocol and assets, not \['camera'\]"):
+    with pytest.raises(ValueError, match=r"knows protocol, assets and reflections, not \['camera'\]"):
         limit((), camera="front")
+    with pytest.raises(ValueError, match="reflections is true or false, found 'off'"):
+        limit((), reflections="off")
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,6 +65,19 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert f"scenes are not in {tmp_path}" in lines
     (tmp_path / "scenes").mkdir()
     assert package.scenes(str(tmp_path)) == tmp_path
+
+
+def test_what_belongs_to_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts of other scenes, which would put things anywhere; and a simulator whose packages are incomplete."""
+    env = object.__new__(libero.LiberoEnv)
+    env.task, env.starts = "libero_object/1", np.zeros((3, 5))
+    env.env = SimpleNamespace(sim=SimpleNamespace(model=SimpleNamespace(nq=7, nv=6)))
+    monkeypatch.setattr(env, "_forget", lambda: None)
+    with pytest.raises(Misuse, match=r"starts of libero_object/1 have 5 numbers, its scene 14.*another version"):
+        env.reset(seed=0)
+    monkeypatch.setattr(package, "missing", lambda assets="": ["LIBERO's scenes are not in nowhere: pip"])
+    with pytest.raises(Misuse, match="scenes are not in nowhere"):
+        package.opened("nowhere")
 
 
 def test_axis_angle() -> None:

@@ -29,7 +29,8 @@ CAMERAS = {"image": "agentview", "image2": "robot0_eye_in_hand"}
 REST = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
 """The action while objects fall into place: none, gripper open."""
 READ = ("robot0_eef_pos", "robot0_eef_quat", "robot0_gripper_qpos")
-"""What of robosuite's observations is read; the others are not computed."""
+"""What of robosuite's observations is read; the others are taken out, as even those that are off are asked for in each
+of the 25 substeps of an action."""
 THINGS = 4
 """Places in `environment_state`: no task of LIBERO's own suites names more."""
 
@@ -42,6 +43,7 @@ def describe(tasks: Sequence[str], reading: Reading, settings: Mapping[str, Any]
     protocol, assets = settings.get("protocol", "lerobot"), settings.get("assets", "")
     # with a limit of the user's, a suite's own is that, too
     own = {"protocol": protocol, "assets": assets, "limit": reading.max_steps}
+    own["reflections"] = settings.get("reflections", True)
     limit = longest if reading.max_steps is None else reading.max_steps
     arguments = {"tasks": names, "reading": replace(reading, max_steps=limit), "own": own}
     return Description(host, arguments, len(names), limit, in_order=True)
@@ -65,10 +67,18 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
 
     cameras = tuple(CAMERAS)
 
-    def __init__(self, task: str, *, protocol: str = "lerobot", assets: str = "", limit: int | None = None) -> None:
+    def __init__(
+        self,
+        task: str,
+        *,
+        protocol: str = "lerobot",
+        assets: str = "",
+        limit: int | None = None,
+        reflections: bool = True,
+    ) -> None:
         suite, _, number = task.partition("/")
         folder, row = opened(assets), tasks_of(suite, assets)[int(number)]
-        self.task, self.protocol = task, PROTOCOLS[protocol]
+        self.task, self.protocol, self.reflections = task, PROTOCOLS[protocol], reflections
         self.limit = self.protocol.limit(suite) if limit is None else limit
         self.task_description: str = row.language
         self.starts = starts(folder / "init_files" / row.problem_folder / row.init_states_file)
@@ -88,10 +98,7 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
             control: Any = ControlEnv(
                 bddl, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True, hard_reset=False
             )
-        for name, observable in control.env._observables.items():
-            if name not in READ:
-                observable.set_enabled(False)
-                observable.set_active(False)
+        control.env._observables = {name: control.env._observables[name] for name in READ}
         return control
 
     @property
@@ -247,6 +254,7 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
         other's scenes."""
         sim = self.env.sim
         if sim._render_context_offscreen is None:
+            import mujoco
             from robosuite.utils.binding_utils import MjRenderContextOffscreen
 
             sim.forward = lambda: (
@@ -257,6 +265,8 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
             finally:
                 del sim.forward
             context.vopt.geomgroup[:2] = 0, 1  # what is seen, without what collides
+            if not self.reflections:
+                context.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         sim._render_context_offscreen.gl_ctx.make_current()
 
 

@@ -98,7 +98,9 @@ def action(env: LiberoEnv) -> NDArray[np.float32]:
     grip = float(np.sign(ready - shut))
     if beside > 0.03 and above < HOVER / 2:
         return moved(np.array([0.0, 0.0, HOVER - above]), grip=grip)
-    height = HOVER if beside > 0.01 + 0.1 * max(0.0, HOVER / 2 - above) else 0.0
+    # high on the cabinet, near the end of its reach, the hand comes no nearer than this
+    near = 0.014 if by_rim else 0.01
+    height = HOVER if beside > near + 0.1 * max(0.0, HOVER / 2 - above) else 0.0
     return moved(place + (0.0, 0.0, height) - hand, grip=grip)
 
 

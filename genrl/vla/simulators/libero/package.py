@@ -62,10 +62,13 @@ PROTOCOLS = {
 
 def chosen(tasks: Sequence[str], settings: Mapping[str, Any]) -> tuple[tuple[str, ...], int]:
     """The single tasks, and the longest of their episodes. settings: `protocol`, one of `PROTOCOLS`, else lerobot;
-    `assets`, the folder of the scenes, where it is none of the usual ones. Raises ValueError for others."""
+    `assets`, the folder of the scenes, where it is none of the usual ones; `reflections`, false for pictures without
+    them. Raises ValueError for others."""
     protocol, assets = settings.get("protocol", "lerobot"), settings.get("assets", "")
-    if unknown := sorted(set(settings) - {"protocol", "assets"}):
-        raise ValueError(f"environment.args: libero knows protocol and assets, not {unknown}")
+    if unknown := sorted(set(settings) - {"protocol", "assets", "reflections"}):
+        raise ValueError(f"environment.args: libero knows protocol, assets and reflections, not {unknown}")
+    if not isinstance(shown := settings.get("reflections", True), bool):
+        raise ValueError(f"environment.args: reflections is true or false, found {shown!r}")
     if protocol not in PROTOCOLS:
         near = difflib.get_close_matches(str(protocol), PROTOCOLS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

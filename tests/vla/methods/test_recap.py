@@ -1,0 +1,157 @@
+"""RECAP: its numbers against arrays of a released trainer, what a policy is told, data sets, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from genrl.config import ConfigError
+from genrl.playground.minitable.world import TableWorld
+from genrl.vla.data.lerobot_dataset import Episode, write_dataset
+from genrl.vla.methods.recap import train as recap
+from genrl.vla.methods.recap.settings import RECAP
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS
+from genrl.vla.setup import load_trained
+from genrl.vla.train import train
+from tests.run_folders import rows
+from tests.vla.methods.test_vla_offline_trainers import small
+from tests.vla.published_runs import config
+
+
+def test_the_numbers_of_the_released_trainer(golden: Callable[[str], Any]) -> None:
+    told = golden("recap")
+    names = sorted(name for name in told if name.startswith("episode") and name.count("_") == 0)
+    lengths, success = (torch.tensor([int(told[name][k]) for name in names]) for k in (0, 1))
+    left = recap.returns(lengths, success.bool(), -float(told["failure_reward"]))
+    assert torch.equal(left, torch.from_numpy(np.concatenate([told[f"{name}_return"] for name in names])))
+    values = torch.from_numpy(np.concatenate([told[f"{name}_value"] for name in names]))
+    found = recap.advantages(left.double(), values, lengths, int(told["lookahead"]))
+    want = np.concatenate([told[f"{name}_advantage_as_released"] for name in names])
+    np.testing.assert_allclose(found.numpy(), want, rtol=1e-5, atol=1e-7)
+    bound = recap.threshold(found, 0.3)
+    assert float(bound) == pytest.approx(float(told["threshold_top30"]), abs=1e-7)
+    assert torch.equal(found >= bound, torch.from_numpy(told["positive"]))
+
+
+def test_the_critic_of_the_released_trainer(golden: Callable[[str], Any]) -> None:
+    told = golden("recap")
+    logits = torch.tensor(told["value_logits"], requires_grad=True)
+    found = recap.value_loss(logits, torch.from_numpy(told["value_target"]))
+    np.testing.assert_allclose(found.detach().numpy(), told["value_loss"], rtol=1e-5)
+    found.mean().backward()
+    assert logits.grad is not None
+    np.testing.assert_allclose(logits.grad.numpy(), told["value_grad"], atol=1e-6)
+    np.testing.assert_allclose(recap.expected(logits).detach().numpy(), told["value_mean"], atol=1e-6)
+
+
+@pytest.mark.parametrize("positive_only", [True, False])
+def test_who_is_told_what(golden: Callable[[str], Any], positive_only: bool) -> None:
+    told, name = golden("recap"), "positive_only" if positive_only else "both"
+    positive, uniform = (torch.from_numpy(told[key]) for key in ("positive", "route_uniform"))
+    which = recap.told_of(positive, uniform, float(told["route_drop"]), positive_only).numpy()
+    for place, part in enumerate(("positive_conditional", "negative_conditional")):
+        assert np.array_equal(which == place, told[f"route_{name}_{part}_mask"])
+    assert np.array_equal(which != 2, told[f"route_{name}_conditional_mask"])
+
+
+def test_an_advantage_does_not_depend_on_whether_anyone_succeeded() -> None:
+    """Worked by hand: two failures of 3 and 2 steps that cost 4 each; values of 0 everywhere."""
+    left = recap.returns(torch.tensor([3, 2]), torch.tensor([False, False]), 4.0)
+    assert left.tolist() == [-6, -5, -4, -5, -4]
+    found = recap.advantages(left, torch.zeros(5), torch.tensor([3, 2]), 2)
+    assert found.tolist() == [-1.0, -2.5, -2.0, -2.5, -2.0]  # -2 / 2 within, all that is left beyond
+    assert recap.normalised(left).tolist() == [-1.0, -0.5, 0.0, -0.5, 0.0]
+
+
+def test_the_best_steps_have_the_bare_instruction(root: Path, tmp_path: Path) -> None:
+    settings = small(root, "recap", tmp_path)
+    assert isinstance(settings.trainer, RECAP)
+    policy: Any = recap.new_policy(settings)
+    data, _ = recap.mixed(settings, settings.trainer, policy)
+    count = len(data.frames[ACTION])
+    assert int(data.lengths.sum()) == count and 0 < int(data.success.sum()) < len(data.success)
+    bare = data.shown(torch.zeros(count, dtype=torch.int64))[TOKENS]
+    for place, clause in enumerate(recap.CLAUSES):
+        said = data.shown(torch.full((count,), place))[TOKENS]
+        words = policy.tokenise([clause])[0].tolist() if clause else []
+        assert [int(n) for n in said[0] if n] == [int(n) for n in bare[0] if n] + words
+    lines = {tuple(policy.tokenise([line])[0].tolist()) for line in TableWorld().lines}
+    assert {tuple(int(n) for n in row if n) for row in bare.tolist()} <= lines
+
+
+def recorded(folder: Path, *, wins: tuple[bool, ...] = (True, False, True), pictures: bool = False) -> Path:
+    """Episodes with states of MiniTable's widths, of different lengths."""
+    episodes = []
+    for number, won in enumerate(wins):
+        rng, length = np.random.default_rng(number), 5 + number
+        columns = {
+            STATE: rng.normal(size=(length, 3)).astype(np.float32),
+            ENVIRONMENT: rng.normal(size=(length, 6)).astype(np.float32),
+            ACTION: rng.uniform(-1, 1, size=(length, 3)).astype(np.float32),
+            "next.success": ((np.arange(length) == length - 1) & won)[:, None],
+        }
+        if pictures:
+            columns[IMAGE] = rng.integers(0, 256, size=(length, 32, 32, 3), dtype=np.uint8)
+        episodes.append(Episode(["touch the red block"] * length, columns))
+    write_dataset(folder, episodes, fps=10)
+    return folder
+
+
+TINY = ("trainer.value_steps=3", "trainer.steps_per_iteration=2", "trainer.batch_size=8", "iterations=1")
+
+
+def test_it_learns_from_a_data_set_and_moves_the_critic_before_the_policy_alone(root: Path, tmp_path: Path) -> None:
+    folder = recorded(tmp_path / "data")
+    told = f"demonstrations={{dataset: {folder}}}"
+    run = train(small(root, "recap", tmp_path / "run", told, *TINY, "iterations=2", "optimizer.weight_decay=0.1"))
+    last = rows(run)[-1]
+    assert last["data/success_mean"] == pytest.approx(2 / 3) and 0 < last["data/positive"] < 1
+    heads = [
+        {k: v for k, v in load_trained(run, step=n).state_dict().items() if k.startswith("value_")} for n in (1, 2)
+    ]
+    assert heads[0] and all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
+
+
+def test_all_steps_positive_and_told_is_supervised_training(root: Path, tmp_path: Path) -> None:
+    all_of_them = small(root, "recap", tmp_path, "trainer.positive=1", "trainer.drop=0").trainer
+    assert isinstance(all_of_them, RECAP)
+    advantage = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    positive = advantage >= recap.threshold(advantage, all_of_them.positive)
+    assert bool((recap.told_of(positive, torch.rand(50), all_of_them.drop, False) == 0).all())
+
+
+def test_data_that_compare_nothing_are_refused(root: Path, tmp_path: Path) -> None:
+    told = f"demonstrations={{dataset: {recorded(tmp_path / 'data', wins=(True, True))}}}"
+    with pytest.raises(ValueError, match="all 2 episodes are successes by next.success.*take sft"):
+        train(small(root, "recap", tmp_path / "run", told))
+    with pytest.raises(ValueError, match="has no column 'next.reward'"):
+        train(small(root, "recap", tmp_path / "run", told, "trainer.outcome=next.reward"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("environment.name=metaworld", "demonstrations.dataset.*successes and failures"),
+        ("demonstrations={expert: 4}", "demonstrations.expert.*only succeeds"),
+        ("policy.new.image_size=32", "sees nothing yet; write image_size: 0"),
+        ("sampler={kind: diffusion}", "recap cannot train a policy that predicts noise"),
+    ],
+)
+def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(root, "recap", tmp_path, override)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla"])
+def test_published_policies_learn_so_from_pictures(tmp_path: Path, kind: str) -> None:
+    data = recorded(tmp_path / "data", pictures=True)
+    trainer = {"algorithm": "recap", "value_steps": 2, "steps_per_iteration": 2, "batch_size": 4, "bins": 11}
+    changes: dict[str, Any] = {"demonstrations": {"dataset": str(data)}, "evaluation": {"every": 1, "episodes": 4}}
+    run = train(config(tmp_path, kind, trainer=trainer, iterations=1, **changes))
+    assert 0 < rows(run)[-1]["data/positive"] < 1
