@@ -34,6 +34,6 @@ def unchecked(config: RunConfig, *, rows: bool, memory: bool) -> Iterator[str]:
     elif config.kind == "diffusion":
         from genrl.cli.diffusion import components_of
 
-        if any(part.name == "unet" for part in components_of(run)):
+        if any(part.name == "unet" for part in components_of(run, ask=True)):
             yield "memory of a UNet's activations"
     yield "time, and room on the disk"
