@@ -62,4 +62,6 @@ def _one_by_one(
         table.add_row(safe(step.change) or "as it is", size(step.num_bytes))
     if enough is None:
         return [table, f"it does not fit with all of these; {otherwise}"]
-    return [table, "it fits" + (f" with the {len(enough) - 1} changes above" if len(enough) > 1 else " as it is")]
+    made = len(enough) - 1
+    above = f"with the {made} changes above" if made > 1 else "with the change above" if made else "as it is"
+    return [table, f"it fits {above}"]
