@@ -38,17 +38,17 @@ def from_hub(source: str, revision: str | None, folder: Path, hub: Any = None) -
             elif name.endswith(".safetensors"):
                 tensors = hub.parse_safetensors_file_metadata(source, name, revision=revision).tensors
                 _write_header(folder / name, tensors)
-    except (*hub_errors(), NotASafetensorsRepoError, SafetensorsParsingError) as error:
+    except hub_errors(NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise OSError(f"the hub does not say how large it is: {str(error).strip().partition(chr(10))[0]}") from error
     return folder
 
 
-def hub_errors() -> tuple[type[Exception], ...]:
-    """What huggingface_hub raises where a request fails: OSError, and the errors of the HTTP library that this release
-    of it is made with (httpx or httpx2), which it wraps in few places."""
+def hub_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Others, and what huggingface_hub raises where a request fails: OSError, and the errors of the HTTP library that
+    this release of it is made with (httpx or httpx2), which it wraps in few places."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+    return (*others, *cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__))
 
 
 def _write_header(file: Path, tensors: Any) -> None:

@@ -52,7 +52,7 @@ def push(run: Path, folder: Path, repo: str, *, private: bool = False) -> str:
     try:
         address = hub.create_repo(repo, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model trained with genrl")
-    except (*hub_errors(), ValueError) as error:
+    except hub_errors(ValueError) as error:
         hidden = " --private" if private else ""
         raise RuntimeError(
             f"{folder} is written, but was not uploaded to {repo}: {error}. Log in by `hf auth login` with a token "
@@ -122,7 +122,7 @@ def licence_of(base: str) -> str | None:
         return None
     try:
         found = ModelCard.load(local if local.is_file() else base, ignore_metadata_errors=True).data.license
-    except (EntryNotFoundError, *hub_errors(), ValueError):
+    except hub_errors(EntryNotFoundError, ValueError):
         return None
     return found if isinstance(found, str) else None
 
@@ -138,7 +138,7 @@ def local_folder(name: str, kind: str = "model") -> Path:
         # weights once, in the form that is read; pickles and other programs' checkpoints never
         skipped = ["*.bin", "*.msgpack", "*.h5", "*.onnx", "*.pkl"]
         return Path(snapshot_download(name, repo_type=kind, ignore_patterns=skipped))
-    except (*hub_errors(), ValueError) as error:
+    except hub_errors(ValueError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(f"{name}: there is no such folder, and the hub does not give it: {why}") from error
 
@@ -164,7 +164,7 @@ def fetch(name: str) -> tuple[Path, list[str]]:
             if there in beside and keys != "output" and not text.endswith(".py"):
                 here = hub.hf_hub_download(repo, there, revision=revision)
                 overrides += [] if keys == "include" else [f"{keys}={here}"]
-    except (*hub_errors(), ValueError, yaml.YAMLError) as error:
+    except hub_errors(ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
             f"{name}: the hub does not give it: {why}. Is it written {FORM}? A private one needs `hf auth login`"

@@ -70,7 +70,7 @@ def test_measured_peaks(root: Path) -> None:
     """Stored by benchmarks/full_size_policies.py: one iteration each in a process of its own, within 15 %."""
     measured = json.loads((root / "benchmarks/results/full_size_policies.json").read_text())["found"]
     rows = {name: row for name, row in measured.items() if "estimate_bytes" in row}
-    assert rows
+    assert rows.keys() >= {"smolvla", "pi05"}
     for name, row in rows.items():
         assert row["estimate_bytes"] == pytest.approx(row["peak_bytes"], rel=0.15), name
 
