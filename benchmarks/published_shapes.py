@@ -4,7 +4,8 @@
 
 Each network is made without memory for its weights (device meta) by the classes of diffusers and transformers, with the
 values of the config.json that its authors published; those of denoisers and autoencoders stand in
-`benchmarks.full_size` (here at full depth), those of text encoders below. Writes genrl/diffusion/config/published.json.
+`benchmarks.full_size` (here at full depth), those of text encoders below. Writes genrl/diffusion/config/published.json;
+and genrl/vla/config/published.json, policies by the names and shapes of their files (`tests.vla`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 from torch import nn
 
 from benchmarks.full_size import MODELS, Published
+from tests.vla import openvla_folders
+from tests.vla.published import PI_REAL, SMOL_REAL, pi_shapes, smol_shapes
 
 FILE = Path(__file__).parents[1] / "genrl/diffusion/config/published.json"
+POLICY_FILE = Path(__file__).parents[1] / "genrl/vla/config/published.json"
 DEPTHS: dict[str, dict[str, Any]] = {
     "sd35_large": {"num_layers": 38},
     "wan22_a14b": {"num_layers": 40},
@@ -95,19 +99,33 @@ OF: dict[str, dict[str, str]] = {
 """The text encoders of each pipeline of `full_size` that a recipe trains."""
 
 
-def packed(model: nn.Module) -> list[list[Any]]:
-    """[name, shape] of each tensor that is saved; of those alike but for one number [name with `#`, shape, numbers]."""
-    groups: defaultdict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
-    single: list[list[Any]] = []
+LIBERO = {"input_features": {f"observation.images.image{n}": {"type": "VISUAL"} for n in ("", 2)}}
+"""Of policies that were fine-tuned for LIBERO: its two cameras."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "lerobot/pi0_libero_finetuned": {"type": "pi0", "stored": 4, **LIBERO},
+    "lerobot/pi05_libero_finetuned": {"type": "pi05", "stored": 4, **LIBERO},
+    "HuggingFaceVLA/smolvla_libero": {"type": "smolvla", "stored": 2, "train_expert_only": True, **LIBERO},
+    "Haozhan72/Openvla-oft-SFT-libero10-traj1": {"model_type": "openvla", "stored": 2},
+}
+"""What of their config.json the estimate reads, and the bytes of a number in their files."""
+
+
+def saved(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that are saved, by name."""
     tied = getattr(model.config, "tie_word_embeddings", False)
     shared = (getattr(model, "_tied_weights_keys", None) or ()) if tied else ()
-    for name, tensor in model.state_dict().items():
-        if name in shared:
-            continue
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in shared}
+
+
+def packed(shapes: Mapping[str, tuple[int, ...]]) -> list[list[Any]]:
+    """[name, shape] of each tensor; of those alike but for one number [name with `#`, shape, numbers]."""
+    groups: defaultdict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    single: list[list[Any]] = []
+    for name, shape in shapes.items():
         if match := re.search(r"(?<=\.)\d+(?=\.)", name):
-            groups[f"{name[: match.start()]}#{name[match.end() :]}", tuple(tensor.shape)].append(int(match.group()))
+            groups[f"{name[: match.start()]}#{name[match.end() :]}", shape].append(int(match.group()))
         else:
-            single.append([name, list(tensor.shape)])
+            single.append([name, list(shape)])
     return single + [[name, list(shape), runs(numbers)] for (name, shape), numbers in groups.items()]
 
 
@@ -125,7 +143,7 @@ def runs(numbers: list[int]) -> list[list[int]]:
 def row(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A network of the table."""
     plain = {key: value for key, value in settings.items() if not key.startswith("_") and value is not None}
-    return {"class": type(model).__name__, "settings": plain, "shapes": packed(model)}
+    return {"class": type(model).__name__, "settings": plain, "shapes": packed(saved(model))}
 
 
 def networks(key: str, model: Published) -> dict[str, Any]:
@@ -143,8 +161,29 @@ def networks(key: str, model: Published) -> dict[str, Any]:
     return found
 
 
+def write_policies() -> None:
+    """The table of policies."""
+    shapes = {
+        "pi0": pi_shapes(PI_REAL, adaptive=False),
+        "pi05": pi_shapes(PI_REAL, adaptive=True),
+        "smolvla": smol_shapes(SMOL_REAL),
+        "openvla": openvla_folders.shapes(openvla_folders.REAL),
+    }
+    write(POLICY_FILE, {"shapes": {kind: packed(of) for kind, of in shapes.items()}, "policies": POLICIES})
+
+
+def write(file: Path, table: Mapping[str, Mapping[str, Any]]) -> None:
+    """A table, an entry a line."""
+    parts = (
+        f'"{part}": {{\n' + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in table[part].items()) + "\n}"
+        for part in table
+    )
+    file.write_text("{" + ",\n".join(parts) + "}\n")
+
+
 def main() -> None:
-    """Write the table; print the number of weights of each pipeline's networks."""
+    """Write the tables; print the number of weights of each pipeline's networks."""
+    write_policies()
     table: dict[str, dict[str, Any]] = {"networks": {}, "pipelines": {}}
     for name, (kind, config, settings) in ENCODERS.items():
         with torch.device("meta"):
@@ -160,11 +199,7 @@ def main() -> None:
             seen |= {name: same for name in (names if part == "denoiser" else [part])}
         for source in (model.source, *(source for source, of in SAME.items() if of == key)):
             table["pipelines"][source] = encoders | seen
-    lines = (
-        f'"{part}": {{\n' + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in table[part].items()) + "\n}"
-        for part in table
-    )
-    FILE.write_text("{" + ",\n".join(lines) + "}\n")
+    write(FILE, table)
     from genrl.diffusion.config.published import published
 
     for source in table["pipelines"]:

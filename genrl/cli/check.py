@@ -52,8 +52,9 @@ def check(
 
     A configuration on the hub is written `hub:org/name/config.yaml`.
 
-    `--memory 24GB` says whether a run that trains a pipeline fits on such a card, and if not which keys to change, in
-    their order; of a vision-language model it says in which ways it can be trained there.
+    `--memory 24GB` says whether a run fits on such a card, and if not which keys to change, in their order; of a
+    vision-language model it says in which ways it can be trained there. A model need not be on this machine: most
+    published ones are known, and of others the hub is asked for shapes, some hundred kB.
 
     `--rows` goes over all rows of the data, data sets included: pictures are opened, questions are put together, and
     those that would fail are named. It exits with code 1 if there are any.
@@ -72,7 +73,7 @@ def check(
             raise typer.BadParameter("give one file: it lists the keys of one configuration", param_hint="--explain")
         raise typer.Exit(2 if _report(list(dict.fromkeys(files)), overrides) else 0)
 
-    from genrl.cli.diffusion import card_bytes
+    from genrl.cli.cards import card_bytes
 
     card = None if memory is None else card_bytes(memory)
     if _show(*opened(files[0], overrides), card=card, rows=rows, explain=explain):
@@ -83,7 +84,7 @@ def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool,
     """Print what one configuration is and costs, and what of it was not checked; returns how many rows would fail."""
     from genrl.cli.tables import console, print_keys, safe
 
-    checked = examine(file, changes)
+    checked = examine(file, changes, ask=True)
     console.print("[green]valid[/green]")
     for note in checked.notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
@@ -97,8 +98,8 @@ def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool,
         console.print(part)
     if explain:
         print_keys(checked.config)
-    has_estimate = bool(cards) if checked.config.kind == "diffusion" else card is not None
-    console.print(f"not checked: {safe('; '.join(unchecked(checked.config, rows=rows, memory=has_estimate)))}")
+    known = any(not isinstance(part, str) for part in cards)  # a table, not a line that says why there is none
+    console.print(f"not checked: {safe('; '.join(unchecked(checked.config, rows=rows, memory=known)))}")
     return failing
 
 
@@ -125,7 +126,7 @@ def unchecked(config: RunConfig, *, rows: bool, memory: bool) -> Iterator[str]:
     elif config.kind == "diffusion":
         from genrl.cli.diffusion import components_of
 
-        if any(part.name == "unet" for part in components_of(run)):
+        if any(part.name == "unet" for part in components_of(run, ask=True)):
             yield "memory of a UNet's activations"
     yield "time, and room on the disk"
 
@@ -167,22 +168,25 @@ def _print_rows(config: RunConfig) -> int:
 
 def _cards(file: Path, overrides: Sequence[str], checked: Checked, card: float | None) -> Sequence[RenderableType]:
     """On which cards the run fits, or what it takes to fit on this one; raises BadParameter for what is no card."""
-    if checked.config.kind == "diffusion":
-        from genrl.cli import diffusion
+    match checked.config.kind:  # the classes of other kinds are not built
+        case "diffusion":
+            from genrl.cli import diffusion
 
-        return diffusion.cards(file, overrides, cast("Config", checked.config), card)
-    if checked.config.kind == "vlm":
-        from genrl.cli import vlm
+            return diffusion.cards(file, overrides, cast("Config", checked.config), card)
+        case "vla":
+            from genrl.cli import vla
 
-        return vlm.cards(cast("VLMConfig", checked.config), card)
-    if card is not None:
-        text = "memory is estimated for runs that train a pipeline or a vision-language model"
-        raise typer.BadParameter(text, param_hint="--memory")
+            return vla.cards(file, overrides, cast("VLAConfig", checked.config), card)
+        case "vlm":
+            from genrl.cli import vlm
+
+            return vlm.cards(cast("VLMConfig", checked.config), card)
     return []
 
 
-def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
-    """Validate one configuration. Raises ConfigError, or ValueError for parts that cannot be opened."""
+def examine(file: Path, overrides: Sequence[str] = (), *, ask: bool = False) -> Checked:
+    """Validate one configuration. ask: the hub, where nothing else says how large the model is. Raises ConfigError, or
+    ValueError for parts that cannot be opened."""
     from genrl.config import check_files, load_located
 
     config, origins = load_located(file, overrides)
@@ -197,7 +201,7 @@ def examine(file: Path, overrides: Sequence[str] = ()) -> Checked:
         case "diffusion":
             from genrl.cli import diffusion
 
-            summary = diffusion.summary(cast("Config", config))
+            summary = diffusion.summary(cast("Config", config), ask=ask)
         case "vla":
             from genrl.cli import vla
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-import typer
 from rich.table import Table
 
 from genrl.cli.tables import memory_table, number, safe, size
@@ -17,22 +17,43 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from genrl.diffusion.config.estimate import Component, Plan
-    from genrl.diffusion.config.memory_estimate import Step
     from genrl.diffusion.config.schema import Config
 
 SHOWN = 8
 """Numbers of processes that are listed."""
 
 
-def components_of(config: Config) -> tuple[Component, ...]:
-    """The networks of the pipeline: of one that is not on this machine, as it was published, where that is known."""
+def components_of(config: Config, *, ask: bool = False) -> tuple[Component, ...]:
+    """The networks of the pipeline: of one that is not on this machine, as it was published, where that is known, or,
+    if it is to be asked, as the hub's files say; else none."""
     from genrl.diffusion.config.estimate import read_components
     from genrl.diffusion.config.files import model_folder
     from genrl.diffusion.config.published import published
 
+    model = config.model
     if folder := model_folder(config):
-        return read_components(folder, config.model.variant, config.model.without)
-    return tuple(part for part in published(config.base) if part.name not in config.model.without)
+        return read_components(folder, model.variant, model.without)
+    if known := published(config.base):
+        return tuple(part for part in known if part.name not in model.without)
+    return _of_hub(config.base, model.revision, model.variant, model.without)[0] if ask else ()
+
+
+@cache
+def _of_hub(
+    source: str, revision: str | None, variant: str | None, without: tuple[str, ...]
+) -> tuple[tuple[Component, ...], str]:
+    """The networks of a pipeline on the hub; or why none is known."""
+    from genrl.config.folders import is_hub_id
+    from genrl.config.headers import from_hub
+    from genrl.diffusion.config.estimate import read_components
+
+    if not is_hub_id(source):
+        return (), "is not on this machine"
+    with TemporaryDirectory() as place:
+        try:
+            return read_components(from_hub(source, revision, Path(place)), variant, without), "holds no networks"
+        except OSError as error:
+            return (), f"is not on this machine, and {error}"
 
 
 def held_out(config: Config) -> int | None:
@@ -45,21 +66,24 @@ def held_out(config: Config) -> int | None:
     return len(read(source, config.prompts.column).rows)
 
 
-def summary(config: Config) -> list[RenderableType]:
-    """The plan of an iteration, the networks of the pipeline, and the memory of one process."""
+def summary(config: Config, *, ask: bool = False) -> list[RenderableType]:
+    """The plan of an iteration, the networks of the pipeline, and the memory of one process. ask: the hub, where
+    nothing else says what the networks are."""
     from genrl.diffusion.config.estimate import plan
     from genrl.diffusion.config.files import model_folder
     from genrl.diffusion.config.memory_estimate import memory
 
-    components = components_of(config)
+    components, here = components_of(config, ask=ask), model_folder(config) is not None
     cost = plan(config, components, held_out(config))
     parts: list[RenderableType] = [_plan_table(config, cost)]
     if not components:
         if cost.guidance == 2:
             parts.append("guidance is counted as a second model call; where it is an input of the model, halve these")
-        where = "is not on this machine" if model_folder(config) is None else "holds no networks"
-        return [*parts, f"memory: not estimated, because {safe(config.model.path)} {where}"]
-    if model_folder(config) is None:
+        model = config.model
+        why = _of_hub(config.base, model.revision, model.variant, model.without)[1] if ask and not here else ""
+        why = why or ("holds no networks" if here else "is not on this machine")
+        return [*parts, f"memory: not estimated, because {safe(config.model.path)} {safe(why)}"]
+    if not here:
         parts.append(f"{safe(config.base)} is not on this machine: its networks are those that were published")
     parts += [_component_table(components), memory_table(memory(config, components))]
     if config.sampling.guidance_scale is None and cost.guidance == 2:
@@ -69,40 +93,16 @@ def summary(config: Config) -> list[RenderableType]:
 
 def cards(file: Path, overrides: Sequence[str], config: Config, card: float | None) -> list[RenderableType]:
     """Which cards the run fits on, with which changes; with `card`, in bytes, the changes one by one."""
-    from genrl.diffusion.config.memory_estimate import CARDS, fitting, steps
+    from genrl.cli.cards import tables
+    from genrl.diffusion.config.memory_estimate import changes, memory
 
-    components = components_of(config)
-    if not components:
+    if not (components := components_of(config, ask=True)):
         return []
-    plan = steps(file, overrides, components, card or CARDS[0] * 10**9)
-    if card is not None:
-        return _changes_table(plan, fitting(plan, card), size(round(card)))
-    table = Table("card", "fits", title="cards", title_justify="left")
-    for gigabytes in CARDS:
-        enough = fitting(plan, gigabytes * 10**9)
-        changes = [step.change for step in enough or () if step.change]
-        answer = "no" if enough is None else f"with {', '.join(changes)}" if changes else "yes"
-        table.add_row(f"{gigabytes} GB", answer)
-    return [table]
 
+    def peak(changed: Config) -> int:
+        return sum(num_bytes for _, num_bytes in memory(changed, components))
 
-def card_bytes(text: str) -> float:
-    """Bytes of a card's memory as `--memory` is written. Raises BadParameter for what is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:GB)?", text, re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        raise typer.BadParameter(f"{text!r} is no size of memory; write for example 24GB", param_hint="--memory")
-    return float(match[1]) * 10**9
-
-
-def _changes_table(found: Sequence[Step], enough: Sequence[Step] | None, card: str) -> list[RenderableType]:
-    """The changes in their order, with the estimate after each, and whether that is enough."""
-    listed = found if enough is None else enough
-    table = Table("change", "estimate", title=f"on {card}", title_justify="left")
-    for step in listed:
-        table.add_row(safe(step.change) or "as it is", size(step.num_bytes))
-    if enough is None:
-        return [table, "it does not fit with all of these; sample smaller pictures, or lower model.lora.rank"]
-    return [table, "it fits" + (f" with the {len(enough) - 1} changes above" if len(enough) > 1 else " as it is")]
+    return tables(file, overrides, changes(config), peak, card, "sample smaller pictures, or lower model.lora.rank")
 
 
 def _plan_table(config: Config, cost: Plan) -> Table:

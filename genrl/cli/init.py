@@ -107,17 +107,21 @@ def _list() -> None:
 
 def _card(recipe: Recipe) -> str:
     """The smallest card on which it fits as it is, by the estimate of `genrl check`; empty where there is none."""
-    from genrl.cli.diffusion import components_of
+    from genrl.cli import diffusion, vla
+    from genrl.cli.cards import smallest
     from genrl.config import load
-    from genrl.diffusion.config.memory_estimate import CARDS, SHARE, memory
+    from genrl.diffusion.config.memory_estimate import memory
     from genrl.diffusion.config.schema import Config
+    from genrl.vla.config.schema import VLAConfig
 
-    config = load(recipe.file) if "model" in recipe.values else None
-    if not isinstance(config, Config) or not (components := components_of(config)):
-        return ""
-    more = " +" if any(part.name == "unet" for part in components) else ""
-    peak = sum(num_bytes for _, num_bytes in memory(config, components))
-    return next((f"{size} GB{more}" for size in CARDS if peak <= SHARE * size * 10**9), f"over {CARDS[-1]} GB")
+    config, more = load(recipe.file) if _model(recipe.values) else None, ""
+    if isinstance(config, Config):
+        components = diffusion.components_of(config)
+        parts = memory(config, components) if components else []
+        more = " +" if any(part.name == "unet" for part in components) else ""
+    else:
+        parts = vla.memory_of(config) if isinstance(config, VLAConfig) else []
+    return smallest(sum(num_bytes for _, num_bytes in parts)) + more if parts else ""
 
 
 def _task(values: Mapping[str, Any]) -> str:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
 
-from genrl.cli.tables import add_course, console, safe, scores_table, write_scores
+from genrl.cli.tables import add_course, console, memory_table, safe, scores_table, write_scores
+from genrl_rewards.given import is_given
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from genrl.cli.evaluate import Options
+    from genrl.vla.config.memory_estimate import Known
     from genrl.vla.config.schema import VLAConfig
     from genrl.vla.evaluate import Judged
+
+PROCESSES = 8
+"""In how many the memory of a run in shards is counted."""
 
 
 def summary(config: VLAConfig) -> list[RenderableType]:
@@ -25,6 +33,65 @@ def summary(config: VLAConfig) -> list[RenderableType]:
         table.add_row(*row)
     add_course(table, config.iterations, config.evaluation.every, f"{config.evaluation.episodes:,} episodes")
     return [table]
+
+
+def memory_of(config: VLAConfig, *, ask: bool = False) -> list[tuple[str, int]]:
+    """(what, bytes) of the memory of one process; nothing where it is not known. ask: the hub, for a policy that is
+    neither here nor known."""
+    from genrl.vla.config.memory_estimate import memory
+
+    known = _known(config, ask=ask)[0]
+    return [] if known is None else memory(config, known, PROCESSES if config.distributed.fsdp else 1)
+
+
+def cards(file: Path, overrides: Sequence[str], config: VLAConfig, card: float | None) -> list[RenderableType]:
+    """The memory of one process, and which cards the run fits on; with `card`, in bytes, the changes one by one. Of a
+    policy whose size is not known, why."""
+    from genrl.cli.cards import tables
+    from genrl.vla.config.memory_estimate import changes, memory
+
+    known, why = _known(config, ask=True)
+    if known is None:
+        return [f"memory: not estimated, because {safe(why)}"]
+    count = PROCESSES if config.distributed.fsdp else 1
+
+    def peak(changed: VLAConfig) -> int:
+        return sum(num_bytes for _, num_bytes in memory(changed, known, count))
+
+    table = memory_table(memory(config, known, count))
+    of = [f"of one of {count} processes"] if count > 1 else []
+    otherwise = "train in several processes (distributed.fsdp), or act in fewer environment.num_envs"
+    return [table, *of, *tables(file, overrides, changes(config), peak, card, otherwise)]
+
+
+@cache
+def _asked(source: str) -> tuple[Known | None, str]:
+    """The policy of a hub id by its JSON files and headers; or why it is not known."""
+    from genrl.config.headers import from_hub
+    from genrl.vla.config.memory_estimate import in_folder
+
+    with TemporaryDirectory() as place:
+        try:
+            return in_folder(from_hub(source, None, Path(place))), f"the type of {source} is not counted"
+        except OSError as error:
+            return None, f"{source} is not on this machine, and {error}"
+
+
+def _known(config: VLAConfig, *, ask: bool) -> tuple[Known | None, str]:
+    """The policy of a run by its weights' shapes; or why it is not known."""
+    from genrl.config.folders import is_hub_id
+    from genrl.vla.config.memory_estimate import in_folder, published
+
+    source = config.policy.path
+    if source is None or is_given(source) or config.trainer.rows_per_pass is None:
+        return None, "it is for policies with a folder, and methods that train on decisions or frames"
+    folder = next(
+        (f for f in (Path(source).expanduser(), Path(source) / "policy") if (f / "config.json").is_file()), None
+    )
+    if folder is not None:
+        return in_folder(folder), f"a policy of {folder} is small, or of a type that is not counted"
+    found = published(source)
+    return (found, "") if found or not (ask and is_hub_id(source)) else _asked(source)
 
 
 def _horizon(config: VLAConfig) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,8 +12,9 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from genrl.cli.arguments import default_device
+from genrl.cli.cards import smallest
 from genrl.cli.tables import add_course, console, memory_table, safe, scores_table, size, write_scores
-from genrl.diffusion.config.memory_estimate import CARDS, SHARE
+from genrl.config.cards import SHARE
 from genrl.vlm.config import schema
 from genrl_rewards.given import is_given
 
@@ -65,28 +67,37 @@ def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
         return (
             ["memory: --memory 24GB estimates it from the model's config.json"] if config.vlm.output == "text" else []
         )
-    from huggingface_hub import try_to_load_from_cache
+    from genrl.vlm.policies.memory import QUESTION, memory, sizes, ways
 
-    path = Path(config.vlm.path).expanduser()
     if config.vlm.output != "text" or is_given(config.vlm.path):
         text = "memory is estimated for models in a folder or on the hub that answer with text"
         raise typer.BadParameter(text, param_hint="--memory")
-    if not path.is_dir() and (PUBLISHED / config.vlm.path).is_dir():
-        path = PUBLISHED / config.vlm.path
-    if not path.is_dir() and not isinstance(try_to_load_from_cache(config.vlm.path, "config.json"), str):
-        text = f"the config.json of {config.vlm.path} is not here: hf download {config.vlm.path} --include '*.json'"
-        raise typer.BadParameter(text, param_hint="--memory")
-    from genrl.vlm.policies.memory import QUESTION, memory, sizes, ways
-
-    model_sizes = sizes(str(path) if path.is_dir() else config.vlm.path, config)
+    with TemporaryDirectory() as place:
+        found = sizes(_described(config.vlm.path, Path(place)), config)
     count = 8 if config.distributed.fsdp else 1
     table = Table("in bfloat16", "one process", "fits", title="ways of training it", title_justify="left")
     for name, changed, processes in ways(config):
-        total = sum(part for _, part in memory(changed, model_sizes, processes))
-        enough = next((f"{size} GB" for size in CARDS if total <= SHARE * size * 10**9), f"not on {CARDS[-1]} GB")
-        table.add_row(name, size(total), "yes" if total <= SHARE * card else f"no ({enough})")
-    details = f"{model_sizes.numbers:,} weights; of one of {count} processes; questions of {QUESTION:,} tokens"
-    return [memory_table(memory(config, model_sizes, count)), details, table]
+        total = sum(part for _, part in memory(changed, found, processes))
+        table.add_row(name, size(total), "yes" if total <= SHARE * card else f"no ({smallest(total)})")
+    asked = f"{found.numbers:,} weights; of one of {count} processes; questions of {QUESTION:,} tokens"
+    return [memory_table(memory(config, found, count)), asked, table]
+
+
+def _described(source: str, place: Path) -> str:
+    """Where the config.json of a model is: its folder, the package, or else `place`, into which the hub's copy is
+    loaded. Raises BadParameter where it is nowhere."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    if Path(source).expanduser().is_dir():
+        return str(Path(source).expanduser())
+    if (PUBLISHED / source).is_dir() or isinstance(try_to_load_from_cache(source, "config.json"), str):
+        return str(PUBLISHED / source) if (PUBLISHED / source).is_dir() else source
+    try:
+        return str(Path(hf_hub_download(source, "config.json", local_dir=place)).parent)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        text = f"the config.json of {source} is not here, and the hub does not give it ({why}): hf download {source}"
+        raise typer.BadParameter(f"{text} --include '*.json'", param_hint="--memory") from None
 
 
 def _choice(value: Any) -> str:

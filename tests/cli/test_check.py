@@ -82,7 +82,7 @@ class TestCheckOfMany:
         assert total == "3 files: 3 valid, 0 wrong" and [line.split()[1].rstrip(",") for line in lines] == files
 
     def test_a_defect_keeps_its_traceback(self, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config: int("not a number"))
+        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, ask: int("not a number"))
         with pytest.raises(ValueError, match="invalid literal"):
             run("check", "more")
 

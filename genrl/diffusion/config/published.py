@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from genrl.config.headers import unpacked
 from genrl.diffusion.config.estimate import Component
-
-Shape = tuple[int, ...]
 
 
 @cache
@@ -28,13 +27,5 @@ def published(source: str) -> tuple[Component, ...]:
 
 
 def _component(part: str, network: Mapping[str, Any]) -> Component:
-    shapes = dict(_shapes(network["shapes"]))
+    shapes = dict(unpacked(network["shapes"]))
     return Component(part, network["class"], sum(map(math.prod, shapes.values())), 0, shapes, network["settings"])
-
-
-def _shapes(packed: Sequence[Any]) -> Iterator[tuple[str, Shape]]:
-    """(name, shape) of every tensor. `#` in a name stands for the numbers of each run, [first, last]."""
-    for name, shape, *runs in packed:
-        numbers = [number for first, last in runs[0] for number in range(first, last + 1)] if runs else [None]
-        for number in numbers:
-            yield name if number is None else name.replace("#", str(number)), tuple(shape)

@@ -11,6 +11,7 @@ import yaml
 
 from genrl.config import RunConfig
 from genrl.config.folders import is_hub_id, looks_local
+from genrl.config.headers import hub_errors
 from genrl.runtime.folder import cards
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.show import pictures
@@ -44,16 +45,14 @@ def push(run: Path, folder: Path, repo: str, *, private: bool = False) -> str:
     repository that does not exist yet. Returns its address. Raises RuntimeError where the hub does not take it; the
     folder is then complete, and the message says how to upload it.
     """
-    import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     _accompany(run, folder, repo)
     hub = HfApi()
     try:
         address = hub.create_repo(repo, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a model trained with genrl")
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+    except hub_errors(ValueError) as error:
         hidden = " --private" if private else ""
         raise RuntimeError(
             f"{folder} is written, but was not uploaded to {repo}: {error}. Log in by `hf auth login` with a token "
@@ -116,16 +115,15 @@ def _complete_front_matter(readme: Path, base: str | None) -> None:
 def licence_of(base: str) -> str | None:
     """Licence as the card of a model says, in its folder or on the hub; None where there is no card or it cannot be
     had."""
-    import httpx
     from huggingface_hub import ModelCard
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+    from huggingface_hub.errors import EntryNotFoundError
 
     local = Path(base).expanduser() / "README.md"
     if not local.is_file() and looks_local(base):
         return None
     try:
         card = ModelCard.load(local if local.is_file() else base, ignore_metadata_errors=True).data.license
-    except (EntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError, ValueError):
+    except hub_errors(EntryNotFoundError, ValueError):
         return None
     return card if isinstance(card, str) else None
 
@@ -133,9 +131,7 @@ def licence_of(base: str) -> str | None:
 def local_folder(name: str, kind: str = "model") -> Path:
     """The folder of this name; for a hub id, that of the repository (kind: "model" or "dataset"), downloaded into the
     hub's cache. Raises ValueError where the hub does not give it."""
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     if not is_hub_id(name):
         return Path(name).expanduser()
@@ -143,7 +139,7 @@ def local_folder(name: str, kind: str = "model") -> Path:
         # weights once, in the form that is read; pickles and other programs' checkpoints never
         skipped = ["*.bin", "*.msgpack", "*.h5", "*.onnx", "*.pkl"]
         return Path(snapshot_download(name, repo_type=kind, ignore_patterns=skipped))
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+    except hub_errors(ValueError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(f"{name}: there is no such folder, and the hub does not give it: {why}") from error
 
@@ -155,9 +151,7 @@ def fetch(name: str) -> tuple[Path, list[str]]:
     command runs in, as always. Its `output` becomes runs/NAME: a stranger's folder is not written to. Code is not
     fetched. Raises ValueError for another form, and where the hub does not give it.
     """
-    import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     repo, revision, inside = _parts(name)
     hub = HfApi()
@@ -171,7 +165,7 @@ def fetch(name: str) -> tuple[Path, list[str]]:
             if target in beside and keys != "output" and not text.endswith(".py"):
                 here = hub.hf_hub_download(repo, target, revision=revision)
                 overrides += [] if keys == "include" else [f"{keys}={here}"]
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError, yaml.YAMLError) as error:
+    except hub_errors(ValueError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(
             f"{name}: the hub does not give it: {why}. Is it written {FORM}? A private one needs `hf auth login`"

@@ -53,6 +53,11 @@ class VLAMethod(Method):
         """Whether an iteration in which memory runs out is done again in smaller passes of the policy."""
         return False
 
+    @property
+    def rows_per_pass(self) -> int | None:
+        """Decisions, or frames, that go through the policy at a time in training; None = not known."""
+        return None
+
     def critic_values(self, horizon: int) -> int:
         """How many values the critic gives of an observation, for chunks of `horizon` actions; 0: there is none."""
         return 0

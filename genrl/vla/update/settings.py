@@ -56,6 +56,10 @@ class Update(VLAMethod):
         return self.fit_batch
 
     @property
+    def rows_per_pass(self) -> int:
+        return self.microbatch or self.minibatch
+
+    @property
     def first_episodes(self) -> bool:
         """Whether a rollout ends when the first episode of every environment has ended, and holds no others."""
         return True

@@ -72,3 +72,14 @@ def test_guidance_is_an_input_before_the_download_and_evaluations_count_the_prom
     few = plan(config, published(config.base), 8)
     assert few.evaluation_calls * config.evaluation.num_prompts == 8 * known.evaluation_calls
     assert plan(config, (), 10**6).evaluation_calls == unknown.evaluation_calls
+
+
+def test_measured_peaks_are_within_15_percent(root: Path) -> None:
+    """Of the table that `benchmarks.full_size` gave."""
+    text = (root / "docs/pipelines.md").read_text(encoding="utf-8").partition("## Rehearsed at full size")[2]
+    rows = [line.split("|")[1:-1] for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 12
+    for *_, recipe, peaks, estimates in rows:
+        measured, said = ([float(number) for number in cell.split(";")] for cell in (peaks, estimates))
+        for number, peak in enumerate(measured):
+            assert said[min(number, len(said) - 1)] == pytest.approx(peak, rel=0.15), recipe

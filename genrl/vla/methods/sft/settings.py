@@ -28,6 +28,10 @@ class SFT(VLAMethod):
     batch_size: Count = 128
     """Frames per optimiser step, over all processes."""
 
+    @property
+    def rows_per_pass(self) -> int:
+        return self.batch_size
+
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """Demonstrations that are missing."""
         return from_demonstrations(config, self.algorithm)
