@@ -12,7 +12,7 @@ import genrl_rewards
 from genrl.config.errors import dotted
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
 from genrl.config.run_config import FileFinding
-from genrl.config.weight_files import arguments_problems, file_problem, pipeline_problems
+from genrl.config.weight_files import arguments_problems, file_problem, pipeline_problems, scales_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
@@ -78,7 +78,7 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     file = Path(config.model.path).expanduser()
     if is_single_file(config.model.path) and not file.is_file():
         yield ("model", "path"), f"no such file: {file}{nearest_beside(file)}"
-    elif file.suffix == ".safetensors" and file.is_file() and (broken := file_problem(file)):
+    elif file.suffix == ".safetensors" and file.is_file() and (broken := file_problem(file) or scales_problem(file)):
         yield ("model", "path"), f"{file} {broken}"
     if path.is_file():
         text = "a pipeline is a folder, made by pipe.save_pretrained(folder), or one file (.safetensors, .gguf) with"
