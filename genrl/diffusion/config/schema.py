@@ -126,10 +126,12 @@ class DiffusionMethod(Method):
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """Model calls of an iteration in closed form. As it is here: every sample is drawn in all steps and trained at
-        one noise level."""
+        one noise level, or with a transition at each step but the last."""
         images, guidance = config.sampling.images_per_iteration, guided(config.sampling.guidance_scale)
-        train = float(images * self.epochs * guidance)
-        return Calls(float(images * config.sampling.num_inference_steps * guidance), train, train, 1.0)
+        steps = config.sampling.num_inference_steps
+        levels = 1 if self.transition is None else max(1, steps - 1)
+        train = float(images * self.epochs * guidance * levels)
+        return Calls(float(images * steps * guidance), train, train, float(levels))
 
     def kept_graphs(self, config: Config) -> float:
         """Micro-batches whose graphs of sampling are kept for training at once, at most; 0 = none are."""

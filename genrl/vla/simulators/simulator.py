@@ -461,6 +461,11 @@ def gymnasium_host(
             function = find(name, SIMULATORS)
         except ValueError as error:
             raise Misuse(str(error)) from error
+        try:
+            inspect.signature(function).bind(**settings, **own)
+        except TypeError as error:
+            took = f"{name} is defined as {function.__name__}{inspect.signature(function)}"
+            raise Misuse(f"{took}, and called with environment.args {dict(settings)} and {own}: {error}") from error
         env: gymnasium.Env[Any, Any] = function(**settings, **own)
         return env
 
