@@ -75,7 +75,9 @@ def _entries(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
 
 
 def file_problem(path: Path) -> str | None:
-    """Why a weight file cannot be read: a pointer, cut, empty, or another format."""
+    """Why a weight file cannot be read: a pointer, cut, empty, damaged, or another format."""
+    if not path.is_file():
+        return "is no file: a folder, or a link whose target is gone; download it again"
     if path.stat().st_size == 0:
         return "is empty; download it again"
     if path.suffix != ".safetensors":
@@ -90,6 +92,13 @@ def file_problem(path: Path) -> str | None:
         return "holds no weights"
     if path.stat().st_size < end:
         return f"is cut: it has {path.stat().st_size:,} of {end:,} bytes; download it again"
+    if any(dtype not in DTYPE_BYTES or not end for _, _, dtype, end in entries):
+        return None  # of numbers of a newer format, or a header alone, nothing more is known
+    with path.open("rb") as stream:
+        head = 8 + int.from_bytes(stream.read(8), "little")
+    promised = head + sum(math.prod(shape) * DTYPE_BYTES[dtype] for _, shape, dtype, _ in entries)
+    if path.stat().st_size != promised:
+        return f"is damaged: by its header it has {promised:,} bytes, found {path.stat().st_size:,}; download it again"
     return None
 
 
