@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from genrl.config.folders import read_json
 DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
                "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+SCALES = re.compile(r"scaled_fp8$|\.(scale_weight|weight_scale|scale_input|input_scale)(_2)?$")
+UNSCALED = "take the file in bf16 or fp16, or a .gguf"
 POINTER = b"version https://git-lfs"
 STEMS = ("diffusion_pytorch_model", "model")
 """How the weight files of diffusers and of transformers are called."""
@@ -72,7 +75,9 @@ def _entries(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
 
 
 def file_problem(path: Path) -> str | None:
-    """Why a weight file cannot be read: a pointer, cut, empty, or another format."""
+    """Why a weight file cannot be read: a pointer, cut, empty, damaged, or another format."""
+    if not path.is_file():
+        return "is no file: a folder, or a link whose target is gone; download it again"
     if path.stat().st_size == 0:
         return "is empty; download it again"
     if path.suffix != ".safetensors":
@@ -87,7 +92,25 @@ def file_problem(path: Path) -> str | None:
         return "holds no weights"
     if path.stat().st_size < end:
         return f"is cut: it has {path.stat().st_size:,} of {end:,} bytes; download it again"
+    if any(dtype not in DTYPE_BYTES or not end for _, _, dtype, end in entries):
+        return None  # of numbers of a newer format, or a header alone, nothing more is known
+    with path.open("rb") as stream:
+        head = 8 + int.from_bytes(stream.read(8), "little")
+    promised = head + sum(math.prod(shape) * DTYPE_BYTES[dtype] for _, shape, dtype, _ in entries)
+    if path.stat().st_size != promised:
+        return f"is damaged: by its header it has {promised:,} bytes, found {path.stat().st_size:,}; download it again"
     return None
+
+
+def scales_problem(path: Path) -> str | None:
+    """Why a single file of 8 bits cannot be loaded: diffusers leaves out the scales beside its weights, without which
+    they are others. A folder says by its config.json how it is quantised."""
+    scales = [name for name, *_ in read_header(path) if SCALES.search(name)]
+    return (
+        f"has {len(scales)} scales of fp8 weights ({scales[0]}), which diffusers leaves out: {UNSCALED}"
+        if scales
+        else None
+    )
 
 
 def weight_files(folder: Path, variant: str | None, stems: Sequence[str] = STEMS) -> list[Path]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from genrl.data.rows import PICTURES, is_path
+from genrl.data.rows import PICTURES, RowError, is_path, json_object, line_text, lines_of
 
 SAMPLE_LIST, SAMPLE_GRID = "prompts.json", "grid.png"
 """What `genrl sample` writes beside its pictures: their list, and all of them in one."""
@@ -68,17 +68,18 @@ def _of_lines(file: Path, prompt: str | None) -> Iterator[Row | str]:
     folder = file.parent.resolve()
     number = 0
     with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(lines_of(stream), start=1):
             try:
-                yield _of_line(json.loads(line), folder, prompt)
-            except (ValueError, RecursionError) as error:
+                if text := line_text(line.removeprefix(b"\xef\xbb\xbf")):
+                    yield _of_line(json_object(text), folder, prompt)
+            except (ValueError, RowError) as error:
                 yield f"{file}:{number}: {error}"
     if number == 0:
         raise ValueError(f'{file}: no rows in this file; a row is {{"image": "a.png", "prompt": "..."}}')
 
 
-def _of_line(value: Any, folder: Path, prompt: str | None) -> Row:
-    if not isinstance(value, dict) or not isinstance(value.get(IMAGE), str):
+def _of_line(value: Mapping[str, Any], folder: Path, prompt: str | None) -> Row:
+    if not isinstance(value.get(IMAGE), str):
         raise ValueError('a row is an object with the path of a picture: {"image": "a.png", "prompt": "..."}')
     text = value.get(PROMPT, prompt)
     if text is not None and not isinstance(text, str):

@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from genrl.config.weight_files import POINTER
 from genrl.data.rows import (
     RowError,
     checked_text,
@@ -153,10 +154,11 @@ def open_data_set(source: str) -> Dataset:
         text = "a data set is written id:split or id:config:split, for example org/name:train"
         raise PromptError(f"{source}: {text}")
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     try:
         return load_dataset(match["name"], match["config"], split=match["split"])
-    except (OSError, ValueError, RuntimeError) as error:  # not found, no such split, no network
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # not found, no such split, no network, broken
         raise PromptError(f"{source}: the data set cannot be loaded: {error}") from error
 
 
@@ -210,6 +212,9 @@ def _of_file(path: Path, column: str, chat: bool) -> Iterator[tuple[int, Prompt 
     folder = path.parent.resolve()
     with path.open("rb") as stream:
         for line, raw in enumerate(lines_of(stream), start=1):
+            if line == 1 and raw.lower().startswith((POINTER, b"<!doctype", b"<html")):
+                what = "a Git LFS pointer: run `git lfs pull`" if raw.startswith(POINTER) else "a page in HTML"
+                raise PromptError(f"{path} is {what}")
             try:
                 # Editors on Windows begin a file with a byte order mark, which would be part of the first prompt.
                 text = line_text(raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw)

@@ -7,6 +7,7 @@ value is passed on unchecked. Paths must stay inside the folder of the file.
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,8 @@ from typing import IO, Any
 
 LINE_END = re.compile(rb"\r\n|\r|\n")
 MAX_CHARACTERS = 10_000
+NOTHING_SEEN = "\t\n\r\v\f\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad"
+"""White space that is no separator of Unicode's, and letters that have no width."""
 MAX_LINE_BYTES = 1_000_000
 PICTURES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 """Ends of the names of picture files."""
@@ -54,7 +57,7 @@ def json_object(text: str) -> dict[str, Any]:
     """The JSON object that a line holds. Raises RowError for anything else, a repeated key, NaN and infinity."""
     try:
         # By itself json keeps the last of two equal keys, and reads NaN, which no other program does.
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:
         raise RowError(f"not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
@@ -73,6 +76,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise RowError(f"the column {key!r} is written twice")
         value[key] = item
     return value
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _no_constant(text)
 
 
 def _no_constant(name: str) -> Any:
@@ -120,7 +127,7 @@ def no_column(column: str, columns: Iterable[str]) -> str:
 
 def checked_text(text: str) -> str:
     """The prompt itself. Raises RowError where it is empty, too long, or holds control characters."""
-    if not text.strip():
+    if all(unicodedata.category(letter)[0] == "Z" or letter in NOTHING_SEEN for letter in text):
         raise RowError("the prompt is empty")
     if len(text) > MAX_CHARACTERS:
         raise RowError(f"the prompt has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}")

@@ -5,6 +5,7 @@ Methods own the algorithm; nothing here knows one.
 
 from __future__ import annotations
 
+import inspect
 import math
 import shutil
 import time
@@ -20,6 +21,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config.economy import Selection
+from genrl.config.method import is_built_in
 from genrl.data.prompts import Prompt
 from genrl.diffusion import looks
 from genrl.diffusion.config.schema import Config
@@ -145,7 +147,12 @@ class DiffusionRun(TrainingRun[Config]):
     ) -> Rollouts:
         """Samples of this iteration, made by micro-batches with `draw`, and their scores. draws: how another iteration
         is drawn, None = as this one. under: the snapshot of the weights that draws, None = the present ones. leaves,
-        roots_together: of trees (`Sheet`)."""
+        roots_together: of trees (`Sheet`). Raises ValueError for a `draw` that cannot be called so."""
+        try:
+            inspect.signature(draw).bind(self.policy, "batch", "slots", beat=self.loop.alive)
+        except TypeError as error:
+            text = f"{draw} is called with (policy, batch, slots, *, beat): {error} (docs/extending.md)"
+            raise ValueError(text) from error
         self.loop.phase("sampling", self.config.sampling.images_per_iteration)
         config, worker = self.config, self.worker
         prompt_values = self.known
@@ -229,6 +236,11 @@ class DiffusionRun(TrainingRun[Config]):
         self.note_sheet(lambda: of_rollouts(self.scorers, rollouts, self.iteration_prompts))
         if (keep := self.config.economy.keep) is not None:
             rollouts = downsampled(rollouts, keep)
+        trainer = self.config.trainer
+        if trainer.trains_on == "steps" and not is_built_in(type(trainer)):  # ours ask by their own clip range
+            from genrl.diffusion.steps.plans import check_on_policy  # which builds on this module
+
+            check_on_policy(self, rollouts, clip=getattr(trainer, "clip_range", 1.0))
         self.loop.optimization.loss_scale = loss_scale(self.config, rollouts)
         return rollouts
 

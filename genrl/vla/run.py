@@ -107,6 +107,8 @@ class VLARun(TrainingRun[VLAConfig]):
                 self.stack.push(partial(remove_policy_of_failed_start, self.process))
         self.loop.memory["untrained"] = self.begun
         super().begin(found)
+        if self.frames and not self.config.evaluation.every:  # else the first evaluation shows more
+            self.note_sheet(lambda: self._sheet(Judged([], [], [], [], []), Watched()))
 
     def collect(self, settings: Update) -> ChunkRollout:
         """The rollout of this iteration, on this process."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, dimensions, score_text
 from genrl.vla.data.spread import normalised
 from genrl.vla.evaluate import Judged
+from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.policy import ACTION, IMAGE, IMAGES, Batch
 
 
@@ -49,6 +50,21 @@ def of_episodes(policy: Any, found: Judged, watched: Watched, imitated: Batch | 
     numbers = normalised(policy, raw)
     flat = {name: raw[name].flatten(0, -2) for name in numbers if name != ACTION} | {ACTION: raw[ACTION][:, 0]}
     return ContactSheet(looks, dimensions(flat, numbers))
+
+
+def of_decisions(policy: Any, played: Transitions) -> ContactSheet:
+    """The sheet of whole episodes that were recorded by their decisions, as methods with costs play them."""
+    numbers, place = played.episode.unique(return_inverse=True)
+
+    def total(values: Tensor) -> list[float]:
+        return torch.zeros(len(numbers)).index_add(0, place, values.float()).tolist()
+
+    won, steps = [one > 0 for one in total(played.success)], [int(one) for one in total(played.n_executed)]
+    found = Judged([f"cost {cost:g}" for cost in total(played.cost)], won, steps, total(played.reward), [])
+    watched = Watched()
+    watched.frames = {k: v for k, v in played.observation.items() if v.is_floating_point()}
+    watched.frames[ACTION] = played.action[:, :1]
+    return of_episodes(policy, found, watched, None)
 
 
 def _chw(picture: Tensor) -> Tensor:

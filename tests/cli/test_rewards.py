@@ -152,11 +152,20 @@ def test_what_cannot_be_read_is_named_skipped_and_counted(folder: Path) -> None:
     assert "skipped: picture 'shots/b.png' cannot be read" in result.stderr
     assert "skipped: picture 'shots/d.png' cannot be read" in result.stderr
     assert "2 scored, 0 without a score, 2 skipped" in result.stderr
-    lines = ['{"image": "shots/a.png"}', "{", "[]", '{"image": "../a.png"}', '{"image": "gone.png"}', "\xff"]
+    lines = [
+        '{"image": "shots/a.png"}',
+        "{",
+        "[]",
+        '{"image": "../a.png", "image": "shots/a.png"}',
+        '{"image": "../a.png"}',
+        '{"image": "gone.png"}',
+        "\xff",
+    ]
     (folder / "rows.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
     result = run("score", "mine.py:brightness", "rows.jsonl")
-    assert len(rows(result)) == 1 and "5 skipped" in result.stderr
-    said = ("rows.jsonl:2: ", "rows.jsonl:3: a row is an object", "rows.jsonl:4: '../a.png' is outside", "gone.png")
+    assert len(rows(result)) == 1 and "6 skipped" in result.stderr
+    said = ("rows.jsonl:2: ", "rows.jsonl:3: a row is an object", "rows.jsonl:4: the column 'image' is written twice")
+    said += ("rows.jsonl:5: '../a.png' is outside", "gone.png")
     assert all(words in result.stderr for words in said)
     (folder / "only").mkdir()
     (folder / "only" / "b.png").write_bytes(b"broken")

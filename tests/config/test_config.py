@@ -426,6 +426,7 @@ class TestFiles:
             ("seed: 1\nrewards:\n  - name: shpaes", 3, "shapes"),
             ("rewards:\n  - name: ./mine.py:Absent", 2, "has no 'Absent'"),
             ("rewards: [{name: './mine.py:needs_word'}]\nprompts: {train: t.jsonl, eval: e.jsonl}", 2, "column word"),
+            ("sampling: {inputs: {image: pic}}", 1, "sampling.inputs.image asks for the column pic"),
             ("seed: 2\ntrackers: [tensorboard, dvclive]", 2, "pip install dvclive"),
             ("model: {path: ./model}\ntrainer:\n  algorithm: flow_grpo\n  kernel: ddim", 4, "flow_sde or flow_cps"),
         ],

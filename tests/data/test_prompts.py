@@ -59,6 +59,8 @@ BAD_JSONL: list[tuple[bytes, str]] = [
     (b'{"prompt": "a", "image": "..\\\\secret.png"}', "is not a path"),
     (b'{"prompt": "a", "image": "in.png\\u0000.jpg"}', "is not a path"),
     (b'{"prompt": "a", "start_image": ["in.png"]}', "must be a path as text"),
+    (b'{"prompt": "a", "score": 1e999}', "1e999 is not a number"),
+    (b'{"prompt": "\\u200b \\ufeff"}', "the prompt is empty"),
     (b'{"prompt": "a", "image": ""}', "is not a path"),
     (b'{"prompt": "a", "image": "absent.png"}', "there is no file"),
     (b'{"prompt": "a", "image": "."}', "there is no file"),

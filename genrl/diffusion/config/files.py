@@ -11,8 +11,9 @@ from typing import Any
 import genrl_rewards
 from genrl.config.errors import dotted
 from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
+from genrl.config.plugins import Group, find
 from genrl.config.run_config import FileFinding
-from genrl.config.weight_files import arguments_problems, file_problem, pipeline_problems
+from genrl.config.weight_files import arguments_problems, file_problem, pipeline_problems, scales_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts
@@ -72,13 +73,19 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
     if is_given(config.model.path):
         yield from _given_pipeline(config, notes)
         return
+    if config.model.pipeline is not None:
+        try:
+            pipeline_class(config.model)
+        except ValueError as error:
+            yield ("model", "pipeline"), str(error)
+        notes.append(f"model.pipeline: training runs the code of {config.model.pipeline}")
     key: KeyPath = ("model", "config" if config.model.config else "path")
     named = config.model.config or config.model.path
     path = Path(named).expanduser()
     file = Path(config.model.path).expanduser()
     if is_single_file(config.model.path) and not file.is_file():
         yield ("model", "path"), f"no such file: {file}{nearest_beside(file)}"
-    elif file.suffix == ".safetensors" and file.is_file() and (broken := file_problem(file)):
+    elif file.suffix == ".safetensors" and file.is_file() and (broken := file_problem(file) or scales_problem(file)):
         yield ("model", "path"), f"{file} {broken}"
     if path.is_file():
         text = "a pipeline is a folder, made by pipe.save_pretrained(folder), or one file (.safetensors, .gguf) with"
@@ -104,6 +111,14 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
         yield from _pipeline(config, lambda file: read_json(folder / file))
         yield from _layers(config, folder)
         yield from _scheduler(config, _scheduler_settings(config, folder), notes)
+
+
+def pipeline_class(model: Model) -> Any:
+    """The class of one's own that loads the pipeline. Raises ValueError where there is none."""
+    found = find(str(model.pipeline), Group("pipeline", {}, "genrl.pipelines"))
+    if not hasattr(found, "from_pretrained"):
+        raise ValueError(f"{model.pipeline} is no pipeline: derive a class from one of diffusers'")
+    return found
 
 
 def folder_problems(model: Model, folder: Path) -> list[str]:
@@ -133,7 +148,7 @@ def _given_pipeline(config: Config, notes: list[str]) -> Iterator[FileFinding]:
         yield ("model", "path"), str(error)
         return
     model, loaded = config.model, "the pipeline is loaded already"
-    for key in ("revision", "variant", "config", "quantize"):
+    for key in ("pipeline", "revision", "variant", "config", "quantize"):
         if getattr(model, key) is not None:
             yield ("model", key), f"{loaded}; leave it out, and load the pipeline so"
     if model.without:
@@ -187,6 +202,8 @@ def _layers(config: Config, folder: Path) -> Iterator[FileFinding]:
 def _pipeline(config: Config, read: Callable[[str], Mapping[str, Any]]) -> Iterator[FileFinding]:
     """What the classes of a pipeline and its networks' configurations tell. read: of a file of settings."""
     index = read("model_index.json")
+    if config.model.pipeline is not None:  # of which loading tells alone
+        index = {**index, "_class_name": config.model.pipeline.rpartition(":")[2]}
     networks = {name: str(index[name][1]) for name in DENOISERS if isinstance(index.get(name), list | tuple)}
     for key, text in problems(str(index.get("_class_name", "")), networks, lora=config.model.lora is not None):
         yield tuple(key.split(".")), text
@@ -287,6 +304,9 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFindi
         notes += [f"prompts.{name}: {len(skipped)} rows skipped in all"] if len(skipped) > 10 else []
     wrong = config.trainer.file_problems(config, sources.get("train"), notes)
     yield from wrong
+    for argument, column in config.sampling.inputs.items():
+        for _, text in _missing(f"sampling.inputs.{argument}", [column], sources):
+            yield ("sampling", "inputs", argument), text
     if len(sources) == 2:
         yield from _overlap(sources["train"], sources["eval"], notes)
     for index, reward in enumerate(config.rewards):
@@ -346,17 +366,17 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
         notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
         if wrong := genrl_rewards.misfit(Path(origin.where), origin.attribute, reward.args, everything=False):
             yield key, f"{reward.name}: {wrong}"
-    yield from _missing(reward.name, declared_columns(origin), found)
+    yield from _missing(f"reward {reward.name}", declared_columns(origin), found)
 
 
-def _missing(reward: str, columns: Sequence[str], found: Mapping[str, PromptRows]) -> Iterator[FileFinding]:
-    """Name, for each source, the columns that a reward reads and not every row has."""
+def _missing(asker: str, columns: Sequence[str], found: Mapping[str, PromptRows]) -> Iterator[FileFinding]:
+    """Name, for each source, the columns that somebody reads and not every row has."""
     for name, rows in found.items():
         missing = [column for column in columns if column not in rows.column_names]
         if missing:
             have = ", ".join(rows.column_names) or "none beside the prompt"
             hint = "".join(nearest(c, [*rows.column_names, *FROM_SAMPLER]) for c in missing)
-            asks = f"reward {reward} asks for the column {', '.join(missing)}"
+            asks = f"{asker} asks for the column {', '.join(missing)}"
             yield ("prompts", name), f"{asks}; columns of every row: {have}.{hint}"
 
 

@@ -4,12 +4,13 @@ A kernel from outside is a function of torch tensors as those of `genrl.mdp.kern
 
     def kernel(x, velocity, sigma, sigma_next, *, noise_level): -> (mean, std)
 
-with x, velocity and mean [B, ...], sigma and sigma_next [] and std broadcastable to mean: the step from sigma to
-sigma_next < sigma is N(mean, std^2 I). Sampling and training call the same function.
+with x, velocity and mean [B, ...], sigma and sigma_next [] and std one number, or one per sample [B]: the step from
+sigma to sigma_next < sigma is N(mean, std^2 I). Sampling and training call the same function.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, get_args
@@ -28,13 +29,20 @@ GROUP = Group("kernel", {name: f"genrl.mdp.kernels:{name}" for name in BUILT_IN}
 
 @cache
 def find_kernel(name: str) -> Callable[..., Any]:
-    """The function of a kernel. Raises ValueError for an unknown name, and for what cannot be called."""
+    """The function of a kernel. Raises ValueError for an unknown name, and for what cannot be called so."""
     kernel: Callable[..., Any] = find(name, GROUP)
     if not callable(kernel) or isinstance(kernel, type):
         raise ValueError(
             f"{name} is no kernel: define a function (x, velocity, sigma, sigma_next, *, noise_level) that returns "
             "the mean and the standard deviation of the step, see docs/extending.md"
         )
+    if name not in BUILT_IN:
+        takes, called = inspect.signature(kernel), "(x, velocity, sigma, sigma_next, noise_level=...)"
+        try:
+            takes.bind("x", "velocity", "sigma", "sigma_next", noise_level=0.0)
+        except TypeError as error:
+            text = f"{name} is defined as {kernel.__name__}{takes}; {called} is called: {error}"
+            raise ValueError(text) from error
     return kernel
 
 

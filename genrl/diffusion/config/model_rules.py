@@ -57,6 +57,11 @@ def _single_file(model: Model) -> Iterator[Finding]:
             text = "is for a checkpoint in one .safetensors or .gguf file, and this is a whole pipeline; remove it"
             yield ("model.config", "model.path"), text
         return
+    if model.pipeline is not None:
+        yield (
+            ("model.pipeline", "model.path"),
+            "is for a folder or hub id; the file of a denoiser has no class; remove it",
+        )
     if model.config is None:
         text = "one file has weights alone; give the folder or hub id of the pipeline that it was made from"
         yield ("model.config", "model.path"), f"{text}, for example stabilityai/stable-diffusion-xl-base-1.0"

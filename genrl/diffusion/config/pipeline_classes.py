@@ -273,6 +273,12 @@ def problems(pipeline: str, denoisers: dict[str, str], *, lora: bool) -> Iterato
     source = source_of(pipeline)
     if source is None:  # a class of its own, which only loading shows
         return
+    if "AudioPipelineOutput" in (_text_of(pipeline) or ""):
+        text = (
+            "makes sounds, and the rewards of pipelines are given pictures and videos; for sounds see docs/music_rl.md"
+        )
+        yield "model.path", f"{pipeline} {text}"
+        return
     if "prompt" not in source.arguments:
         yield "model.path", f"{pipeline} draws without a prompt; give a pipeline that takes one"
         return

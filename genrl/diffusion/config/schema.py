@@ -113,10 +113,12 @@ class DiffusionMethod(Method):
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """Model calls of an iteration in closed form. As it is here: every sample is drawn in all steps and trained at
-        one noise level."""
+        one noise level, or with a transition at each step but the last."""
         images, guidance = config.sampling.images_per_iteration, guided(config.sampling.guidance_scale)
-        train = float(images * self.optimizer_steps(1) // self.updates * guidance)
-        return Calls(float(images * config.sampling.num_inference_steps * guidance), train, train, 1.0)
+        steps = config.sampling.num_inference_steps
+        levels = 1 if self.trains_on != "steps" else max(1, steps - 1)
+        train = float(images * (self.optimizer_steps(1) // self.updates) * guidance * levels)
+        return Calls(float(images * steps * guidance), train, train, float(levels))
 
     def snapshots(self, config: Config) -> list[str]:
         """Copies of the trained parameters that a run comes to keep, by what they are for; the reference aside."""

@@ -50,6 +50,9 @@ class Model(Section):
     config: Text | None = None
     """For such a file: folder or hub id of the pipeline that it was made from, for its class, the settings of its
     networks, and what the file lacks."""
+    pipeline: Text | None = None
+    """Class that loads it, path/file.py:Name, where it is one of your own; null = the one that model_index.json
+    names."""
     revision: Text | None = None
     """Branch, tag or commit of the hub id; null = the main branch. Pin a commit to reproduce a run."""
     variant: Text | None = None

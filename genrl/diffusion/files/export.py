@@ -320,10 +320,12 @@ def _card_code(config: Config, folder: Path, prompt: str, *, is_lora: bool) -> I
         base = json.dumps(model.path if is_lora else THIS_FOLDER)
         plain = model.dtype == "float32"
         yield from () if plain else ("import torch",)
-        yield from ("from diffusers import DiffusionPipeline", "")
+        file, _, kind = (model.pipeline or "").rpartition(":")
+        imported = f"from {Path(file).stem} import {kind}" if kind else "from diffusers import DiffusionPipeline"
+        yield from (imported, "")
         loaded = "".join(f", {name}=None" for name in model.without) if is_lora else ""
         loaded += "" if plain else f", dtype=torch.{model.dtype}"
-        yield f"pipe = DiffusionPipeline.from_pretrained({base}{loaded})"
+        yield f"pipe = {kind or 'DiffusionPipeline'}.from_pretrained({base}{loaded})"
     if is_lora and model.scheduler:
         settings = "".join(f", {name}={value!r}" for name, value in model.scheduler.items())
         yield f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config{settings})"

@@ -30,6 +30,8 @@ from genrl.diffusion.config.model_rules import is_text_encoder
 STANDARD = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """What diffusers and peft call their file."""
 SETTINGS = "adapter_config.json"
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Ways of beginning a LoRA, of peft's, that take as much from the model as they put into the adapter."""
 HEADER = "lora_adapter_metadata"
 """Under which diffusers keeps peft's settings in the header of a file."""
 WRAPPERS = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "module.", "_orig_mod.", "model.")
@@ -135,7 +137,11 @@ def read(path: Path) -> LoRAFile:
         tensors = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path.name} is no safetensors file: {error}") from error
-    broken = [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]
+    whole = [name for name, value in tensors.items() if not value.is_floating_point() and not name.endswith("alpha")]
+    if whole:
+        raise ValueError(f"{len(whole)} of its tensors hold whole numbers, whose scale is not known: {first(whole)}")
+    tensors = {name: value.float() if value.itemsize == 1 else value for name, value in tensors.items()}  # of 8 bits
+    broken = [name for name, value in tensors.items() if not value.isfinite().all()]
     if broken:
         raise ValueError(f"{len(broken)} of its tensors hold numbers that are not finite: {first(broken)}")
     try:
@@ -145,6 +151,12 @@ def read(path: Path) -> LoRAFile:
     settings = read_json(path.parent / SETTINGS)
     if settings and settings.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{SETTINGS} is of a {settings['peft_type']}, which diffusers does not load; give a LoRA")
+    begun = str(settings.get("init_lora_weights", True)).lower()
+    if begun.startswith(CHANGES_BASE):
+        text = (
+            f"{SETTINGS}: init_lora_weights: {begun} changed the weights of the model itself, which are not in the file"
+        )
+        raise ValueError(f"{text}; save it by peft's save_pretrained(..., path_initial_model_for_weight_conversion)")
     beside = path.name == STANDARD[1] or not (path.parent / STANDARD[1]).is_file()  # settings are of peft's file
     return LoRAFile(path, tensors, settings if beside else {}, header if isinstance(header, dict) else {})
 

@@ -8,7 +8,10 @@ them, and a .gguf file are the denoiser alone. What a file lacks (text encoders,
 from __future__ import annotations
 
 import json
+import logging
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -25,9 +28,18 @@ from diffusers.loaders.single_file_utils import (
 from safetensors import safe_open
 
 from genrl.config.folders import is_gguf
+from genrl.config.weight_files import file_problem, read_header, scales_problem
 from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.interfaces import Pipeline
+
+logger = logging.getLogger(__name__)
+
+OTHERS = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.", "model_ema.")
+"""How the keys of what is no denoiser begin."""
+DENOISER = "model.diffusion_model."
+MOST_UNUSED = 0.005
+"""Share of a denoiser's numbers that may be of no use, as buffers are and norms that nothing reads."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,10 @@ class _Parts:
 def load_single_file(model: Model) -> Pipeline:
     """The pipeline of the file `model.path` on the base `model.config`. Raises ValueError, OSError or LookupError
     where diffusers reads no such file, or the file lacks weights that the base does not have."""
+    if not is_gguf(model.path):
+        path = Path(model.path).expanduser()
+        if problem := file_problem(path) or scales_problem(path):
+            raise ValueError(f"it {problem}")
     parts, dtype, base = _parts(model), getattr(torch, model.dtype), model.config
     held = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf(model.path) else {}
     try:
@@ -66,7 +82,24 @@ def load_single_file(model: Model) -> Pipeline:
             lacking = [weight for weight, value in component.state_dict().items() if value.is_meta]
             if lacking:
                 raise ValueError(f"it lacks {len(lacking)} weights of {name} ({', '.join(lacking[:3])}...)")
+    if not is_gguf(model.path):
+        _require_used(model, next(name for name in DENOISERS if pipe.components.get(name) is not None), pipe)
     return pipe
+
+
+def _require_used(model: Model, name: str, pipe: Pipeline) -> None:
+    """Raise ValueError where numbers of the file are in no layer of the denoiser: diffusers' converters take what they
+    know, and leave out the rest of a larger model without a word. They rename, split and join, so numbers are counted.
+    """
+    sizes = {key: math.prod(shape) for key, shape, _ in read_header(Path(model.path).expanduser())}
+    prefixed = {key for key in sizes if key.startswith(DENOISER)}
+    held = sum(sizes[key] for key in prefixed or sizes if not key.startswith(OTHERS))
+    left = held - sum(value.numel() for value in pipe.components[name].state_dict().values())
+    text = f"{left:,} of the {held:,} numbers that the file has of its {name} are in no layer of it"
+    if left > MOST_UNUSED * held:
+        raise ValueError(f"{text}: it is of a larger model than that of model.config")
+    if left > 0:
+        logger.warning("model.path: %s: %s", model.path, text)
 
 
 def loading_code(model: Model) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from genrl.diffusion.config.combinations import OURS
-from genrl.diffusion.config.files import folder_problems
+from genrl.diffusion.config.files import folder_problems, pipeline_class
 from genrl.diffusion.config.model_rules import is_text_encoder, missing_components, missing_packages, quantized
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.config.sections import Model, Sampling
@@ -75,7 +75,8 @@ def _load(model: Model, given: Mapping[str, Any]) -> Pipeline:
             return load_single_file(model)
     held = quantization(model)
     with accounted(f"model.path: {model.path!r} could not be loaded as a diffusers pipeline"):
-        pipe: Pipeline = DiffusionPipeline.from_pretrained(
+        kind = DiffusionPipeline if model.pipeline is None else pipeline_class(model)
+        pipe: Pipeline = kind.from_pretrained(
             model.path,
             revision=model.revision,
             variant=model.variant,

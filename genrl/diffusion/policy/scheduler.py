@@ -32,6 +32,7 @@ from genrl.mdp.kernels import PredictionType
 Parametrisation = Literal["flow", "diffusion"]
 
 
+ROUNDING = 1e-5
 STEPPED_WITH = ("return_dict", "generator", "eta", "s_churn", "s_tmin", "s_tmax", "s_noise", "variance_noise")
 """Arguments of a scheduler's `step` that say how it draws noise, which the kernel does here."""
 
@@ -200,6 +201,7 @@ class PolicyHead:
         """Show the pipeline, on its device, what it is to loop over of the schedule that was made on the CPU."""
         flow, self._device = self.parametrisation == "flow", device
         self.uncut = self.timesteps, self.sigmas if flow else None
+        self._require_levels()
         self.timesteps = self.expose(self.timesteps).to(device)
         exposed, self._base = len(self.timesteps), 0
         if flow and self.request.at is None and exposed != len(self.full_timesteps):
@@ -207,6 +209,24 @@ class PolicyHead:
             self.sigmas = self.sigmas[self._base : self._base + exposed + 1]
         if flow:
             self.sigmas = self.sigmas.to(device)
+
+    def _require_levels(self) -> None:
+        """Raise ValueError where the schedule does not fall from noise to data, as by a shift of 0 or betas above 1."""
+        timesteps, sigmas = self.uncut
+        if sigmas is None:
+            alphas, places = self.alphas_cumprod.cpu(), timesteps.cpu().long()
+            inside = bool(((places >= 0) & (places < len(alphas))).all())
+            levels = 1.0 - alphas[places] if inside else torch.full((1,), float("nan"))
+        else:
+            levels = 1.0 - sigmas.float().cpu() if self._inverted else sigmas.float().cpu()
+        ends = levels.isfinite().all() & (levels >= -ROUNDING).all() & (levels <= 1.0 + ROUNDING).all()
+        if not bool(ends & (levels.diff() <= 0).all()):
+            shown = ", ".join(f"{level:.3g}" for level in levels[:3].tolist())
+            name = type(self).__name__.removeprefix("Policy")
+            raise ValueError(
+                f"the noise levels of {name} for {len(timesteps)} steps are {shown}, ...; they must fall from 1 to 0: "
+                "look at its settings (model.scheduler: shift, betas, steps_offset)"
+            )
 
     def recut(self, cut: Callable[[int, Tensor], Tensor]) -> Tensor:
         """What the pipeline is to loop over, where it cuts its schedule: `cut` is given the number of steps and the

@@ -184,9 +184,10 @@ def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str
     """Raise ValueError where a prompt names no picture, or one that is not there, with its line."""
     for argument, column in columns.items():
         for row in rows:
-            if column not in row.columns:
+            if row.columns.get(column) is None:
                 hint = nearest(column, row.columns)
-                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line} has no column {column!r}.{hint}")
+                what = "no picture in" if column in row.columns else "no column"
+                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line} has {what} {column!r}.{hint}")
             if not Path(row.columns[column]).is_file():
                 raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line}: no such file {row.columns[column]}")
 

@@ -100,6 +100,12 @@ class Stochastic(DiffusionMethod):
         text = f"{self.kernel} is for flow models, but this one predicts for {scheduler}; use ddim with noise_level 1"
         return ("trainer.kernel",), text
 
+    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
+        trained = range(config.sampling.num_inference_steps - 1)
+        noise = dict.fromkeys(trained, self.noise_level or 0.0)
+        chains = make_plan(len(trained) + 1, noise=noise, roots=config.sampling.group_size)
+        yield describe(chains, trained, calls_per_state=guidance).rsplit("\n", 1)[0]
+
 
 class EveryStep(Stochastic):
     """A method that compares log-probabilities with the reference's at every step but the last, which has no noise."""
@@ -116,17 +122,8 @@ class EveryStep(Stochastic):
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The policy and the reference at each trained step. (PRDP: the reference once and the policy twice in an
         epoch, but for the first, whose values are recorded.)"""
-        sampling, guidance = config.sampling, guided(config.sampling.guidance_scale)
-        images, trained = sampling.images_per_iteration, max(1, sampling.num_inference_steps - 1)
-        backward = images * trained * self.optimizer_steps(1) // self.updates * guidance
-        sampled = images * sampling.num_inference_steps * guidance
-        return Calls(float(sampled), 2.0 * backward, float(backward), float(trained))
-
-    def rollout(self, config: Config, guidance: int) -> Iterator[str]:
-        trained = range(config.sampling.num_inference_steps - 1)
-        noise = dict.fromkeys(trained, self.noise_level or 0.0)
-        chains = make_plan(len(trained) + 1, noise=noise, roots=config.sampling.group_size)
-        yield describe(chains, trained, calls_per_state=guidance).rsplit("\n", 1)[0]
+        one = super().calls(config, guided)
+        return one._replace(train=2.0 * one.backward)
 
 
 class PolicyGradient(Stochastic, Updating):

@@ -154,7 +154,7 @@ def _check_unused(run: Run) -> None:
     folder = run.folder
     if not folder.is_dir():
         return
-    begun = run.info.is_file()
+    begun = "command" in run_info(run)  # another program's run.json is a user's file
     used = sorted(path.name for path in folder.iterdir() if _is_work(path, begun))
     if not used:
         return
@@ -168,8 +168,8 @@ def _check_unused(run: Run) -> None:
     elif begun:
         first = "it has no checkpoint: delete it, or choose another one with output=FOLDER"
     else:
-        first = "no run has made these files (there is no run.json), and none is overwritten; choose another one with "
-        first += "output=FOLDER"
+        first = "no run has made these files (there is no run.json of one), and none is overwritten; choose another one"
+        first += " with output=FOLDER"
     raise ValueError(f"the run folder {folder} is not empty ({', '.join(used[:4])}{hint}): {first}.")
 
 
@@ -251,6 +251,8 @@ def _info(run: Run) -> dict[str, Any]:
         info: dict[str, Any] = json.loads(run.info.read_text(encoding="utf-8"))
         if not isinstance(info["resumed"], list):
             raise TypeError("`resumed` is no list")
+        if not isinstance(info.get("contents", {}), dict):
+            raise TypeError("`contents` is no object")
     except FileNotFoundError:
         logger.warning("%s is missing, so how the run was begun is not known; a new one is written", run.info)
         return {"resumed": []}
@@ -359,12 +361,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_row(line: bytes, path: Path, number: int) -> dict[str, Any]:
     """One line of metrics.jsonl. Raises ValueError naming file and line where it is no row."""
     try:
-        row: dict[str, Any] = json.loads(line)
+        row: dict[str, Any] = json.loads(line, parse_constant=_no_number)
         if not isinstance(row["step"], int):
             raise TypeError("the step is no number")
     except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         raise ValueError(f"{path}:{number}: not a row of metrics; delete the line to go on") from None
     return row
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is never written")
 
 
 def truncate_metrics(path: Path, step: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from genrl.data.flags import flags
 from genrl.vla.data.lerobot_dataset import Episode
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE
 
@@ -102,7 +103,7 @@ def _dsrl(file: Any, path: Path, success_key: str | None) -> Steps:
         if len(values) != count or values.ndim > 2 or (key not in COLUMNS[:3] and flat.shape != (count,)):
             raise ValueError(f"{path}: {key} is {list(values.shape)}, with {count} observations")
         read[key] = _finite(flat, key, path)
-    terminated, timeout = read["terminals"] > 0, read["timeouts"] > 0
+    terminated, timeout = (flags(read[key], f"{path}: a value of {key}") for key in ("terminals", "timeouts"))
     nothing = np.zeros(count, dtype=np.bool_)
     return _ended(
         [
@@ -132,10 +133,15 @@ def _minari(file: Any, path: Path, success_key: str | None, cost_key: str | None
             if values.shape != (count,):
                 raise ValueError(f"{path}: {at}/{name} is {list(values.shape)}, with {count} actions")
         zero = np.zeros(count, dtype=np.float32)
-        success = columns[success_key].astype(np.bool_) if success_key is not None else zero > 0
+        said = {
+            key: flags(columns[key], f"{path}: {at}, a value of {key}")
+            for key in ("terminations", "truncations", success_key)
+            if key is not None
+        }
+        success = said[success_key] if success_key is not None else zero > 0
         cost = _finite(columns[cost_key], at, path) if cost_key is not None else zero
-        terminated = columns["terminations"].astype(np.bool_)
-        done = terminated | columns["truncations"].astype(np.bool_)
+        terminated = said["terminations"]
+        done = terminated | said["truncations"]
         reward = _finite(columns["rewards"], at, path)
         parts.append(_ended([observations[:-1], action, reward, cost, observations[1:], terminated, success, done]))
     return Steps(*(np.concatenate(values) for values in zip(*parts, strict=True)))

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from genrl.config.plugins import find, names
+from genrl.data.flags import flag
 from genrl.vla.config.names import SIMULATORS
 from genrl.vla.simulators import bullet_safety
 from genrl.vla.simulators.contract import (
@@ -133,16 +135,18 @@ class Simulator:
                     f"step of {self.env.unwrapped} returned {count}: gymnasium's returns observation, reward, "
                     "terminated, truncated, info"
                 )
-            raw, reward, terminated, truncated, info = result
+            raw, reward, *ends, info = result
+            who = f"{self.env.unwrapped}: the third or fourth value that step returns"
+            terminated, truncated = (flag(end, who, Misuse) for end in ends)
             self.elapsed += 1
             limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
-            success = self._success(info, bool(terminated) or bool(truncated) or (limit and not self.says_success))
+            success = self._success(info, terminated or truncated or (limit and not self.says_success))
             costs[k] = self._number(self._told(info, "cost_key", needed=True), "cost_key")
             # Success ends an episode here even where the simulator goes on: rewards after it would pay for standing
             # still.
-            terminated = bool(terminated) or success
+            terminated = terminated or success
             # Both at once is an end: what is bootstrapped from a finished task would be value that does not come.
-            truncated = (bool(truncated) or limit) and not terminated
+            truncated = (truncated or limit) and not terminated
             rewards[k] = float(success) if self.reading.reward == "success" else float(reward)
             if terminated or truncated:
                 break
@@ -167,9 +171,9 @@ class Simulator:
             value = float(found)
         except (TypeError, ValueError):
             value = float("nan")
-        if value != value:
+        if not math.isfinite(value):
             key = getattr(self.reading, which)
-            raise Misuse(f"{self.env.unwrapped}: info[{key!r}] is {found!r}, no number (environment.{which})")
+            raise Misuse(f"{self.env.unwrapped}: info[{key!r}] is {found!r}, no finite number (environment.{which})")
         return value
 
     def _told(self, info: dict[str, Any], which: str, *, needed: bool) -> Any:
@@ -388,7 +392,7 @@ def named(raw: Any, proprioception: int, who: str) -> Observation:
             return {
                 name: check_pixels(value, f"{who}, {name}")
                 if name.startswith("pixels")
-                else np.asarray(value, np.float32)
+                else _numbers(value, f"{who}, {name}")
                 for name, value in by_name.items()
             }
         except ValueError as error:
@@ -406,6 +410,13 @@ def named(raw: Any, proprioception: int, who: str) -> Observation:
     if proprioception > len(vector):
         raise Misuse(f"proprioception: {proprioception} of an observation of {len(vector)} numbers ({who})")
     return {"agent_pos": vector[:proprioception], "environment_state": vector}
+
+
+def _numbers(value: Any, what: str) -> NDArray[np.float32]:
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise Misuse(f"{what} is {array.dtype} {list(array.shape)}, no numbers")
+    return array.astype(np.float32)
 
 
 def check_cameras(asked: Sequence[str], known: Sequence[str], who: str) -> None:
@@ -451,6 +462,13 @@ def gymnasium_host(
             function = find(name, SIMULATORS)
         except ValueError as error:
             raise Misuse(str(error)) from error
+        try:
+            inspect.signature(function).bind(**settings, **arguments)
+        except TypeError as error:
+            took = f"{name} is defined as {function.__name__}{inspect.signature(function)}"
+            raise Misuse(
+                f"{took}, and called with environment.args {dict(settings)} and {arguments}: {error}"
+            ) from error
         env: gymnasium.Env[Any, Any] = function(**settings, **arguments)
         return env
 

@@ -286,6 +286,8 @@ class Simulators:
                 f"actions {which} have {outcome.action_dim} numbers, those of others {self._action_dim}: all tasks of "
                 "a run must have the same"
             )
+        if not np.isfinite(outcome.rewards).all():
+            raise ValueError(f"a reward {which} is not finite: {outcome.rewards[0].tolist()}; look at the simulator")
         self._action_dim = outcome.action_dim
         done.take(outcome, slots)
         # Only an executed chunk clears it: a simulator that begins and then dies each time would go on for ever.

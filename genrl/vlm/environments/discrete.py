@@ -20,6 +20,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from PIL import Image
 
+from genrl.data.flags import flag
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.contract import Layout, Observation, Split
 from genrl_rewards.pictures import check_pixels
@@ -78,11 +79,11 @@ class Worded:
         if not math.isfinite(float(paid)):
             where = f"step {self.elapsed} of the episode of seed {self.seed}"
             raise ValueError(f"{self.name} pays {paid} in {where}, after {said!r}: rewards must be numbers")
-        outcomes = [bool(info[key]) for key in self.told_by if key in info]
-        success = outcomes[0] if outcomes else bool(terminated) and float(paid) > 0
+        ended, cut = (flag(end, f"{self.name}: an end that step returns") for end in (terminated, truncated))
+        outcomes = [flag(info[key], f"{self.name}: info[{key!r}]") for key in self.told_by if key in info]
+        success = outcomes[0] if outcomes else ended and float(paid) > 0
         # Not both: behind a cut the return would have gone on, behind an end it would not.
-        cut = bool(truncated or self.late) and not terminated
-        return raw, float(paid), bool(terminated), cut, success, info
+        return raw, float(paid), ended, (cut or self.late) and not ended, success, info
 
 
 class Discrete(Worded):

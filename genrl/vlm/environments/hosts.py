@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from genrl.data.flags import flag
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.contract import Environment, Split, Told
 from genrl.vlm.environments.discrete import Misuse
@@ -79,7 +81,11 @@ def done(environment: Environment, work: Work) -> Outcome:
     if isinstance(work, Draw):
         return Outcome(picture=environment.render())
     observation, reward, terminated, truncated, info = environment.step(work.text)
-    return Outcome(observation, reward, terminated, truncated, info)
+    who = f"{type(environment).__name__}.step: its"
+    if not math.isfinite(reward):
+        raise ValueError(f"{who} reward is {reward}, no finite number")
+    ends = (flag(terminated, f"{who} terminated"), flag(truncated, f"{who} truncated"))
+    return Outcome(observation, float(reward), *ends, info)
 
 
 class Local:

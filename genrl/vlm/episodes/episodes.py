@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from genrl.data.flags import flag
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.environments.contract import Observation, Question, Split, Told
@@ -120,7 +121,8 @@ class Table:
                 episode.seen[past] = tuple(part for part in episode.seen[past] if isinstance(part, str))
             episode.total += outcome.reward
             episode.terminated, episode.truncated = outcome.terminated, outcome.truncated
-            episode.success = episode.success or bool(outcome.info.get("success", False))
+            said = flag(outcome.info.get("success", False), f"{self.settings.name}: info['success']")
+            episode.success = episode.success or said
             episode.parts = dict(outcome.info.get("parts", {}))
         return outcomes
 

@@ -38,7 +38,8 @@ LOSS = (
     r"(keys|weights|parameters) .*(dropped|discarded|ignored|skipped)",
 )
 """Warnings that mean that something of a file is not in the model: regular expressions."""
-REPORTED = r"LOAD REPORT|newly initialized|not used when (loading|initializing)"
+NOT_USED = "not used when (loading|initializing)"
+REPORTED = rf"LOAD REPORT|newly initialized|{NOT_USED}"
 """Warnings that repeat what is read from the reports themselves."""
 NAMED = 3
 
@@ -73,7 +74,8 @@ def accounted(what: str, *, quiet: str = r"(?!)") -> Iterator[None]:
     wrong += [line for line in messages if any(re.search(pattern, line) for pattern in LOSS)]
     if wrong:
         raise ValueError(f"{what}: {'; '.join(dict.fromkeys(wrong))}")
-    for line in (*unused, *(line for line in messages if not re.search(REPORTED, line))):
+    repeated = REPORTED if unused else REPORTED.replace(NOT_USED, "(?!)")  # a single file has no report, but this line
+    for line in (*unused, *(line for line in messages if not re.search(repeated, line))):
         logger.warning("%s: %s", what, line)
 
 

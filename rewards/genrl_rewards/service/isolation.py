@@ -77,17 +77,19 @@ class Isolated(Remote):
         """Ask as a server is asked; the process is restarted first if it has died."""
         code = self._process.poll()
         if code is not None and self._end.alive:
-            if self._restarts == MAX_RESTARTS:
-                raise RewardFailed(
-                    f"the process of reward {self._name!r} ended {MAX_RESTARTS + 1} times (status {code})"
-                )
-            self._restarts += 1
-            logger.warning("the process of reward %r ended (status %s); restarting it", self._name, code)
-            self._end()
-            try:
-                self._process, among[0].url = self._start(self._name)
-            except ValueError as error:
-                raise RewardFailed(str(error)) from error
+            failed: ValueError | None = None
+            while self._restarts < MAX_RESTARTS:
+                self._restarts += 1
+                logger.warning("the process of reward %r ended (status %s); restarting it", self._name, code)
+                self._end()
+                try:
+                    self._process, among[0].url = self._start(self._name)
+                    break
+                except ValueError as error:  # it may die while it starts, too: of memory, for one
+                    failed = error
+            else:
+                text = f"the process of reward {self._name!r} ended {MAX_RESTARTS + 1} times (status {code})"
+                raise RewardFailed(text) from failed
         with super().asked(among) as url:
             yield url
 

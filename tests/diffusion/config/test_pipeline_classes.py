@@ -33,12 +33,13 @@ def config(folder: Path, lora: str = "null", **sampling: int) -> Path:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_trains_passes(name: str, tmp_path: Path) -> None:
-    """Every family that is tested as a policy, with a LoRA where diffusers has one."""
+    """Every family that is tested as a policy, with a LoRA where diffusers has one; for sounds there are no rewards."""
     family = FAMILIES[name]()
     pipe = family.pipe
     networks = {n: type(c).__name__ for n, c in pipe.components.items() if n in DENOISERS and c is not None}
     kind = type(pipe).__name__
-    assert list(problems(kind, networks, lora=False)) == []
+    said = [text for _, text in problems(kind, networks, lora=False)]
+    assert len(said) == (family.media == "audio") and all("makes sounds, and the rewards" in text for text in said)
     assert list(loop_problems(kind, is_flow=family.kind == "flow", branches=False)) == []
 
 
@@ -169,4 +170,5 @@ def test_the_page_lists_the_classes_that_are_tested() -> None:
     page = Path(__file__).parents[3] / "docs" / "pipelines.md"
     _, _, rest = page.read_text().partition("<!-- tested classes -->")
     listed = set(re.findall(r"`(\w+)`", rest.partition("<!-- end -->")[0]))
-    assert listed == {type(build().pipe).__name__ for build in FAMILIES.values()}
+    made = [build() for build in FAMILIES.values()]
+    assert listed == {type(one.pipe).__name__ for one in made if one.media != "audio"}

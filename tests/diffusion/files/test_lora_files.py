@@ -207,6 +207,7 @@ def test_layers_that_the_settings_name_are_there(pipe: Any, tmp_path: Path, form
     [
         ("peft_type", "LOHA", "is of a LOHA, which diffusers does not load"),
         ("r", 16, "its settings say rank 16"),
+        ("init_lora_weights", "pissa_niter_4", "changed the weights of the model itself"),
         ("lora_alpha", float("nan"), "finite and not 0"),
         ("lora_alpha", 0, "finite and not 0"),
     ],
@@ -217,6 +218,16 @@ def test_settings_that_are_not_of_the_file(pipe: Any, tmp_path: Path, key: str, 
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=says):
         load_lora(pipe, str(file), "bad")
+
+
+def test_eight_bits_are_read_as_numbers_or_refused(pipe: Any, tmp_path: Path) -> None:
+    weights = trained(pipe.transformer, torch.float8_e4m3fn, dora=False)
+    load_lora(pipe, str(write(tmp_path / "fp8", "bare", weights, None)), "fp8")
+    for layer, found in deltas(pipe.transformer, "fp8").items():
+        torch.testing.assert_close(found, weights[layer]["B"].float() @ weights[layer]["A"].float())
+    whole = {layer: {k: (9 * v.float()).to(torch.int8) for k, v in parts.items()} for layer, parts in weights.items()}
+    with pytest.raises(ValueError, match="8 of its tensors hold whole numbers, whose scale is not known"):
+        load_lora(pipe, str(write(tmp_path / "int8", "bare", whole, 4.0)), "bad")
 
 
 def test_patterns_and_rslora_of_peft(pipe: Any, tmp_path: Path) -> None:

@@ -66,6 +66,29 @@ def test_what_cannot_be_read_says_why(trained_elsewhere: Any, model: Path, tmp_p
         load_pipeline(Model(path=str(file), config=str(model)))
 
 
+def test_weights_of_the_file_that_no_layer_has_are_refused_or_named(
+    trained_elsewhere: Any, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Further blocks, which converters leave out without a word; scales of fp8; a norm that nothing reads; another
+    component's weights beside it are nobody's loss."""
+    file = original_format.save_sd3(trained_elsewhere, tmp_path / "sd3.safetensors", whole=False)
+    held, settings = load_file(file), Model(path=str(file), config=str(model))
+    first = "model.diffusion_model.joint_blocks.0."
+    deeper = {k.replace(first, first.replace("0", "9")): v.clone() for k, v in held.items() if k.startswith(first)}
+    key = f"{first}x_block.attn.proj.weight"
+    for extra, says in (
+        (deeper, "numbers that the file has of its transformer are in no layer|another shape|could not be loaded"),
+        ({key.replace("weight", "scale_weight"): torch.ones(1)}, "has 1 scales of fp8 weights .*take the file in bf16"),
+        ({"model.diffusion_model.scaled_fp8": torch.ones(2)}, "scales of fp8"),
+    ):
+        save_file(held | extra, file)
+        with pytest.raises(ValueError, match=says):
+            load_pipeline(settings)
+    save_file(held | {"model.diffusion_model.norm_final.weight": torch.ones(8), "text_encoders.a": torch.ones(9)}, file)
+    load_pipeline(settings)
+    assert "8 of the" in caplog.text and "numbers that the file has of its transformer are in no layer" in caplog.text
+
+
 @pytest.fixture(scope="module")
 def quantised(trained_elsewhere: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its denoiser in llama.cpp's format: what is divisible by a block of 32 in eight bits, else float32."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from genrl.cli.plan import lines
 from genrl.config import ConfigError, load
 from genrl.diffusion.config.kernels import find_kernel
 from genrl.diffusion.train import train
@@ -75,6 +76,10 @@ def test_what_is_no_kernel_is_refused(folder: Path, kernel: Callable[[str], str]
     name = kernel(DANCE)
     assert "has no 'dancer'; did you mean dance?" in refusal(folder, f"{name}r")
     assert "is no kernel: define a function (x, velocity, sigma" in refusal(folder, kernel("dance = 3"))
+    wrong = DANCE.replace("sigma_next, *", "*")
+    assert "dance(x, velocity, sigma, *, noise_level); (x, velocity, sigma, sigma_next, noise" in refusal(
+        folder, kernel(wrong)
+    )
     assert "unknown kernel 'dance_sd'; did you mean dance_sde?" in refusal(folder, "dance_sd")
 
 
@@ -97,3 +102,47 @@ def test_a_std_for_each_sample_is_taken_in_any_shape() -> None:
     for std in (torch.tensor([0.5, 0.5]), torch.tensor([[0.5], [0.5]]), torch.tensor(0.5), 0.5):
         assert transition_of(x, x, std).std.tolist() == [[0.5], [0.5]]
     assert find_kernel("flow_sde").__name__ == "flow_sde"
+
+
+STOCHASTIC = '''
+from genrl.diffusion.steps.settings import Stochastic
+
+
+class Own(Stochastic):
+    """A method with steps drawn with noise."""
+
+
+def train(run, settings):
+    from functools import partial
+
+    from genrl.diffusion.steps import plans
+
+    for _ in run.iterations():
+        WRONG
+        plan = plans.make_plan(4, noise=dict.fromkeys(range(3), 0.7), roots=4)
+        kernel = plans.choose_kernel(run, settings, plan)
+        rollouts = run.collect(partial(plans.chains, kernel=kernel, steps=range(3)))
+        assert run.replays and all(piece.trajectory.log_probs for one in rollouts.mine.values() for piece in one.pieces)
+        run.start_training(0)
+        run.finish({})
+
+
+def loss(settings, policy, recorded): ...
+'''
+
+
+def test_a_method_with_noise_is_counted_and_checked_like_ours(folder: Path, model: Path) -> None:
+    """`plan` counts a transition at each step but the last; recorded steps are replayed before the first update; what
+    draws takes what is handed to it."""
+
+    def config(text: str = "pass", **more: Any) -> Any:
+        (folder / "own.py").write_text(STOCHASTIC.replace("WRONG", text))
+        trainer = {"algorithm": f"{folder / 'own.py'}:Own", "kernel": "flow_sde", "noise_level": 0.7}
+        return runs.config(folder, model, trainer=trainer, evaluation={"every": 0}, **more)
+
+    tree = config(sampling={"num_inference_steps": 4, "group_size": 4, "prompts_per_iteration": 2})
+    text = "\n".join(lines(tree))
+    assert f"model calls in training: {3 * tree.sampling.images_per_iteration}" in text and "0.7" in text
+    train(tree.model_copy(update={"iterations": 1}))
+    with pytest.raises(ValueError, match=r"is called with \(policy, batch, slots, \*, beat\)"):
+        train(config("run.collect(lambda policy, batch: None)", output=str(folder / "other")))

@@ -13,12 +13,14 @@ import torch
 from diffusers import DiffusionPipeline, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 
 from genrl.config import ConfigError, check_files, load
+from genrl.data.prompts import Prompt
+from genrl.diffusion.config.files import pipeline_class
 from genrl.diffusion.config.sections import Model, Sampling
 from genrl.diffusion.files import lora_files
 from genrl.diffusion.policy import adapters
 from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -66,6 +68,29 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "pickled" / "transformer").glob("*.safetensors"))
     with pytest.raises(ValueError, match="pickled weights alone .*model.use_safetensors: false takes them"):
         load_pipeline(Model(path=str(tmp_path / "pickled")))
+
+
+def test_a_pipeline_of_ones_own_is_loaded_by_its_class(tmp_path: Path) -> None:
+    """Also the folder that it saved, whose class no library has."""
+    text = (
+        "from diffusers import StableDiffusion3Pipeline\nclass Mine(StableDiffusion3Pipeline): ...\ndef other(): ...\n"
+    )
+    (tmp_path / "mine.py").write_text(text)
+    FAMILIES["sd3"]().pipe.save_pretrained(tmp_path / "model")
+    own = {"pipeline": f"{tmp_path / 'mine.py'}:Mine"}
+    pipe = load_pipeline(Model(path=str(tmp_path / "model"), **own))
+    pipe.save_pretrained(tmp_path / "saved")
+    again = Model(path=str(tmp_path / "saved"), **own)
+    assert type(pipe).__name__ == type(load_pipeline(again)).__name__ == "Mine"
+    with pytest.raises(ValueError, match="model.path: .*saved' could not be loaded"):
+        load_pipeline(Model(path=str(tmp_path / "saved")))
+    with pytest.raises(ValueError, match="mine.py:other is no pipeline: derive a class from one of diffusers'"):
+        pipeline_class(Model(path=str(tmp_path / "saved"), pipeline=own["pipeline"].replace("Mine", "other")))
+
+
+def test_a_row_without_its_picture_is_named() -> None:
+    with pytest.raises(ValueError, match=r"sampling.inputs.image: p.jsonl:3 has no picture in 'a'"):
+        check_inputs({"image": "a"}, [Prompt("x", {"a": None}, 3)], "p.jsonl")
 
 
 ROOT = Path(__file__).parents[3]

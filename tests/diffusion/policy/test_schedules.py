@@ -81,6 +81,24 @@ def _follow(head: Any, steps: int) -> None:
     torch.testing.assert_close(torch.tensor(seen), torch.stack([levels[:-1], levels[1:]], 1).float())
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("FlowMatchEulerDiscreteScheduler", {"shift": 0.0}),
+        ("FlowMatchEulerDiscreteScheduler", {"shift": -1.0}),
+        ("FlowMatchEulerDiscreteScheduler", {"shift": float("nan")}),
+        ("UniPCMultistepScheduler", {**FLOW, "flow_shift": 0.0}),
+        ("DDIMScheduler", {"steps_offset": 999}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # numpy's, of what cannot be cast
+def test_levels_that_do_not_fall_from_noise_to_data_are_refused(name: str, settings: dict[str, Any]) -> None:
+    head: Any = as_policy_head(getattr(diffusers, name)(**settings))
+    head.request, head.latents_dtype = Request(), torch.float32
+    with pytest.raises(ValueError, match=rf"the noise levels of {name} for 8 steps are .* they must fall"):
+        head.set_timesteps(8)
+
+
 @pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", "UniPCMultistepScheduler", "DEISMultistepScheduler"])
 @pytest.mark.parametrize("steps", [3, 8, 20])
 def test_linspace_has_the_levels_of_the_scheduler_in_whose_place_it_is(name: str, steps: int) -> None:

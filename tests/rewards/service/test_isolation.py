@@ -43,7 +43,8 @@ def ends(pid: int, within: float = 10) -> bool:
 
 
 def test_one_process_from_start_to_end(tmp_path: Path) -> None:
-    """Failures leave it alone; it is started again when it was killed, and when a sample kills it."""
+    """Failures leave it alone; it is started again when it was killed, also while it starts, and when a sample kills
+    it."""
     log = tmp_path / "log"
     reward = Isolated(f"{FILE}:Moody", outage=FAST, args={"bonus": 0.25, "log": str(log)})
     try:
@@ -52,6 +53,14 @@ def test_one_process_from_start_to_end(tmp_path: Path) -> None:
         assert score(reward, "raise").failed == score(reward, "exit").failed == 3
         assert score(reward) == local
         first = int(log.read_text().split()[0])
+        start, dies = reward._start, iter([True])
+
+        def started(name: str) -> Any:
+            if next(dies, False):
+                raise ValueError("it died while it was starting")
+            return start(name)
+
+        reward._start = started  # type: ignore[method-assign]
         os.kill(first, signal.SIGKILL)
         assert ends(first) and score(reward) == local
         assert score(reward, "die").failures[0].fatal  # it dies of this sample every time

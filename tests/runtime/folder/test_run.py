@@ -154,6 +154,8 @@ ROWS = [json_line({"step": step}) for step in range(22)]
 HALF_A_RECORD = r"run.json cannot be read \(.*delete it to go on without"
 DAMAGES: list[tuple[str, str, str]] = [
     *(("run.json", text, HALF_A_RECORD) for text in ('{"command": ["gen', "", "[1]", '{"resumed": 3}')),
+    *(("run.json", f'{{"resumed": [], "contents": {held}}}', HALF_A_RECORD) for held in ("null", "[]")),
+    ("metrics.jsonl", '{"step": 0, "loss": NaN}\n', "metrics.jsonl:1: not a row of metrics"),
     ("config.yaml", CONFIG[:-4] + "\n}{", "(?s)config.yaml is no .*damaged.*Nothing was changed.*not YAML"),
     ("config.yaml", CONFIG + "group_sise: 4\n", r"(?s)another version.*config\.yaml:\d+: group_sise: unknown key"),
     ("metrics.jsonl", "".join(ROWS), "has no checkpoint left, and it has done 21 iterations; nothing was changed"),
@@ -256,6 +258,7 @@ def test_a_damaged_config_is_seen_by_the_checkpoints_own(tmp_path: Path) -> None
 
 OTHERS = {
     "a configuration": ({"config.yaml": "mine"}, "no run has made these files"),
+    "another program's record": ({"run.json": "{}", "config.yaml": "mine"}, "no run has made these files"),
     "prompts": ({"train_prompts.jsonl": "{}"}, "no run has made these files"),
     "curves of a trainer": ({"tensorboard/events": ""}, "no run has made these files"),
     "a project": ({"README.md": "", "src/x.py": ""}, "no run has made these files"),

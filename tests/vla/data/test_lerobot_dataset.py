@@ -19,6 +19,7 @@ from PIL import Image
 
 from genrl.vla.data.lerobot_dataset import Episode, Limits, open_dataset, write_dataset
 from genrl.vla.data.lerobot_dataset.features import numeric_stats, picture_stats
+from genrl.vla.data.lerobot_dataset.read import _values
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
@@ -364,6 +365,7 @@ def rewritten(folder: Path, **columns) -> None:
         ({"frame_index": [0, 2, 0]}, "episode 0 must have the frames 0 to 1"),
         ({"episode_index": [0, 0, 0]}, "episode 0 must have the frames 0 to 1"),
         ({"task_index": [0, 9, 0]}, r"task_index \[9\] of episode 0"),
+        ({"action": [["1", "2"]] * 3}, "action of episode 0: the file has .*, not all of which are float32"),
         ({"observation.image": [{"bytes": b"no", "path": ""}] * 3}, "observation.image of episode 0, frame 0"),
         ({"observation.image": [{"bytes": None, "path": "a.png"}] * 3}, "frame 0: there is no picture"),
     ],
@@ -373,6 +375,13 @@ def test_data_that_do_not_fit_are_named(tmp_path: Path, columns: dict, message: 
     rewritten(tmp_path / "set", **columns)
     with pytest.raises(ValueError, match=message):
         list(open_dataset(tmp_path / "set").read())
+
+
+@pytest.mark.parametrize(("values", "dtype"), [([0.3, 1.0], "bool"), ([0.5, 2.0], "int64"), ([0, 2], "bool")])
+def test_numbers_are_not_cast_to_what_the_index_promises(values: list[float], dtype: str) -> None:
+    with pytest.raises(ValueError, match=f"not all of which are {dtype}"):
+        _values(pa.chunked_array([values]), dtype, (1,), "next.success")
+    assert _values(pa.chunked_array([[0.0, 1.0]]), dtype, (1,), "next.success").tolist() == [[0], [1]]
 
 
 def test_columns_and_episodes_that_are_not_there(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_what_is_recorded_after_a_success_is_left_out(tmp_path: Path, later: tup
         ({"costs": None, "cost": np.zeros(7)}, r"some.hdf5: /costs is missing \(the nearest is 'cost'\)"),
         ({"rewards": np.zeros(6)}, r"some.hdf5: rewards is \[6\], with 7 observations"),
         ({"timeouts": np.zeros((7, 2))}, r"some.hdf5: timeouts is \[7, 2\], with 7 observations"),
+        ({"terminals": np.full(7, 0.3)}, "some.hdf5: a value of terminals is 0.3.*, and it is true or false"),
         ({"actions": np.where(np.arange(7) == 4, np.nan, 0.0)[:, None]}, "some.hdf5: actions is not finite in row 4"),
     ],
 )
@@ -123,6 +124,11 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no such file"):
         read_steps(tmp_path / "none.hdf5", success_key=None, cost_key=None)
     folder = minari(tmp_path / "made")
+    with h5py.File(folder / "data" / "main_data.hdf5", "a") as file:
+        told = file["episode_0/infos/cost"][()]
+        file["episode_0/infos/unsure"] = np.where(np.arange(len(told)) == 1, np.nan, told)
+    with pytest.raises(ValueError, match="episode_0, a value of unsure is nan, and it is true or false"):
+        read_steps(folder, success_key="unsure", cost_key=None)
     with pytest.raises(ValueError, match=r"/episode_0/infos/costs is missing \(the nearest is 'cost'\)"):
         read_steps(folder, success_key=None, cost_key="costs")
     with pytest.raises(ValueError, match="Minari's format 'arrow'"):

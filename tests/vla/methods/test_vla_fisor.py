@@ -15,6 +15,7 @@ from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.offline.transitions import Transitions, Words, frames_of, play, take
 from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.rollout.sampling import Acting, Diffusion
+from genrl.vla.sheet import of_decisions
 from tests.vla.tiny_policies import TOLD, WORDS
 
 READS = Words(WORDS)
@@ -186,3 +187,12 @@ def test_the_losses_of_the_critics_by_hand() -> None:
     }
     assert data.cost.any() and data.terminated.any() and not data.terminated.all()
     torch.testing.assert_close(found, wanted)
+
+
+def test_its_evaluation_has_a_sheet() -> None:
+    """Costs, success and actions of whole episodes, before and after normalisation."""
+    data = played(3, careful=1.0)
+    sheet = of_decisions(nets(data).slow_actor, data)
+    assert [look.text for look in sheet.looks] == [f"cost {data.cost[data.episode == k].sum():g}" for k in range(3)]
+    assert [look.facts["steps"] for look in sheet.looks] == [str(int((data.episode == k).sum())) for k in range(3)]
+    assert {row[0] for row in sheet.numbers[1:]} >= {"observation.state[0]", "action[0]"}

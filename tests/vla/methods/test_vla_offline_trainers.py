@@ -68,6 +68,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_pa
     assert load_policy(tmp_path / "whole" / "policy").horizon == (1 if name == "fisor" else 4)
     if name == "fisor":
         assert kept[1]["data/success_mean"] > 0.9
+        assert (tmp_path / "whole" / "samples" / "sheet" / "sheet.json").is_file()
         assert [row["eval/within_limit"] for row in kept] == [float(row["eval/cost_mean"] <= 0.25) for row in kept]
     if name == "rl100":
         assert kept[1]["gate/accepted"] + kept[1]["gate/refused"] == 2

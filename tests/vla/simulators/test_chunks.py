@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -11,8 +12,8 @@ import torch
 from gymnasium import spaces
 
 from genrl.objectives.advantages.gae import executed_mask
-from genrl.vla.simulators.contract import Misuse, Outcome, Reading
-from genrl.vla.simulators.simulator import Simulator
+from genrl.vla.simulators.contract import Fault, Misuse, Outcome, Reading, Run
+from genrl.vla.simulators.simulator import Simulator, gymnasium_host, named
 
 
 class Walk(gymnasium.Env[np.ndarray, np.ndarray]):
@@ -120,8 +121,24 @@ def test_success_may_be_said_at_the_end_alone(told: Any, right: bool) -> None:
 
 @pytest.mark.parametrize("told", [0.3, float("nan"), 2, "yes", [True, False], None])
 def test_what_is_no_success_is_not_cast(told: Any) -> None:
-    with pytest.raises(Misuse, match="success is true or false|no number"):
+    """Nor the end of an episode."""
+    with pytest.raises(Misuse, match="success is true or false|no finite number"):
         said(told, always=True)
+
+    class Ends(Walk):
+        def step(self, action: np.ndarray):
+            raw, reward, _, truncated, info = super().step(action)
+            return raw, reward, told, truncated, info
+
+    simulator = Simulator(Ends(), Reading(chunk=5))
+    simulator.begin(0)
+    with pytest.raises(Misuse, match="fourth value that step returns is .* and it is true or false"):
+        simulator.execute(chunk(1, 1, 1, 1, 1))
+
+
+def test_states_that_are_texts_are_refused() -> None:
+    with pytest.raises(Misuse, match=r"mine, agent_pos is <U1 \[2\], no numbers"):
+        named({"agent_pos": ["1", "2"]}, 0, "mine")
 
 
 def test_an_end_that_says_nothing_is_no_failure() -> None:
@@ -134,3 +151,11 @@ def test_an_end_that_says_nothing_is_no_failure() -> None:
         simulator.begin(0)
         with pytest.raises(Misuse, match=r"only \['other'\]: set environment.success_key"):
             simulator.execute(chunk(1, 1, 1, 1, 1))
+
+
+def test_a_function_that_takes_other_settings_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def make(task): ...\n")
+    host = gymnasium_host(1, name=f"{tmp_path / 'own.py'}:make", reading=Reading(chunk=2), settings={"size": 3})
+    (fault,) = host.run(Run({0: 0}, {}))
+    assert isinstance(fault, Fault) and fault.misuse
+    assert "is defined as make(task), and called with environment.args {'size': 3}" in fault.report

@@ -20,6 +20,9 @@ class Frail:
         if text == 'hang': time.sleep(60)
         if text == 'die': os._exit(7)
         if text == 'raise': raise KeyError('inside')
+        if text == 'nan': return (text,), float('nan'), False, False, {}
+        if text == 'half': return (text,), 1.0, 0.5, False, {}
+        if text == 'unsure': return (text,), 1.0, True, False, {'success': 0.3}
         return (text,), 1.0, text == 'end', False, {'success': text == 'end'}
     def render(self): ...
     def close(self): ...
@@ -47,6 +50,19 @@ def test_what_hangs_or_dies_is_cut_and_begun_anew(tmp_path: Path) -> None:
         assert table.episodes[0].success and table.episodes[1].total == 2.0
     finally:
         host.close()
+
+
+def test_ends_rewards_and_success_are_not_cast(tmp_path: Path) -> None:
+    settings = frail(tmp_path)
+    table = Table(settings, Local(settings))
+    table.begin({0: 1}, "train")
+    for text, says in (
+        ("nan", "reward is nan"),
+        ("half", "terminated is 0.5"),
+        ("unsure", r"info\['success'\] is 0.3"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            table.say({0: text})
 
 
 def test_what_raises_or_is_lost_three_times_running_is_an_error(tmp_path: Path) -> None:

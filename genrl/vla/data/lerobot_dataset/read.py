@@ -267,4 +267,9 @@ def _values(column: pa.ChunkedArray, dtype: str, shape: tuple[int, ...], where: 
     if len(array) != count * math.prod(shape):
         raise ValueError(f"{where}: {count} frames must have the shape {list(shape)}, found {len(array)} numbers")
     values = np.array(array.to_pylist() if dtype == "string" else array.to_numpy(zero_copy_only=False))
-    return values.reshape(count, *shape) if dtype == "string" else values.astype(dtype).reshape(count, *shape)
+    if dtype == "string":
+        return values.reshape(count, *shape)
+    alike = np.can_cast(values.dtype, dtype, "same_kind")
+    if values.dtype.kind not in "fiub" or not (alike or np.array_equal(values.astype(dtype), values)):
+        raise ValueError(f"{where}: the file has {values.dtype}, not all of which are {dtype} ({layout.INFO})")
+    return values.astype(dtype).reshape(count, *shape)

@@ -50,6 +50,7 @@ from genrl.vla.offline.transitions import (
 from genrl.vla.policies.embedded import DiffusionMLP
 from genrl.vla.policies.policy import STATE, Batch, Policy, PredictsNoise, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion
+from genrl.vla.sheet import of_decisions
 from genrl.vla.simulators.contract import Environment
 
 if TYPE_CHECKING:
@@ -318,6 +319,7 @@ def judge(run: VLARun, settings: FISOR, behave: Behaviour, steps: Steps | None) 
         played = merge(*parts)
         if not len(played.done):
             raise RuntimeError(f"evaluating: all {lost} episodes were lost by their simulator")
+        run.note_sheet(lambda: of_decisions(actor, played))
         metrics = {"eval/lost": float(lost)} if lost else {}
         metrics |= judged(played) if steps is None else judged_by(played, steps, settings.cost_limit)
         return metrics | {"eval/within_limit": float(metrics["eval/cost_mean"] <= settings.cost_limit)}

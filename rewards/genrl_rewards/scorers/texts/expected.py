@@ -12,6 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -38,10 +39,18 @@ _NUMBER = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _LISTED = re.compile(r"(?<!\d)[-+]?\d+(?:\.\d+)?", re.ASCII)  # 10-20 is two positive numbers
-_COORDINATE = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:\.\d+)?|\.\d+)", re.ASCII)  # bbox_2d has none
+_PLACE = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+_COORDINATE = re.compile(rf"(?<![\w.]){_PLACE}", re.ASCII)  # bbox_2d has none
+_SIZED = re.compile(r"\b(?:w|h|width|height)\b\W{0,2}[:=]", re.IGNORECASE)
+"""x, y, width, height are no corners."""
 _LETTERS = re.compile(r"[\s(]*[A-Za-z][\s).]*(?:(?:[,;/&]|and|\s)[\s(]*[A-Za-z][\s).]*)*")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALED = re.compile(rf"(?<=\d)\s*({'|'.join(SCALES)})\b", re.IGNORECASE)
+_SUFFIXED = re.compile(r"(?<=\d)(k|mn|bn)\b")
+_HEDGES = "not|than|least|most|below|above|under|over|half"
+_BOUND = re.compile(rf"(?:(?:[<≤≥≠]|(?:^|[\s(])>)=?|\b(?:{_HEDGES}))\s*$", re.IGNORECASE)
+_OTHER = re.compile(r"[KMBT]\b|\s*(?:dozens?|score|gross|or (?:more|less|fewer|above|below))\b")
+"""What stands behind a number that is another one, or not known: of 300K nobody says whether it is a temperature."""
 _TIMES_TEN = re.compile(r"(?<=\d)\s*(?:[x×*·]|\\times|\\cdot)\s*10\s*(?:\^|\*\*)\s*\{?([-+]?\d+)\}?")
 _CORNERS = (("x1", "y1", "x2", "y2"), ("left", "top", "right", "bottom"), ("xmin", "ymin", "xmax", "ymax"))
 _PLACES = {4: _CORNERS, 2: (("x", "y"), ("start", "end"))}
@@ -135,7 +144,10 @@ def forms_of(value: Any) -> tuple[str, ...]:
         return str(int(value)), str(value)
     if not isinstance(value, str | int | float) and not hasattr(value, "as_integer_ratio"):
         raise ValueError(f"the expected answer is {value!r:.80}, a {type(value).__name__}; write a text or a number")
-    return (plain(str(value)),)
+    forms = [plain(str(value))]
+    if isinstance(value, float) and float(np.float32(value)) == value:  # of a column in single precision
+        forms.append(str(np.float32(value)))
+    return tuple(dict.fromkeys(forms))
 
 
 def text_of(value: Any) -> str:
@@ -152,19 +164,24 @@ def texts_of(value: Any) -> list[str]:
 
 def number_in(text: str) -> float | None:
     """The only number in a text: `-1,234.5`, `− 5`, `-$5`, `minus 5`, `3/4`, `2½`, `3 × 10⁸`, `1.5 million`, with words
-    and units around it. None if there is not one, or its sign may be a dash between words (`result - 5`)."""
-    # Thousands: before `plain`, which makes a common space of a narrow one.
+    and units around it. None if there is not one, if it is a bound (`at least 5`) or part of another one (`3 dozen`,
+    `5!`, `300K`), or its sign may be a dash between words (`result - 5`)."""
+    # Thousands: before `plain`, which makes a common space of a narrow match.
     text = re.sub(r"(?<=\d)[\u00a0\u2009\u202f'’_](?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<=[A-Za-z°])\^\{?-?\d+\}?", "", plain(text))  # of a unit: cm^2
     text = re.sub(r"\b(?:minus|negative)\s+(?=[$€£¥]?[\d.])", "-", text, flags=re.IGNORECASE)
     text = re.sub(r"(?<![\d.])10\s*(?:\^|\*\*)\s*\{?([-+]?\d+)\}?", r"1e\1", _TIMES_TEN.sub(r"e\1", text))
     text = _SCALED.sub(lambda word: f"e{SCALES[word[1].lower()]}", text)
+    text = _SUFFIXED.sub(lambda word: {"k": "e3", "mn": "e6", "bn": "e9"}[word[1]], text)
     matches = [*_NUMBER.finditer(text)]
     # Which of several numbers is meant is a guess, and policies would learn to write all of them.
     if len(matches) != 1:
         return None
     (match,) = matches
     before = text[: match.start()]
+    factorial = not before.strip() and text[match.end() :].strip() == "!"
+    if _BOUND.search(before) or _OTHER.match(text, match.end()) or factorial:
+        return None
     sign = match["sign"]
     if sign == "±" or (sign and match["gap"] and before.strip()[-1:].isalnum()):
         return None
@@ -194,7 +211,7 @@ def letters_in(text: str) -> set[str]:
 
     Empty for a sentence, so that its articles and pronouns do not count as choices.
     """
-    text = plain(text)
+    text = re.sub(r"\\(?:boxed|text)(?=\{)|[*$`\"'\[\]{}]", "", plain(text)).strip()
     if len(text) <= 200 and _LETTERS.fullmatch(text):
         return {letter.upper() for letter in re.findall(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])", text)}
     leading = re.match(r"\s*\(?([A-Z])[.:)]", text)
@@ -214,15 +231,14 @@ def integers_of(value: Any) -> list[int]:
     value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
     if is_nothing(value):
         return []
-    listed = numbers_in(value) if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    numbers = [
-        number
-        for number in listed
-        if isinstance(number, int | float) and not isinstance(number, bool) and number == number // 1
-    ]
-    if not numbers or len(numbers) != len(listed):
+    if isinstance(value, str):
+        listed = [] if re.search(r"[^\W\d_]", value) else numbers_in(value)
+    else:
+        listed = list(value) if isinstance(value, list | tuple) else [value]
+    whole = [one for one in listed if isinstance(one, int | float) and not isinstance(one, bool) and one == one // 1]
+    if not whole or len(whole) != len(listed):
         raise ValueError(f"the expected answer is {value!r:.80}; write whole numbers, as [3, 1, 2]")
-    return [int(number) for number in numbers]
+    return [int(number) for number in whole]
 
 
 def coordinates_in(text: str, count: int) -> list[float]:
@@ -234,14 +250,13 @@ def coordinates_in(text: str, count: int) -> list[float]:
         try:
             return box_of(json.loads(block), (count,))
         except ValueError:
-            if re.search(r"\"(?:w|h|width|height)\"\s*:", block):
-                return []  # x, y, width, height are no corners
-    number = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
-    bracketed = re.compile(rf"[\[(<]\s*({number}(?:\s*[,;\s]\s*{number}){{{count - 1}}})\s*[\])>]", re.ASCII)
-    for variant in (text, re.sub(r"[\])]\s*,?\s*[\[(]", ", ", text)):  # then [[10, 20], [30, 40]] too
-        if last := bracketed.findall(variant):
-            return [float(coordinate) for coordinate in re.findall(number, last[-1])]
-    numbers = [float(coordinate) for coordinate in _COORDINATE.findall(text)]
+            if _SIZED.search(block):
+                return []
+    bracketed = re.compile(rf"[\[(<]\s*({_PLACE}(?:\s*[,;\s]\s*{_PLACE}){{{count - 1}}})\s*[\])>]", re.ASCII)
+    for shown in (text, re.sub(r"[\])]\s*,?\s*[\[(]", ", ", text)):  # then [[10, 20], [30, 40]] too
+        if last := bracketed.findall(shown):
+            return [float(one) for one in re.findall(_PLACE, last[-1])]
+    numbers = [] if _SIZED.search(text) else [float(one) for one in _COORDINATE.findall(text)]
     return numbers if len(numbers) == count and all(map(math.isfinite, numbers)) else []
 
 
@@ -255,6 +270,9 @@ def box_of(value: Any, sizes: Sequence[int] = (4, 2)) -> list[float]:
     numbers_found: list[Any]
     refused = ValueError(f"the expected box is {value!r:.80}; a box has {sizes_text}")
     if isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            if isinstance(listed := json.loads(value), list):
+                return box_of(listed, sizes)  # which has one box, not the last of several
         numbers_found = next((numbers for size in sizes if (numbers := coordinates_in(value, size))), [])
     elif isinstance(value, Mapping):
         lists = [entry for entry in value.values() if isinstance(entry, list | tuple)]

@@ -7,6 +7,7 @@ and what is left over, which of an expected answer may only be a unit.
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ _SYMBOLS = {
 _FUNCTIONS = ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sin", "cos", "tan", "cot", "sec", "csc")
 _NAMES = (*_FUNCTIONS, "log", "ln", "exp", "max", "min", "lim", "gcd", "pi", "infty", "sqrt")
 _NAME = re.compile(rf"(?<![A-Za-z\\])(?:infinity|({'|'.join(_NAMES)}))(?![A-Za-z])")
+_VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _UNITS = frozenset(
     "mm cm dm km in ft yd mi mg kg lb lbs oz ml cl mL kL hr hrs min mins sec secs ms ns Hz kHz kW kWh kJ kN kPa Pa mol "
@@ -104,6 +106,7 @@ def _boxed(text: str) -> str:
 def _latex(text: str) -> str:
     """A formula, or words with one, in LaTeX."""
     text = re.sub(r"(?<=\d)[\u00a0\u2009\u202f'’](?=\d{3}(?!\d))", "", text)
+    text = _VULGAR.sub(_vulgar, text)
     text = re.sub(r"[√∛]\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))", _root, text)
     text = plain(
         re.sub("[" + "".join(k for k in _SYMBOLS if not k.isascii()) + "]", lambda one: _SYMBOLS[one[0]], text)
@@ -127,6 +130,12 @@ def _latex(text: str) -> str:
     text = re.sub(r"\b([A-Za-z]) (?:is|equals) ", r"\1 = ", text)
     text = re.sub(r"\s+(?:or|and)\s+|\s*;\s*", ", ", text)
     return re.sub(r"(?<![\d:.])(\d+(?:\.\d+)?)((?:\s*:\s*\d+(?:\.\d+)?){2,})(?![\d:.])", _ratio, text)
+
+
+def _vulgar(found: re.Match[str]) -> str:
+    """A fraction that is one letter: `½ x` is half of x, where `1/2 x` may be one over 2x."""
+    above, below = unicodedata.normalize("NFKC", found[0]).split("\u2044")
+    return rf"\frac{{{above}}}{{{below}}} "
 
 
 def _root(found: re.Match[str]) -> str:

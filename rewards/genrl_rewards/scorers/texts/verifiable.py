@@ -109,7 +109,7 @@ def relaxed(completions: list[str], answer: list[Any], tag: str = "answer", shar
 
     def number(text: str) -> float | None:
         value = number_in(text)
-        return value / 100 if value is not None and plain(text).endswith("%") else value
+        return value / 100 if value is not None and re.search(r"(?:%|\bper ?cent)\s*\.?$", plain(text)) else value
 
     scores: list[float | None] = []
     for written, forms in _rows(completions, truths(answer, forms_of, "relaxed"), tag):

@@ -38,6 +38,8 @@ def test_numbers_in_a_column_are_the_texts_that_they_are_written_as() -> None:
     assert v.exact(tagged("3", "3.0", "4", "-2"), [3.0, 3.0, 3.0, np.float64(-2)]) == [1.0, 1.0, 0.0, 1.0]
     assert v.exact(tagged("3", "3", "½"), [["3"], np.array([3]), "1/2"]) == [1.0, 1.0, 1.0]
     assert v.relaxed(tagged("0", "0.0"), [0.0, 0]) == [1.0, 0.0]
+    single = float(np.float32(0.1))  # of a column in single precision: 0.10000000149011612
+    assert v.exact(tagged("0.1", "0.10000000149011612"), [single, single]) == [1.0, 1.0]
     assert v.words(tagged("3"), [3]) == v.rouge(tagged("3"), [3.0]) == v.anls(tagged("3"), [3]) == [1.0]
     assert v.anls(tagged("14"), [[14, "fourteen"]]) == [1.0]
     with pytest.raises(ValueError, match="choice: row 0: .* 2, which names no letter"):
@@ -55,6 +57,9 @@ def test_numbers_in_a_column_are_the_texts_that_they_are_written_as() -> None:
         (v.numeric, True, "not one number"),
         (v.ordering, [1.5, 2], "write whole numbers"),
         (v.indices, "none", "write whole numbers"),
+        (v.ordering, "3, 1, two", "write whole numbers"),
+        (v.iou, "[[10, 20, 30, 40], [50, 60, 70, 80]]", "a box has"),
+        (v.iou, "left=10, top=20, w=20, h=20", "a box has"),
         (v.iou, {"x": 1, "y": 2, "width": 3, "height": 4}, "a box has"),
         (v.iou, [100, 100, 20, 30], "second corner is before its first"),
         (v.iou, "somewhere", "a box has"),
@@ -71,6 +76,8 @@ NUMBERS = {
     **{"−5": -5, "–5": -5, "- 5": -5, "-$5": -5, "minus 5": -5, "x = − 5": -5, "covid-19": 19, "５": 5, "٣": 3},
     **{"2½": 2.5, "3 × 10⁸": 3e8, "10^3": 1000, "5 cm²": 5, "1’234": 1234, "1\u202f234": 1234, "1.5 million": 1.5e6},
     **{"10–20": None, "± 5": None, "result - 5": None, "5 - 3": None, "1,5": None},
+    **{"1.5k": 1500, "£1.2bn": 1.2e9, "2M": None, "300K": None, "3 dozen": None, "5!": None, "5 or more": None},
+    **{"at least 5": None, "< 5": None, "≥5": None, "> 5": None, "not 5": None, "-> 5": 5, "</b> 5": 5, "So 5!": 5},
 }
 
 
@@ -92,6 +99,7 @@ BOXES = {
     "nested": lambda b: f"[[{b[0]}, {b[1]}], [{b[2]}, {b[3]}]]",
     "named": lambda b: json.dumps(dict(zip(("x1", "y1", "x2", "y2"), b, strict=True))),
     "equals": lambda b: "x1={}, y1={}, x2={}, y2={}".format(*b),
+    "powers": lambda b: "[" + ", ".join(f"{place / 100}e2" for place in b) + "]",
     "after text": lambda b: f"Box 1 of the 2 cats is {b}",
 }
 
@@ -110,6 +118,13 @@ def test_points_and_boxes_that_are_none() -> None:
     assert v.point_in_box(tagged(*points), [[10, 20, 30, 40]] * 7) == [1.0] * 5 + [0.0] * 2
     assert v.iou(tagged('{"x": 10, "y": 20, "width": 30, "height": 40}'), [[10, 20, 30, 40]]) == [0.0]
     assert v.iou(tagged("[5, 6]"), [[0, 0, 9, 9]]) == [0.0]
+
+
+def test_letters_and_percents_as_models_write_them() -> None:
+    written = ("**B**", r"\boxed{B}", "[B]", '"b"', "It's B")
+    assert v.choice(tagged(*written), ["B"] * 5) == [1.0] * 4 + [0.0]
+    assert v.choice(tagged("A, C"), ['["A", "C"]']) == [1.0]
+    assert v.relaxed(tagged("50 percent", "50%.", "0.5", "50"), ["50%"] * 4) == [1.0, 1.0, 1.0, 0.0]
 
 
 def test_all_rows_are_read_before_a_run_and_those_that_cannot_be_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -69,6 +69,7 @@ def needed() -> None:
         ("x²", "x^2", True),
         ("45°", "45", True),
         ("2½", "2.5", True),
+        ("½ x", "x/2", True),
         ("x ≤ 3", r"x \le 3", True),
         ("x = 5", "x = 5 or x = -5", False),
         ("1.5 million", "1500000", True),
