@@ -115,14 +115,6 @@ def test_above_one_percent_of_dirty_rows_nothing_is_read(folder: Path, caplog: p
         read(str(path))
 
 
-def test_text_file(folder: Path) -> None:
-    path = folder / "p.txt"
-    path.write_bytes(
-        b"\xef\xbb\xbf a red circle \r\n\r\n# comment\n  # too\n\xe4\xb8\x80\xe5\x8f\xaa\xe7\x8c\xab\nlast"
-    )
-    assert load(str(path)) == [Prompt("a red circle", {}, 1), Prompt("一只猫", {}, 5), Prompt("last", {}, 6)]
-
-
 def test_json_file_with_columns_and_paths(folder: Path) -> None:
     path = folder / "p.jsonl"
     rows = [

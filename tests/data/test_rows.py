@@ -71,15 +71,6 @@ def test_every_line_is_a_row_whatever_ends_it(
         ]
 
 
-@pytest.mark.parametrize("raw", [b"a circle", b"\r", b"a\rb\r\nc\n\rd", b"\r\r\n\n", b"x" * 50 + b"\r\ny"])
-def test_lines_are_those_of_python(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    for block in (60, 3, 1):
-        monkeypatch.setattr(row_module, "MAX_LINE_BYTES", block)
-        wanted = raw.splitlines()
-        seen = [*lines_of(io.BytesIO(raw))]
-        assert len(seen) == len(wanted) and all(a[:block] == b[:block] for a, b in zip(seen, wanted, strict=True))
-
-
 def picture(file: Path, size: tuple[int, int] = (6, 4), turn: int = 1) -> bytes:
     """A picture without transparency, of which the right half is red; stored turned."""
     pixels = np.zeros((size[1], size[0], 3), np.uint8)

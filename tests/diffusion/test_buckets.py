@@ -62,15 +62,6 @@ def test_micro_batches_are_whole_groups_of_one_size(folder: Path, model: Path) -
             assert found == [(16, 16, 4), (16, 24, 4)]
 
 
-def test_rows_name_their_own_size(folder: Path, model: Path) -> None:
-    for name, texts in (("train", runs.PROMPTS), ("eval", runs.HELD_OUT)):
-        lines = [{"prompt": text, "height": 16, "width": (16, 24)[k % 2]} for k, text in enumerate(texts)]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    prompts = {name: str(folder / f"{name}.jsonl") for name in ("train", "eval")}
-    rows = runs.rows(train(settings(folder, model, prompts=prompts, sampling={"buckets": "rows"})))
-    assert [row["ratio/max_abs_dev"] for row in rows if row["step"]] == [0.0, 0.0]
-
-
 def test_a_size_with_too_few_prompts_is_refused_before_the_model_is_loaded(folder: Path, model: Path) -> None:
     few = settings(folder, model, sampling={"buckets": [*SIZES, [24, 16]]})
     with pytest.raises(

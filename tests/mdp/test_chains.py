@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributions import MultivariateNormal, Normal
 
 from genrl.mdp import chains, ddpm, kernels, noise, schedules
 from genrl.mdp.chains import Chain
@@ -85,14 +84,6 @@ def test_a_chain_with_a_deterministic_step_has_no_joint_density() -> None:
         chains.chain_log_prob(chain, initial=False, reduction="sum")
 
 
-@given(st.floats(-50, 50), st.floats(0.01, 1.0), st.floats(1.0, 5.0))
-def test_a_learned_std_stays_in_its_bounds(raw: float, low: float, factor: float) -> None:
-    high = low * factor
-    std = chains.bounded_std(torch.tensor([raw, 0.0], dtype=torch.float64), low, high)
-    assert low * (1 - 1e-9) <= std[0] <= high * (1 + 1e-9)
-    assert std[1].item() == pytest.approx(math.sqrt(low * high))  # the geometric middle
-
-
 def test_gradients_reach_the_learned_std_and_not_the_action() -> None:
     raw = torch.zeros(2, 4, 3, requires_grad=True)
     x = noise.keyed_noise((2, 4, 3), 7).requires_grad_()
@@ -122,11 +113,6 @@ def test_steps_that_are_drawn(batch: int, steps: int, selection, data) -> None:
         assert (noisy == noisy[:1]).all()
 
 
-def test_a_random_step_is_uniform_and_of_each_row_its_own() -> None:
-    noisy = chains.noisy_steps("random_per_env", 4000, 4, generator=noise.generator(9))
-    assert (noisy.float().mean(0) - 0.25).abs().max() < 0.03
-
-
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -142,27 +128,3 @@ def test_a_random_step_is_uniform_and_of_each_row_its_own() -> None:
 def test_what_cannot_be_is_refused(call, message) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_joint_log_prob_of_a_linear_chain_is_its_multivariate_normal() -> None:
-    """x0 ~ N(0, 1), x_{k+1} = a_k x_k + s_k xi: the states are jointly Gaussian with a known precision."""
-    stds, slopes = [0.3, 0.2, 0.1], []
-    sigmas, steps = schedules.linspace_grid(3).double(), 3
-    rows = torch.zeros(4, 4, dtype=torch.float64)
-    rows[0, 0] = 1.0
-    for k in range(steps):
-        slopes.append(1.0 - 0.5 * float(sigmas[k] - sigmas[k + 1]))
-        rows[k + 1, k + 1], rows[k + 1, k] = 1.0 / stds[k], -slopes[k] / stds[k]
-    drawn = torch.randn(5, steps + 1, 1, 1, generator=noise.generator(5), dtype=torch.float64)
-    chain = chains.sample_chain(
-        lambda k, x: chains.learned_noise(x, 0.5 * x, sigmas[k], sigmas[k + 1], std=torch.full_like(x, stds[k])),
-        drawn[:, 0],
-        drawn[:, 1:],
-    )
-    joint = MultivariateNormal(torch.zeros(4, dtype=torch.float64), precision_matrix=rows.T @ rows)
-    total = chains.chain_log_prob(chain, initial=True, reduction="sum")[:, 0, 0]
-    torch.testing.assert_close(total, joint.log_prob(chain.states[..., 0, 0]), rtol=1e-9, atol=1e-9)
-    mean = chains.chain_log_prob(chain, initial=True, reduction="mean")[:, 0, 0]
-    torch.testing.assert_close(mean * (steps + 1), total)
-    without = chains.chain_log_prob(chain, initial=False, reduction="sum")[:, 0, 0]
-    torch.testing.assert_close(total - without, Normal(0.0, 1.0).log_prob(chain.states[:, 0, 0, 0]))

@@ -25,13 +25,6 @@ def test_golden_exit_step_and_calls(golden) -> None:
     a.all_used("(exit|active)_.*")
 
 
-def test_the_variance_is_within_prompts() -> None:
-    """That prompts differ in difficulty says nothing about a step."""
-    rewards = torch.tensor([[[0.0, 0.0], [0.0, 0.4]], [[9.0, 9.0], [9.0, 9.2]]])
-    assert torch.allclose(early_exit.exit_variance(rewards), torch.tensor([0.0, 0.025]).double(), atol=1e-6)
-    assert early_exit.exit_step(rewards) == 1
-
-
 def test_missing_scores_are_left_out() -> None:
     rewards = torch.tensor([[[1.0, 3.0, NAN], [5.0, NAN, NAN]], [[NAN, NAN, NAN], [2.0, 2.0, 2.0]]])
     assert early_exit.exit_variance(rewards).tolist() == [1.0, 0.0]

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from genrl.mdp import gaussian, kernels, noise
 from genrl.mdp.kernels import Transition
 from tests.reference.grids import shifted_grid
-
-LEVELS = st.floats(0.0, 1.0)
-STEPS = st.tuples(st.floats(0.01, 1.0), st.floats(0.0, 0.99)).map(lambda pair: (pair[0], pair[0] * pair[1]))
-SEEDS = st.integers(0, 999)
 
 
 def pair(seed: int, shape: tuple[int, ...] = (2, 3, 4)) -> tuple[Tensor, Tensor]:
@@ -40,35 +33,6 @@ STOCHASTIC = {
     "flow_ddim": lambda x, v, s, t, a: kernels.flow_ddim(x, v, s, t, noise_level=a),
 }
 BY_NAME = pytest.mark.parametrize("kernel", STOCHASTIC.values(), ids=STOCHASTIC)
-
-
-@BY_NAME
-@given(step=STEPS, seed=SEEDS)
-def test_level_zero_is_the_euler_step(kernel, step: tuple[float, float], seed: int) -> None:
-    x, v = pair(seed)
-    now = kernel(x, v, *step, 0.0)
-    assert close(now.mean, x - (step[0] - step[1]) * v, 1e-14)
-    assert (now.std == 0).all()
-
-
-@pytest.mark.parametrize("start", [1.0, 1.0 - 1e-6, 0.999])
-@pytest.mark.parametrize("steps", [4, 10, 50])
-@pytest.mark.parametrize("level", [0.3, 0.7, 1.0])
-def test_the_first_std_is_the_noise_level_and_none_explodes(start: float, steps: int, level: float) -> None:
-    """A clamp that asked for sigma == 1 gives 91 here on a grid that starts at 1 - 1e-6."""
-    sigmas = shifted_grid(steps, 3.0).double()
-    second = sigmas[1].item()
-    sigmas[0] = start
-    x, v = pair(0)
-    stds = [
-        kernels.flow_sde(x, v, sigmas[i], sigmas[i + 1], noise_level=level, sigma_max=second).std.max().item()
-        for i in range(steps)
-    ]
-    exact = level * math.sqrt(start * (start - second) / (1 - second))
-    assert stds[0] == pytest.approx(exact, rel=1e-12)
-    if start > 0.999:
-        assert stds[0] == pytest.approx(level, rel=1e-3)
-    assert max(stds) <= level * 1.5
 
 
 # Replay --------------------------------------------------------------------------------------------------------------
@@ -102,17 +66,6 @@ def test_samples_at_different_steps_share_a_batch(kernel) -> None:
         assert gaussian.log_prob(y, together.mean, together.std)[row] == pytest.approx(want.item(), abs=1e-6)
 
 
-def test_a_noise_level_may_differ_per_sample() -> None:
-    x, v = pair(0, (3, 2))
-    levels = torch.tensor([0.0, 0.4, 1.0])
-    for name, kernel in STOCHASTIC.items():
-        together = kernel(x, v, 0.8, 0.6, levels)
-        for row, level in enumerate(levels.tolist()):
-            alone = kernel(x[row : row + 1], v[row : row + 1], 0.8, 0.6, torch.tensor(level))
-            assert torch.equal(alone.mean[0], together.mean[row]), name
-            assert torch.equal(alone.std[0], together.std[row]), name
-
-
 def test_the_step_is_made_in_float32_whatever_the_model_gives() -> None:
     x, v = noise.keyed_noise((2, 8), "x"), noise.keyed_noise((2, 8), "v")
     for kind in (torch.bfloat16, torch.float16):
@@ -121,15 +74,6 @@ def test_the_step_is_made_in_float32_whatever_the_model_gives() -> None:
         assert low.mean.dtype == low.std.dtype == torch.float32
         assert torch.equal(low.mean, same.mean)
     assert flow_sde(x, v.double(), 0.8, 0.6, 0.7).mean.dtype == torch.float64
-
-
-@pytest.mark.parametrize("name", ["flow_cps", "flow_ddim"])
-def test_the_last_step_is_not_an_action(name: str) -> None:
-    x, v = pair(0)
-    step = STOCHASTIC[name](x, v, 0.2, 0.0, 0.8)
-    assert (step.std == 0).all() and close(step.mean, x - 0.2 * v)
-    with pytest.raises(ValueError, match="not an action"):
-        gaussian.log_prob(x, step.mean, step.std)
 
 
 @pytest.mark.parametrize(("sigma", "sigma_next"), [(0.5, 0.6), (0.0, 0.0), (1.1, 0.5), (14.6, 9.7), (0.5, -0.1)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -58,14 +56,6 @@ def test_steps_ascend_inside_their_range(count: int, first: int, length: int, se
     if length >= count and length % count == 0:
         part = length // count
         assert ((steps - first) // part).tolist() == list(range(count))
-
-
-def test_every_step_of_the_range_is_drawn() -> None:
-    source = torch.Generator().manual_seed(2)
-    seen = torch.cat([noise_levels.stratified_steps(2, 1, 9, source) for _ in range(2000)])
-    counts = torch.bincount(seen, minlength=9)
-    assert counts[0] == 0 and len(counts) == 9
-    assert (counts[1:] - 500).abs().max() < 5 * math.sqrt(500)
 
 
 def test_no_draw_is_refused() -> None:

@@ -54,14 +54,6 @@ def test_episodes_begin_as_they_must_and_alone_as_in_a_batch(seed: int, count: i
         assert np.array_equal(ours, theirs)
 
 
-def test_starts_are_spread() -> None:
-    state = task.initial_state(keys(4000), PUT)
-    assert np.abs(np.bincount(state.task, minlength=9) / 4000 - 1 / 9).max() < 0.02
-    assert np.abs(state.discs.mean(0)).max() < 0.04 and np.abs(state.gripper.mean(0) - [0, -0.6]).max() < 0.02
-    assert len(np.unique(state.gripper, axis=0)) == 4000
-    assert len(np.unique(task.episode_keys(1, np.repeat(np.arange(50), 40), np.tile(np.arange(40), 50)))) == 2000
-
-
 def test_moving_grasping_carrying_and_letting_go() -> None:
     state = act(table(), 1.0, -0.5, -1.0)
     assert state.gripper[0].tolist() == pytest.approx([0.12, -0.06])
@@ -187,23 +179,6 @@ def test_a_table_does_not_depend_on_how_many_there_are() -> None:
     for _ in range(30):
         a, b = (env.step(expert_chunk(env.state, 4))[0] for env in (few, many))
         assert all(np.array_equal(a[name], b[name][:3]) for name in a)
-
-
-def test_tables_of_a_group_see_the_same_episodes() -> None:
-    """The first, and those that follow, whenever a table comes to them."""
-    env = MiniTable(8, image_size=0, group_size=4)
-    first, _ = env.reset(seed=9)
-    assert (first["environment_state"] == first["environment_state"][[0, 4]].repeat(4, 0)).all()
-    assert len(np.unique(first["environment_state"], axis=0)) == 2
-    episodes: list[list[tuple]] = [[] for _ in range(8)]
-    ended = np.zeros(8, dtype=bool)
-    for observation, _, terminated, truncated, _ in rollout(env, 40):
-        for i in np.flatnonzero(ended):
-            episodes[i].append((*observation["environment_state"][i], observation["task_index"][i]))
-        ended = terminated | truncated
-    for group in (episodes[:4], episodes[4:]):
-        shortest = min(map(len, group))
-        assert shortest >= 2 and all(e[:shortest] == group[0][:shortest] for e in group)
 
 
 def test_chosen_episodes_and_the_next() -> None:

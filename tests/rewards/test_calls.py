@@ -56,17 +56,6 @@ def test_scores_are_those_of_the_plain_reward(rows: list[int], batch_size: int, 
         assert sum(inner.sizes) == len(set(rows)) == calls.misses and calls.hits == 3 * len(rows) - calls.misses
 
 
-def test_pictures_and_references_are_cut_and_remembered() -> None:
-    references = [Image.new("RGB", (2, 2), (k, 0, 0)) for k in range(6)]
-    columns = {"reference_image": references, "style": PROMPTS}
-    for reward in (plain_rewards.like, plain_rewards.eight_bit):
-        plain = genrl_rewards.score(reward, images=IMAGES, prompts=PROMPTS, columns=columns)
-        calls = Calls(reward, batch_size=4, cache=10)
-        for _ in range(2):
-            assert same(genrl_rewards.score(calls, images=IMAGES, prompts=PROMPTS, columns=columns), plain)
-        assert calls.misses == 6
-
-
 def test_the_oldest_sample_is_forgotten_first_and_no_score_is_never_kept() -> None:
     inner = Counting()
     calls = Calls(inner, cache=2)

@@ -194,12 +194,6 @@ def test_model_calls_are_those_of_the_steps_that_are_drawn(folder: Path, model: 
     assert plan(settings).train_calls == pytest.approx(6 * (1 + 4 + 6) / 3)
 
 
-def test_samples_above_the_margin_are_left_alone(folder: Path, model: Path) -> None:
-    seen = run(config(folder, model, {"margin": -5.0}, iterations=1))
-    assert not any(bool(g.any()) for g in seen.updates[0].gradient.values())
-    assert seen.rows[0]["loss"] == 0 and seen.rows[0]["grad_norm"] == 0
-
-
 def test_rewards_get_their_columns_and_weights(folder: Path, model: Path) -> None:
     """Two rewards, one of which reads the prompt file: the gradient is that of the weighted sum; a third without
     gradients and weight is logged."""

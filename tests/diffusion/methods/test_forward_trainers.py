@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from genrl.config import ConfigError
-from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.run import DiffusionRun
@@ -184,11 +183,6 @@ def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None
         trainer = {**trainer, "updates_per_iteration": 1}
         (update,) = run(runs.config(folder, model, trainer=trainer, output=str(folder / name), **nothing)).updates
         assert all(not gradient.any() for gradient in update.gradient.values()), name
-
-
-def test_the_first_levels_are_those_of_the_released_code() -> None:
-    """`range(trunc + 1)` with trunc 6; GenEval: 4."""
-    assert DGPO().first_steps == len(range(6 + 1))
 
 
 @pytest.mark.parametrize("name", ["dpo", "d3po"])

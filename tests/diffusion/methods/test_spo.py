@@ -17,7 +17,6 @@ from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.methods.spo.train import Found, Pairs, compare, draw, judge
 from genrl.diffusion.policy.trajectory import Kernel
-from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import (
     DIFFUSION,
@@ -148,12 +147,6 @@ def test_a_pair_is_evaluated_once_by_each_model(folder: Path, sd: Path, monkeypa
     (row,) = runs.rows(Path(config.output))
     assert row["model_calls/sample"] == 4 * (2 + WAYS * 2)
     assert row["model_calls/train"] == 2 * 2 * int(learnt.pairs.valid.sum()) and row["updates"] == 4
-
-
-def test_no_pair_no_update(folder: Path, sd: Path) -> None:
-    changes: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "iterations": 1, **QUIET}
-    run = train(runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **changes))
-    assert all(row["updates"] == 0 and row["spo/valid_ratio"] == 0 == row["spo/gap"] for row in runs.rows(run))
 
 
 @pytest.mark.parametrize(

@@ -276,16 +276,6 @@ def test_guidance_may_be_switched(name: str) -> None:
     assert torch.equal(*finals)
 
 
-@pytest.mark.parametrize("name", tiered(["sd15", "qwen_image_edit"]))
-def test_one_negative_prompt_for_all(name: str) -> None:
-    family = FAMILIES[name]()
-    policy = Policy(family.pipe)
-    inputs = {name: values for name, values in family.inputs.items() if name == "image"}
-    batch = replace(batch_of(family, negative_prompt="grey"), inputs=inputs)
-    with torch.no_grad():
-        assert not torch.equal(policy.roll_out(batch).final, policy.roll_out(batch_of(family)).final)
-
-
 REASONS = {
     "ltx_i2v": "not all of them are denoised",
     "chroma_inpaint": "ChromaInpaintPipeline cannot be called so.*guidance_embeds",

@@ -152,19 +152,6 @@ def test_snapshots_are_exchanged_by_pointer(lora: LoRA | None) -> None:
     assert equal(weights.snapshots["old"], copied(weights.named))
 
 
-def test_blend_is_an_exponential_moving_average() -> None:
-    policy, weights = tiny()
-    weights.snapshot("average")
-    expected = {key: p.detach().double() for key, p in weights.named.items()}
-    for decay in (0.9, 0.5, 0.0):
-        some_steps(policy, weights, 1)
-        weights.blend("average", decay)
-        for key, p in weights.named.items():
-            expected[key] = decay * expected[key] + (1.0 - decay) * p.detach().double()
-            torch.testing.assert_close(weights.snapshots["average"][key].double(), expected[key], rtol=1e-6, atol=1e-8)
-    assert equal(weights.snapshots["average"], copied(weights.named))  # decay 0 follows at once, to the bit
-
-
 # -- state -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, Trajectory
-from genrl.diffusion.rollout.forest import Drawn, independent, roll_out
+from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.steps.edges import tree_edges
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
@@ -112,20 +111,6 @@ def test_counts_are_the_closed_forms_and_replay_equals_record(policy: Policy, pl
     logs = edges_of(whole)
     assert all(every[key][1] == pytest.approx(logs[key][1], abs=1e-4) for key in every)
     assert all(len(piece.trajectory.batch) <= 3 for piece in found.pieces)
-
-
-@few
-@given(plan=plans())
-def test_branching_1_is_independent_rollouts_to_the_bit(policy: Policy, plan: SamplingPlan) -> None:
-    chain = replace(plan, branching=(1,) * plan.steps, spread=None)
-    found = drawn(policy, chain)
-    batch, slots = roots(chain, grow(chain))
-    whole = policy.roll_out(batch, kernel_of(chain), chain.stochastic)
-    other = independent(whole, slots)
-    assert torch.equal(found.final, other.final) and found.slots == other.slots
-    ours, theirs = edges_of(found), edges_of(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[k][0], theirs[k][0]) and ours[k][1] == theirs[k][1] for k in ours)
 
 
 def walk(policy: Policy, plan: SamplingPlan, tree: Tree, prompt: int, leaf: int) -> list[Trajectory]:

@@ -97,25 +97,6 @@ def test_the_background_changes_nothing() -> None:
     assert same(scored_by(opened, background=True), scored_by(opened))
 
 
-def test_the_background_scores_while_samples_are_drawn() -> None:
-    names: list[str] = []
-    first = threading.Event()
-
-    def slow(images: torch.Tensor) -> list[float]:
-        names.append(threading.current_thread().name)
-        first.set()
-        return [0.0] * len(images)
-
-    beats: list[int] = []
-    with Scoring(plain({"slow": slow}), ROWS, GROUP, background=True, beat=lambda: beats.append(1)) as scoring:
-        scoring.add(*pieces()[0])
-        assert first.wait(10)  # before the next one is handed in
-        for slots, images in pieces()[1:]:
-            scoring.add(slots, images)
-        scoring.result()
-    assert len(names) == 5 and all(name.startswith("scoring") for name in names) and len(beats) == 5
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_reward_with_copies_is_asked_about_several_at_a_time(background: bool) -> None:
     """Of samples and of groups; the scores are those of one copy."""

@@ -55,20 +55,6 @@ def sample(seed: int) -> dict[str, Tensor]:
     return {name: noise.keyed_noise(shape, seed, name).double() for name in names}
 
 
-def test_sigma_may_differ_per_sample() -> None:
-    s = sample(1)
-    sigmas = torch.tensor([0.9, 0.5, 0.3, 0.1], dtype=torch.float64)
-    noisy = (1 - sigmas)[:, None, None] * s["clean"] + sigmas[:, None, None] * s["noise"]
-    weight = torch.tensor([0.2, 0.4, 0.6, 0.8], dtype=torch.float64)
-    together = matching.diffusion_nft_loss(s["velocity"], s["old"], noisy, s["clean"], sigmas, weight, beta=0.5)
-    for i in range(4):
-        row = slice(i, i + 1)
-        alone = matching.diffusion_nft_loss(
-            s["velocity"][row], s["old"][row], noisy[row], s["clean"][row], sigmas[i], weight[row], beta=0.5
-        )
-        assert alone.item() == pytest.approx(together[i].item(), rel=1e-12)
-
-
 def test_gradient_flows_through_the_new_velocity_only() -> None:
     leaves = [value.clone().requires_grad_() for value in sample(2).values()]
     clean, noisy, velocity, old = leaves

@@ -80,10 +80,6 @@ def test_every_thing_is_dealt_once_whoever_has_it(counts: list[int], parts: int,
     assert shared == [set(batch.mine.tolist()) for batch in deal([sum(counts)], 0, parts, seed)]
 
 
-def test_no_part_is_a_small_remainder() -> None:
-    assert [len(batch.every) for batch in deal([17], 0, 4, 3)] == [5, 4, 4, 4]
-
-
 def test_the_order_is_that_of_the_keys() -> None:
     def order(*keys: int | str) -> list[int]:
         return [number for batch in deal([50], 0, 6, *keys) for number in batch.mine.tolist()]

@@ -81,20 +81,6 @@ def test_an_embedding_stored_under_both_its_names_and_a_trained_number_stay_so(t
         load_policy(tmp_path / "a")
 
 
-@BOTH
-def test_states_and_actions_are_scaled_by_the_folders_statistics(adaptive: bool, folders) -> None:
-    policy = load_policy(folders[adaptive][0])
-    stats = load_file(folders[adaptive][0] / "policy_postprocessor_step_0_unnormalizer_processor.safetensors")
-    action, own = ({k: stats[f"{name}.{k}"] for k in ("q01", "q99", "mean", "std")} for name in ("action", STATE))
-    top = action["q99"] if adaptive else action["mean"] + action["std"]
-    torch.testing.assert_close(policy.normalised(top)[:3], torch.ones(3))
-    torch.testing.assert_close(policy.actions(torch.ones(6, 32)), top.expand(6, 3))
-    state = torch.randn(2, 5)
-    quantiles = 2 * (state - own["q01"]) / (own["q99"] - own["q01"]) - 1
-    wanted = quantiles if adaptive else (state - own["mean"]) / own["std"]
-    torch.testing.assert_close(policy.robot.vector({STATE: state}, STATE, torch.device("cpu")), wanted)
-
-
 @given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=32))
 def test_the_state_falls_into_numpys_bins(state: list[float]) -> None:
     wanted = np.digitize(np.array(state, np.float32), np.linspace(-1, 1, 257)[:-1]) - 1

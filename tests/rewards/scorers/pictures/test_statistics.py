@@ -39,13 +39,6 @@ def test_jpeg_equals_the_golden_sizes(golden: Golden, scale: str, column: str) -
         assert size == pytest.approx(count, rel=1e-12 if same_library else 0.02)
 
 
-def test_floats_are_rounded_to_8_bit_not_cut(golden: Golden) -> None:
-    data = golden("rewards_jpeg")
-    rounded = genrl_rewards.to_uint8(torch.from_numpy(data["float_image_NCHW"]))
-    np.testing.assert_array_equal(rounded, data["uint8_round_NHWC"])
-    assert (rounded != data["uint8_truncated_NHWC"]).any()
-
-
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 @settings(max_examples=30, deadline=None)
 def test_flat_pictures(red: float, green: float, blue: float) -> None:

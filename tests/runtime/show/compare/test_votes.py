@@ -73,15 +73,6 @@ def test_several_judges(vote: Vote) -> None:
     assert (found.total.b, found.total.a) == (6, 2)
 
 
-def test_a_judge_who_always_says_left(out: Path) -> None:
-    """Shows as such; the models, on random sides, do not profit alike."""
-    tokens = [pair["token"] for pair in pages.data(out)["pairs"]]
-    found = read([pages.votes(out, out.parent / "votes.json", dict.fromkeys(tokens, "left"))])
-    assert found.left is not None and found.left.value == 1 and found.left.low > 0.8
-    key = json.loads(key_path(out).read_text())
-    assert found.total.b == sum(pair["left"] == "b" for pair in key["pairs"].values())
-
-
 def test_the_key_is_found_or_given(vote: Vote, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     votes, elsewhere = vote("votes.json", {0: "b"}), tmp_path / "elsewhere"
     elsewhere.mkdir()
