@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from genrl.mdp import gaussian, kernels, schedules
+from genrl.mdp import ddpm, gaussian, kernels, schedules
 from genrl.mdp.dpm import Prediction, dpm_solver, predict
 from tests.golden_cases import Case, check_all, error, through
 from tests.reference.grids import is_truncated, shifted_grid
@@ -73,7 +73,7 @@ def test_golden_trajectories(golden) -> None:
         return window_case(case) if case.params["kind"] == "mixed_window_trajectory" else solver_case(case)
 
     def left_out(case: Case) -> bool:
-        """Euler steps and DDIM: tests/mdp/test_kernels_golden.py."""
+        """Euler steps and DDIM: tests/mdp/test_kernels.py."""
         return case.params["kind"] in ("euler_ode_trajectory", "flow_ddim")
 
     check_all(golden("samplers_ode_dpm"), check, left_out)
@@ -114,3 +114,26 @@ def test_what_cannot_be_is_refused() -> None:
             dpm_solver(x, x, sigma, sigma_next)
     with pytest.raises(ValueError, match="history of 2"):
         dpm_solver(x, x, 0.5, 0.4, [Prediction(x, 0.7), Prediction(x, 0.6)], stochastic=True)
+
+
+# -- DPPO's denoising steps: the posterior of DDPM, floors of the std, positions of a chain
+
+
+ALPHA_BARS = ddpm.cosine_alpha_bars(20)
+
+
+def test_grids() -> None:
+    full, leading = ddpm.ddpm_grid(ALPHA_BARS), ddpm.ddim_grid(ALPHA_BARS, 5)
+    assert full.timesteps.tolist() == list(range(19, -1, -1)) and leading.timesteps.tolist() == [16, 12, 8, 4, 0]
+    for grid in (full, leading):
+        assert torch.equal(grid.alpha_bar_next[:-1], grid.alpha_bar[1:]) and grid.alpha_bar_next[-1] == 1
+        assert (grid.alpha_bar_next > grid.alpha_bar).all()
+    with pytest.raises(ValueError, match="cannot be taken"):
+        ddpm.ddim_grid(ALPHA_BARS, 21)
+
+
+def test_the_last_positions_are_fine_tuned() -> None:
+    assert ddpm.fine_tuned(torch.arange(5), 5, 2).tolist() == [False, False, False, True, True]
+    assert ddpm.fine_tuned(torch.arange(5), 5, 5).all()
+    with pytest.raises(ValueError, match="fine-tuned"):
+        ddpm.fine_tuned(torch.arange(5), 5, 6)

@@ -21,7 +21,7 @@ from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed
-from tests.diffusion.policy.test_editing import editing
+from tests.diffusion.policy.test_starting import editing
 from tests.diffusion.policy.tiers import tiered
 from tests.planted import replayed
 
