@@ -142,18 +142,6 @@ def test_shared_initial_noise(policy: Policy) -> None:
 # -- precision -------------------------------------------------------------------------------------------------------
 
 
-def test_weights_and_guidance_are_part_of_the_policy(policy: Policy) -> None:
-    recorded = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
-    weight = policy.denoiser.proj_out.weight
-    kept = weight.detach().clone()
-    weight.mul_(1.01)
-    moved = policy.replay(recorded.step(1)).log_prob
-    weight.copy_(kept)
-    unguided = policy.replay(recorded.step(1, batch([0, 1], guidance_scale=1.0))).log_prob
-    assert (moved != recorded.log_probs[1]).all() and (unguided != recorded.log_probs[1]).all()
-    assert torch.equal(policy.replay(recorded.step(1)).log_prob, recorded.log_probs[1])
-
-
 def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
     """But not in decoding."""
     half = Policy(FAMILIES["sd3"]().pipe, autocast=torch.bfloat16)

@@ -135,21 +135,6 @@ def walk(policy: Policy, plan: SamplingPlan, tree: Tree, prompt: int, leaf: int)
     return steps
 
 
-@few
-@given(plan=plans(), data=st.data())
-def test_a_leaf_made_again_alone_is_itself(policy: Policy, plan: SamplingPlan, data: st.DataObject) -> None:
-    """To the bit, where the others were evaluated one by one, too."""
-    found, tree = drawn(policy, plan, batch_size=1), grow(plan)
-    every = edges_of(found)
-    prompt, leaf = data.draw(st.integers(0, 1)), data.draw(st.integers(0, plan.leaves - 1))
-    steps = walk(policy, plan, tree, prompt, leaf)
-    assert torch.equal(found.final[prompt * plan.leaves + leaf], steps[-1].final[0])
-    path = tree.path(int(tree.leaves[leaf]))
-    slots = [prompt * plan.leaves + int(tree.first_leaf[node]) for node in path]
-    logs = [float(log) for step in steps for log in step.log_probs.values()]
-    assert logs == [every[i, slots[i + 1]][1] for i in plan.stochastic]
-
-
 def test_siblings_differ_and_are_correlated_as_told(policy: Policy) -> None:
     """The noises of siblings have correlation 1 / (1 + spread^2): over 16 x 256 numbers within four deviations."""
     for spread, expected in ((None, 0.0), (0.5, 0.8), (2.0, 0.2)):

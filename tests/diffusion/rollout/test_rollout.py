@@ -16,9 +16,8 @@ from torch import Tensor
 import genrl_rewards
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Draw, Drawn, independent
+from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
@@ -34,7 +33,6 @@ from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.advantages.groups import group_advantages
 from genrl_rewards.compose import Component
-from tests.diffusion.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
@@ -130,22 +128,6 @@ def test_processes_share_out_one_plan(num_processes: int) -> None:
     scores = torch.stack([part.scored.values["pixel"] for part in parts])
     assert ((~scores.isnan()).sum(dim=0) == 1).all()
     assert torch.equal(scores.nansum(dim=0), alone.scored.values["pixel"])
-
-
-def test_pictures_are_bit_identical_for_any_number_of_processes() -> None:
-    policy = Policy(FAMILIES["sd3"]().pipe)
-    config = tiny_config()
-
-    def draw(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
-        return independent(policy.roll_out(batch, Kernel("flow_sde", 0.7), (0,)), slots)
-
-    alone = gather(config, policy=policy, draw=draw)
-    parts = [gather(config, policy=policy, draw=draw, process=p, num_processes=2) for p in range(2)]
-    for position, one in (item for part in parts for item in part.mine.items()):
-        same = alone.mine[position]
-        ours, theirs = one.pieces[0].trajectory, same.pieces[0].trajectory
-        assert torch.equal(one.images, same.images) and torch.equal(one.final, same.final)
-        assert torch.equal(ours.states[0], theirs.states[0]) and torch.equal(ours.log_probs[0], theirs.log_probs[0])
 
 
 def keys(found: Rollouts, name: str) -> dict[int, Any]:
