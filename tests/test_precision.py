@@ -27,7 +27,6 @@ from tests.opened import opened
 from tests.vla import vla_runs
 from tests.vlm import vlm_runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 Given = list[tuple[Any, Any, float]]
 HALF = torch.bfloat16
 

@@ -18,8 +18,6 @@ from benchmarks.full_size import EMBEDDED, MODELS, configured
 from genrl.config import load
 from genrl.diffusion.train import train
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {recipe: name for name, model in MODELS.items() for recipe in model.recipes if recipe not in EMBEDDED}
 RECIPES["sdxl_dpo_offline"] = "sdxl"  # at full size it would be refused: random autoencoders do not return pictures
@@ -96,7 +94,6 @@ KIND = "policy in simulation"  # the lightest
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 @pytest.mark.parametrize("name", [name for name in DRILLS if name != "killed on Ray"])  # diffusion/rollout kills there
 def test_a_short_drill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(drills.ROOT)

@@ -20,7 +20,7 @@ from tests.diffusion import tiny_parts as parts
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.starting_families import mask
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
 
 def write(folder: Path, family: str, sampling: dict[str, Any], **model: Any) -> None:

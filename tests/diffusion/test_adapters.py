@@ -17,8 +17,6 @@ from genrl.diffusion.train import train
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 
 def trained(folder: Path, model: Path, name: str, **lora: Any) -> Path:
     keys = {"rank": 4, "alpha": 8.0} | lora if "from" not in lora else lora

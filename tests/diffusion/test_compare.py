@@ -24,8 +24,6 @@ from genrl.runtime.show.mp4 import import_av
 from tests.diffusion import families, runs
 from tests.runtime.show.compare import pages
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 ARGUMENTS: dict[str, Any] = {
     "num_inference_steps": 2,
     "guidance_scale": 1.0,

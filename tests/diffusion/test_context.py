@@ -18,8 +18,6 @@ from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.test_distributed import GRPO, NFT, distance, recorded
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 NOT_DIVIDED = {
     "ChronoEditTransformer3DModel",
     "HeliosTransformer3DModel",

@@ -25,8 +25,6 @@ from genrl.runtime.loop.guards import read_dump
 from tests import opened as opening
 from tests.diffusion import ranks, runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
 NFT = {"algorithm": "diffusion_nft", "kl_weight": 1e-3}
 # 9 samples in 5 micro-batches: neither 2 nor 4 processes share them out evenly

@@ -21,7 +21,7 @@ from genrl.runtime.loop import economy
 from tests.diffusion import runs
 from tests.run_folders import assert_resumes
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = pytest.mark.usefixtures("unproven")
 
 CHOSEN = {"selection": {"by": "spread", "candidates": 2, "replay": {}}}
 SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}

@@ -17,7 +17,7 @@ from genrl.runtime.loop.frame import shrink
 from genrl.runtime.weights import weights
 from tests.diffusion import ranks, runs
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = pytest.mark.usefixtures("unproven")
 
 SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "fit_batch": True}
 

@@ -11,9 +11,6 @@ from genrl.config.optimizers import OPTIMIZERS
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
 FAST = ("adamw", "adamw_8bit", "muon")
 
 

@@ -20,8 +20,6 @@ from genrl.runtime.loop.guards import NonFiniteError, non_finite
 from genrl.runtime.loop.replay import first_not_finite, replay
 from tests.diffusion import runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 QUIET = {"evaluation": {"every": 0}}
 pytestmark = pytest.mark.usefixtures("traced")
 KERNELS = {"window": {"fused": True, "attention": "math"}}

@@ -19,7 +19,7 @@ from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
 from tests.diffusion import runs
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = pytest.mark.usefixtures("unproven")
 
 GRPO = {
     "algorithm": "flow_grpo",

@@ -25,7 +25,7 @@ from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 
 pytestmark = [
-    *(pytest.mark.slow, pytest.mark.filterwarnings("ignore")),  # deprecations within diffusers
+    pytest.mark.slow,
     pytest.mark.usefixtures("unproven"),  # each method's adapter is loaded again in tests/runtime/loop/test_replay.py
 ]
 

@@ -22,8 +22,6 @@ from genrl.diffusion.rollout.scoring import plain
 from genrl.diffusion.sample import evaluate_pipeline, load, sample
 from tests.diffusion import runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 ARGUMENTS: dict[str, Any] = {
     "num_inference_steps": 3,
     "guidance_scale": 1.0,

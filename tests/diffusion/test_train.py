@@ -26,8 +26,6 @@ from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from tests.diffusion import runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
 
 

@@ -73,7 +73,6 @@ def test_cross_attention_to_a_shared_text(backend: str) -> None:
     assert_as_exact(kernel, definition, [query, None, None, key, value], torch.float32)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex(causal: bool, device: str) -> None:

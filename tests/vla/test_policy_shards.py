@@ -17,8 +17,6 @@ from genrl.vla.train import check_processes
 from tests.run_folders import differences, last_state, rows, start_ranks, wait
 from tests.vla import openvla_runs, published_runs, vla_ranks, vla_runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
 LORA: dict[str, Any] = {"policy": {"lora": {"rank": 2}, "dtype": "bfloat16"}}
 FROZEN: dict[str, Any] = {"policy": {"freeze": "encoder", "gradient_checkpointing": True}}

@@ -116,7 +116,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("family", "kind", "again"),
     [("qwen2_5_vl", "int8", False), ("qwen2_5_vl", "nf4", True), ("smolvlm", "nf4", False), ("gemma3", "fp8", False)],
@@ -247,7 +246,6 @@ def data(place: Path, columns: dict[str, Any], pictures: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_on_rows_of_its_format(name: str, tmp_path: Path) -> None:
     tree = yaml.safe_load(file(name).read_text())

@@ -22,7 +22,7 @@ from tests.run_folders import differences, last_state, rows, start_ranks, wait
 from tests.vlm import vlm_ranks, vlm_runs
 from tests.vlm.methods.episodes import agent_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
 FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
 LORA = {"rank": 2}

@@ -27,8 +27,6 @@ from genrl.runtime.weights.optimization import Optimization
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, trained_by, watch
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 CRITICS = '''
 import torch
 

@@ -48,8 +48,6 @@ from tests.diffusion.methods.watched import (
 from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.test_distributed import FSDP, check_equal, recorded
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
 ONE_STEP = {"num_inference_steps": 1, "prompts_per_iteration": 3, "group_size": 2, "batch_size": 4}
 

@@ -25,8 +25,6 @@ from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import QUIET, Bare, relative, run, watch
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 SMOOTH = '''\
 import torch
 

@@ -25,8 +25,6 @@ from tests.diffusion.policy.test_starting import editing
 from tests.diffusion.policy.tiers import tiered
 from tests.planted import replayed
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 KL = {"kl"}  # only with kl_weight above 0
 EVALUATION = set(by_heading()["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due
 USED = set(by_heading()["Rewards as used"])  # only of rewards that are not simply added

@@ -32,8 +32,6 @@ from tests.diffusion.methods.watched import (
 )
 from tests.diffusion.policy.tiers import tiered
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 GRPO = {"algorithm": "flow_grpo", "noise_level": 0.7, "advantage_scale": "group", "clip_range": 1e-3}
 GUIDED = {**EIGHT, "guidance_scale": 4.5}
 

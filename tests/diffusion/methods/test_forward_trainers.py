@@ -24,8 +24,6 @@ from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import EIGHT, QUIET, Bare, Given, Update, equal, relative, run
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 TWO = {"updates_per_iteration": 2}
 KL = {"kl_weight": 0.3}
 TRAINERS: dict[str, dict[str, Any]] = {

@@ -29,8 +29,6 @@ from tests.diffusion import runs
 from tests.diffusion.methods.watched import DIFFUSION, QUIET, Watched, resumed, run
 from tests.diffusion.policy.tiers import tiered
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 GUARD = {"algorithm": "grpo_guard", "clip_range": 4e-6}
 DDPO = {"algorithm": "ddpo"}
 HISTORY = {"size": 4, "min_count": 3}

@@ -18,8 +18,6 @@ from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET, run
 from tests.golden_cases import Arrays
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 
 class Stepped:
     """What the loss reads of a replayed step."""

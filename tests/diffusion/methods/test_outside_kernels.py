@@ -18,8 +18,6 @@ from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET
 from tests.planted import replayed
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 BUILT_IN = {"algorithm": "flow_grpo", "kernel": "dance_sde", "noise_level": 0.3, "clip_range": 1e-3}
 DANCE = '''
 def dance(x, velocity, sigma, sigma_next, *, noise_level):

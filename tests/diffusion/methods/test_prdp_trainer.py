@@ -40,8 +40,6 @@ from tests.diffusion.methods.watched import (
     watch,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 FLOW = {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7, "beta": 1e-3, "clip_range": 1e-3}
 DDIM = {"algorithm": "prdp", "beta": 1e-3, "clip_range": 1e-3}
 OF_NOISE = {**DIFFUSION, **TRIPLES}  # groups are cut by micro-batches: the table does not mind

@@ -33,8 +33,6 @@ from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed, watch
 from tests.diffusion.policy.test_rewriter import TINY, anything, moved
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
-
 REWRITER = {"path": str(TINY), "instruction": "{prompt}", "max_new_tokens": 16}
 TRAINER: dict[str, Any] = {"algorithm": "prompt_rl", "retained": 1, "rewriter": REWRITER, "clip_range": 1e-2}
 GROUPS = {"sampling": {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4}}

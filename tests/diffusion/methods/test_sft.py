@@ -23,8 +23,6 @@ from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import gradients, relative, resumed, watch
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 COLOURS = [(40 * k, 80, 120) for k in range(4)]
 
 

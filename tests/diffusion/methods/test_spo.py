@@ -40,8 +40,6 @@ from tests.diffusion.methods.watched import (
     trained_by,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 SPO = {"algorithm": "spo", "candidates": 3, "first": 1, "threshold": 0.0, "beta": 10.0}
 FLOW = {**SPO, "kernel": "flow_sde", "noise_level": 0.7}
 CHAINS = {"prompts_per_iteration": 2, "group_size": 2, "batch_size": 3}

@@ -28,8 +28,6 @@ from tests.diffusion.methods.watched import QUIET, equal, gradients, relative, r
 from tests.diffusion.policy.test_starting import editing
 from tests.rewards import tiny_orient
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 MOVE: dict[str, Any] = {"algorithm": "talk2move"}
 STEPS = 5
 

@@ -30,8 +30,6 @@ from tests.diffusion.methods.watched import QUIET, resumed, run, trained_by
 from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
 EIGHT = {"num_inference_steps": 5, "prompts_per_iteration": 2, "group_size": 8, "batch_size": 6}

@@ -32,8 +32,6 @@ TYPES = ["lora", "dora", "rslora", "lokr"]
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
 BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 
 def made(**keys: Any) -> tuple[Policy, Weights]:
     policy = Policy(FAMILIES["sd3"]().pipe)

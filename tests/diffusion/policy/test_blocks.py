@@ -29,7 +29,7 @@ from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
 
 ALL = {"fused": True, "attention": "auto"}
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("traced")]  # deprecations within diffusers
+pytestmark = pytest.mark.usefixtures("traced")
 
 Recorded = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 

@@ -31,8 +31,6 @@ from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 @pytest.fixture(autouse=True)
 def _no_graphs_of_other_tests() -> Iterator[None]:

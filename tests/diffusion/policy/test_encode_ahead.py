@@ -26,8 +26,6 @@ from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 AHEAD = {"text_encoders": "encode_then_free"}
 
 

@@ -35,8 +35,6 @@ from genrl.runtime.weights.weights import Weights
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 ARGUMENTS: dict[str, Any] = {
     "num_inference_steps": 3,
     "guidance_scale": 2.0,

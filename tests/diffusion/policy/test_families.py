@@ -27,8 +27,6 @@ PROMPTS = ["a red star", "two blue dogs"]
 KEYS = [(7, 0, 0), (7, 0, 1)]
 STOCHASTIC = (0, 1, 2)  # not the last: sigma' = 0 there
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

@@ -22,8 +22,6 @@ from genrl.runtime.folder.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 
 def saved(folder: Path, family: str, **lora: Any) -> Path:
     """A run of a family with a LoRA far from its start, at a strength that is not 1."""

@@ -166,9 +166,6 @@ def test_one_file_of_several_on_the_hub(model: Path, tmp_path: Path, monkeypatch
 # -- What pipelines and schedulers from outside do, found before the first iteration
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
 def two(family: Any) -> Batch:
     random = np.random.default_rng(0)
     pictures = [Image.fromarray(random.integers(0, 255, (16, 16, 3), dtype=np.uint8)) for _ in range(2)]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from genrl.diffusion.policy.adapters import load_lora
 from tests.diffusion.families import FAMILIES
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 TARGETS = ("to_q", "to_out.0")
 FORMS = ("diffusers", "no header", "peft", "peft named", "bare", "comfyui", "kohya", "lycoris", "2023")
 WITH_SETTINGS = ("diffusers", "peft", "peft named")

@@ -32,8 +32,6 @@ FLOW_KERNELS = {
 }
 ACTIONS = (0, 1, 2)  # as trainers have it: the last step is deterministic
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:

@@ -15,8 +15,6 @@ from genrl.diffusion.config.sections import Rewriter as Settings
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from tests.diffusion.tiny_parts import decoder_sizes
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within peft and transformers
-
 TINY = Path(__file__).resolve().parents[3] / "assets" / "tiny-lm"
 MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
     "llama": lambda size: LlamaForCausalLM(

@@ -148,8 +148,6 @@ def test_levels_that_ddim_does_not_have_are_said() -> None:
 # -- The VAE in slices and tiles
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 BATCH = Batch(
     ["a red star", "two blue dogs"],
     [(7, 0, 0), (7, 0, 1)],

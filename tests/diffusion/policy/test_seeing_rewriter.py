@@ -32,7 +32,6 @@ from tests.vlm import tiny_checkpoints
 from peft import PeftModel  # isort: skip  # after what makes transformers importable beside any torchvision
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 
 ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")

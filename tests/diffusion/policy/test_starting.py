@@ -126,9 +126,6 @@ def test_a_strength_has_to_be_said() -> None:
 # -- Editing pipelines are trained from a configuration: each prompt's picture stands in a column of the prompt file
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
 def editing(folder: Path, kontext: Path, **changes: Any) -> Config:
     random = np.random.default_rng(0)
     rows = []

@@ -20,8 +20,6 @@ SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_l
 BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
 ADAPTER = LoRA(rank=4, alpha=8.0)
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 
 def tiny(lora: LoRA | None = ADAPTER, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Policy, Weights]:
     policy = Policy(FAMILIES["sd3"]().pipe.to(dtype))

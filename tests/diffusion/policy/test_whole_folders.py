@@ -19,7 +19,6 @@ from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.loading import load_pipeline
 from tests.diffusion.families import FAMILIES
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 UNET, TEXT = "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 335\n"
 

@@ -22,7 +22,7 @@ from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = pytest.mark.usefixtures("unproven")
 
 SAMPLING = {"num_inference_steps": 4, "guidance_scale": 2.0, "prompts_per_iteration": 3, "group_size": 2}
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-2, "kl_weight": 0.01, "updates_per_iteration": 2}

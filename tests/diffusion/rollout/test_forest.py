@@ -19,8 +19,6 @@ from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
 from tests.diffusion.families import FAMILIES
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 PROMPTS = ["a red star", "two blue dogs"]
 CALL = {"height": 16, "width": 16, "max_sequence_length": 4, "guidance_scale": 1.0}
 

@@ -38,7 +38,6 @@ from genrl_rewards.service.remote import ServerRaised
 from tests import ray_nodes
 from tests.diffusion import runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genrl-diffusion[ray]'"
 )

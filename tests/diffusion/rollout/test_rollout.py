@@ -34,8 +34,6 @@ from genrl.mdp.noise import derive_seed
 from genrl.objectives.advantages.groups import group_advantages
 from genrl_rewards.compose import Component
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 
 def tiny_config(**sampling: Any) -> Config:
     return Config.model_validate(

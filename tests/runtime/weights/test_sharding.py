@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs, shards
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, target: Callable[..., None], *arguments: object) -> None:

@@ -88,7 +88,6 @@ def test_the_embedded_grids_of_a_split_are_not_those_of_the_other() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_the_recipe_trains_an_epoch(tmp_path: Path) -> None:
     write_pairs(grids(tmp_path / "grids"), tmp_path / "pairs", 24, held_out=0.3)
     tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model", layers=2)

@@ -185,7 +185,6 @@ def test_what_cannot_be_is_refused(folders: dict[str, str], tmp_path: Path) -> N
 
 RECIPE = Path(__file__).parents[3] / "configs" / "vlm" / "shapellm_omni_7b_hi_grpo.yaml"
 LENGTH = 16  # of codes of four cells each: 4 x 4 x 4 cells, 16 x 16 x 16 voxels
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def vqvae(widths: tuple[int, ...] = (16, 8, 4), latent: int = 8, cells: int = 4, codes: int = 24) -> dict[str, Tensor]:
