@@ -1,7 +1,5 @@
 """CONTRIBUTING.md, "Adding something": the files that it names are there, and one of each can be added from outside."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

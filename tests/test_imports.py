@@ -3,8 +3,6 @@
 Who may import whom is in pyproject.toml (import-linter), which counts imports within functions too.
 """
 
-from __future__ import annotations
-
 import ast
 import logging
 import re

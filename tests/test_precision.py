@@ -3,8 +3,6 @@
 Both precisions take 20 steps on the micro-batches of one rollout, at a learning rate far below the spacing of bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """All of them: what they say of themselves, and the kernels' without a GPU."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The claims and their runs: pages show what is stored, statistics by hand, what is made next and how it goes on."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

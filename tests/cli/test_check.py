@@ -1,7 +1,5 @@
 """`genrl check` of one file and of many, and the schema for editors."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

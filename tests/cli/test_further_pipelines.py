@@ -1,7 +1,5 @@
 """Whole runs of pipelines with a way of their own, as a user types them: inpainting, and one without a LoRA loader."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `genrl sample` and `genrl eval` load and call for the model that they are given."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

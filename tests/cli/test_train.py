@@ -1,7 +1,5 @@
 """`genrl train` and all that follows it on the embedded model; several processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

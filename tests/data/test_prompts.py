@@ -1,7 +1,5 @@
 """Prompt files: every dirty row is reported with its line, none gets through, none crashes the reader."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

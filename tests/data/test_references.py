@@ -1,7 +1,5 @@
 """Reference pictures: the three layouts, and sources that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

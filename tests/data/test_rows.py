@@ -1,7 +1,5 @@
 """Rows as people have them: encodings x line ends x columns, and pictures in every form that is about."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Whole runs with every type of adapter: on-policy ratios, resumed to the bit, exported merged; begun from another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

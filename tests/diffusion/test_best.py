@@ -1,7 +1,5 @@
 """The best evaluation of a pipeline's run: kept on disk, written beside the last, and taken by `--best`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

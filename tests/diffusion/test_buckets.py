@@ -1,7 +1,5 @@
 """Runs with samples of several sizes: micro-batches of one size, ratio 1, the same when continued."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two models on one page: the same noise, which side is which, what rewards say, and what cannot be compared."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Two processes (gloo) that compute every sample together, each half of its tokens, beside one that does all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The same run in 1, 2 and 4 processes (gloo), of which each holds everything or a part."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

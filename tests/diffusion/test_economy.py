@@ -1,7 +1,5 @@
 """Runs of pipelines that choose prompts, and train on some samples of each group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

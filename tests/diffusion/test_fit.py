@@ -1,7 +1,5 @@
 """The batch size that is found before training: by halving, in all processes, and once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

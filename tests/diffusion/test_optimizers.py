@@ -1,7 +1,5 @@
 """Whole runs with each optimiser: on-policy ratios, and resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What stopped a run is run again from its dump: the same numbers, and the module where they stop being finite."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

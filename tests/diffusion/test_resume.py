@@ -1,8 +1,6 @@
 """A run that is stopped, damaged or edited goes on as if nothing had been. Kills:
 tests/runtime/folder/test_checkpoint.py."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

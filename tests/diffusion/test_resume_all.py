@@ -5,8 +5,6 @@ Weights, snapshots, optimisers, what a trainer keeps beside them, and metrics, t
 soon as its file is in configs/diffusion.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`genrl sample` and `genrl eval`: pictures and scores of any pipeline."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole runs: what a run folder holds, what does not change the numbers, what stops them, and that the reward rises."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """All back-ends against the definition, values and gradients; the definition against plain attention row by row."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Iterator

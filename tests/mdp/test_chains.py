@@ -1,7 +1,5 @@
 """Chains of action chunks: replay, which steps are drawn, a learned std."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """The multistep solver: golden samplers_ode_dpm, MixGRPO-Flash's schedules, and its order of convergence."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The density of a transition."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

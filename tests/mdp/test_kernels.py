@@ -1,7 +1,5 @@
 """What holds for the kernels at any state, velocity and time (their numbers: test_kernels_golden)."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampling plans: refusals, and the text of `genrl plan`. Golden trees (objectives/advantages) have what they count."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

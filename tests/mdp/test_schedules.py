@@ -1,7 +1,5 @@
 """Grids and windows: golden samplers_schedules, and what holds for any of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Decay schedules of snapshots: golden trainers_schedules, its columns of decays (CRD's: test_forward_process)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

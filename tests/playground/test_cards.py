@@ -1,7 +1,5 @@
 """Card games: the same for the same seed, played well they pay, what is not allowed changes nothing."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MiniTable: episodes by number, dynamics, success, the expert, auto-reset, pictures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Environments for workers, and how to make them fail: an action says so."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,8 +1,6 @@
 """Evaluation: the same episodes however many run side by side, counts by task, films of both kinds; and which policy is
 judged, with what before it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

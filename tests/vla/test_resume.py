@@ -1,7 +1,5 @@
 """A run of a policy that is stopped goes on as if nothing had been; two processes do what one does."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a run of a policy has beside its method: the average, its best, undone iterations, smaller micro-batches."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

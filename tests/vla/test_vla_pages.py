@@ -2,8 +2,6 @@
 small numbers, vla_simulators.md, vla_data.md, vla_policies.md.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

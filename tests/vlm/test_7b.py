@@ -1,8 +1,6 @@
 """configs/vlm/qwen2_5_vl_7b_fsdp.yaml rehearsed: random weights of the true format, a tenth of the depth, tiny width;
 two processes with shards (gloo, float32) beside one that holds all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Runs of every kind of method and policy that answers in tokens: trained for two iterations, and stopped between them
 and resumed to the bit, with all that they remember."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

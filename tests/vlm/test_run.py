@@ -1,7 +1,5 @@
 """What a run of a language model has beside its method: average, monitor, undone iterations, smaller micro-batches."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

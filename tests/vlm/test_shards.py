@@ -1,7 +1,5 @@
 """Vision-language models in shards (FSDP2) over several processes (gloo), beside the same processes that hold all."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adv-GRPO from inside: the reward's update and the model's by other means, schedules, resume, processes, bad input."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import closing
 from dataclasses import replace

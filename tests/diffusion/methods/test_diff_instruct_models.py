@@ -1,7 +1,5 @@
 """Diff-Instruct* from inside: both networks' gradients by one plain graph, resume, one-step export, bad input."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Direct reward back-propagation: its gradient by one plain graph and by differences, its memory, runs, bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Every method in one tiny run: it logs what the catalogue documents, costs what `genrl plan` foretells, goes on to the
 bit from its checkpoint, and computes a loss that stopped it again. And its meter: means and spreads of all values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Flow-GRPO from inside: its gradient computed a second time by other means, its gate, its settings."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

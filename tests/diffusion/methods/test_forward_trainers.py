@@ -1,7 +1,5 @@
 """AWM, DGPO, CRD, DPO, D3PO and DiffusionNFT from inside: gradients computed a second time by other means, settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Flow-GRPO's options from inside: GRPO-Guard, DDPO, kinds of divergence, several rewards to one advantage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """On-policy distillation: golden losses, the KL in terms of velocities, teachers by their LoRA, column and guidance."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

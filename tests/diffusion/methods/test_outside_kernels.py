@@ -1,7 +1,5 @@
 """A transition kernel from a file is sampled by, trained through and replayed as the built-in ones are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

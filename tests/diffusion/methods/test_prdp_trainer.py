@@ -1,7 +1,5 @@
 """PRDP from inside: its gradient computed a second time from the paper's formulas, its model calls, its runs."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import combinations

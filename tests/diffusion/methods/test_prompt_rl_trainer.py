@@ -1,7 +1,5 @@
 """PromptRL: a language model and a flow model in one loop."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Supervised fine-tuning of a pipeline: the loss by hand, its source picture, calls, and sets that are none."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SPO from inside: its candidates, its scores, its gradient computed a second time by other means, its runs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

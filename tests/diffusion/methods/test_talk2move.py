@@ -1,7 +1,5 @@
 """Talk2Move: which steps are drawn, what a picture costs, where the exit step comes from, and the gradient by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType

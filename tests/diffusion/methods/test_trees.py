@@ -1,7 +1,5 @@
 """Trees and windows as settings of Flow-GRPO: what a run draws, what it costs, what its gradient is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 """Adapters of every type: nothing changed at first, replay, files that plain diffusers reads, merging; one to go on
 with, frozen ones beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our processors and block forwards beside diffusers' own, block by block, and whole pipelines whose ratio stays 1."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A compiled denoiser: replay is what sampling was, names stay, and what does not fit is said. Inductor needs a minute
 per graph, so most tests compile by torch's back-end `eager`, which traces and guards alike."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

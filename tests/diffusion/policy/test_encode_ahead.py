@@ -1,7 +1,5 @@
 """Prompts encoded before training: what is drawn is the same, the encoders are gone, and the disk serves other runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

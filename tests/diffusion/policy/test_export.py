@@ -1,7 +1,5 @@
 """Trained weights in plain diffusers: the same pictures, pixel for pixel, or no file at all."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """Every family of diffusers pipelines works as a policy, with no line written for it (DESIGN 1.1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A LoRA for other programs: the names that they read, at the strength that was trained, or a refusal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA files of every program (form x alpha x dtype x damage): each acts as it was trained, or is refused by name."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A pipeline as a policy: what is recorded, what is replayed, and from which random numbers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The language model of PromptRL: what it writes, how likely that was, and what it leaves behind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

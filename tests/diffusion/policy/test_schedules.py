@@ -1,8 +1,6 @@
 """Every scheduler of diffusers that is accepted, stepped along its own schedule; and the others, refused alike by the
 check, which reads a file, and by the policy, which has the object."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

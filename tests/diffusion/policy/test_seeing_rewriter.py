@@ -1,8 +1,6 @@
 """A vision-language model as PromptRL's rewriter: it sees the picture that is to be edited, and learns beside the flow
 model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

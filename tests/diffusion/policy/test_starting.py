@@ -1,7 +1,5 @@
 """Pipelines that start from a picture: they cut their schedule by its strength, and put it back where a mask says."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

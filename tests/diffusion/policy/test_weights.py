@@ -1,7 +1,5 @@
 """What is trained, and its snapshots."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

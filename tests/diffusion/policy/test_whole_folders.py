@@ -1,8 +1,6 @@
 """Folders that cannot load: the check, which reads names and headers alone, and the loader refuse each for the true
 reason; what they load is accounted for."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Samples that earlier weights drew: which, what is learned from them; and that it is one run, whoever draws them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable

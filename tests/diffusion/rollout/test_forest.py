@@ -1,7 +1,5 @@
 """Trees in the running policy: what spec and closed forms promise, on a tiny SD3."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

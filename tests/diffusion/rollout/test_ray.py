@@ -1,8 +1,6 @@
 """Samples that Ray actors draw and rewards that they hold: the run that one process does alone, to the bit, whoever
 dies."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

@@ -1,7 +1,5 @@
 """Whole runs on rewards that are combined, scored beside sampling, or served: equal to plain ones, outages included."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

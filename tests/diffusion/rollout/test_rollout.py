@@ -1,7 +1,5 @@
 """Who draws which sample from which noise, and how scores come together."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping

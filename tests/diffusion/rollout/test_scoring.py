@@ -1,7 +1,5 @@
 """The rewards of a run: whole groups for those that compare, one order, the background changes nothing, models move."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

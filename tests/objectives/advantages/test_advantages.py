@@ -1,7 +1,5 @@
 """Advantages: golden trainers_stat_tracking, and what holds for any rewards."""
 
-from __future__ import annotations
-
 import json
 import math
 

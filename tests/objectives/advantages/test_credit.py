@@ -1,7 +1,5 @@
 """Credit on shared edges: the identities that make a tree a stand-in for independent rollouts."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import combinations

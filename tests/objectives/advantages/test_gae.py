@@ -3,8 +3,6 @@
 Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_feasibility), and the GAE of vla_dppo.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Trees: shapes, credit and costs (golden tree_invariants, tree_treegrpo, tree_b2_diffurl and tree_dynamic_treerpo)."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

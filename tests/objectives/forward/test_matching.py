@@ -1,7 +1,5 @@
 """DiffusionNFT: golden trainers_diffusion_nft and trainers_schedules, and its properties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Preference losses: golden pairwise_dpo_losses and trainers_dpo, and their properties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 Covered: all of vla_losses, the losses of vla_dppo, all of vla_reinflow: losses, metrics and gradients.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

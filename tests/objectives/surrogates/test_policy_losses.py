@@ -1,7 +1,5 @@
 """The clipped surrogate and the reference KLs: golden trainers_grpo_loss and samplers_kl_guard, and properties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The golden advantages, rewards and weights of token policies: `vlm_*` files without a loss, and `ar_audio_3d_rl`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

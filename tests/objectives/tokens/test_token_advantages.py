@@ -1,7 +1,5 @@
 """Advantage estimators of token policies: closed forms and invariants (golden arrays: test_surrogate_golden)."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

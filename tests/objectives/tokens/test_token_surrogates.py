@@ -1,7 +1,5 @@
 """Surrogates of token policies: on-policy gradients, clips, what is masked (golden arrays: test_surrogate_golden)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

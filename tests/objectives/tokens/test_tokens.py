@@ -1,7 +1,5 @@
 """Masks, means and log-ratios of token sequences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

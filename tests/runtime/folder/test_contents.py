@@ -1,7 +1,5 @@
 """What a resume says of files that are not what they were, and which of them it refuses."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The choice of prompts: posteriors, Thompson sampling, prompts that are asked again; and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

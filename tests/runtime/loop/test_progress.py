@@ -1,7 +1,5 @@
 """A live line on a terminal, few plain lines elsewhere, nothing on other processes."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

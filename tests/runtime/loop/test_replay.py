@@ -1,7 +1,5 @@
 """A gradient that stops being finite, once per method: `genrl replay` computes to the bit what the run had computed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What an error leaves behind: the iterations that were finished, the configuration the run began with, no NaN."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One signal: save and leave. A second: leave. No progress: leave with the stacks on disk. All in real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The inner loop: passes of an optimiser step; things dealt to steps, the same however many processes share them."""
 
-from __future__ import annotations
-
 import math
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report is one offline page, of whatever is there, in which nothing from outside is markup."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

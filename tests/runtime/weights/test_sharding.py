@@ -1,7 +1,5 @@
 """A denoiser in shards over two processes (gloo), without training: see test_distributed for whole runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checkpoints that several processes write (gloo): the promises of `test_checkpoint`, and any number of readers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

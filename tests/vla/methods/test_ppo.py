@@ -1,7 +1,5 @@
 """PPO on chunks: what is trained when, with which weights, and what is left as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Supervised training: the gradient of flow matching and of noise prediction, shared out or not."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Dreams follow the contract of tables, the real table is seen through the same model, and rewards come of a judge."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The table with hazards, and FISOR: weights, choice among candidates, and that it learns what is dangerous."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

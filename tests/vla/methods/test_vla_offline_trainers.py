@@ -1,7 +1,5 @@
 """The offline methods as tiny whole runs: they train, log what is documented, and resume bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

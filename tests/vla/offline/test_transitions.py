@@ -1,7 +1,5 @@
 """Transitions from any behaviour, and IQL's critics on them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

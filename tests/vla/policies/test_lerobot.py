@@ -2,8 +2,6 @@
 nothing and leave the rest black, on the side that each family puts it.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """pi0 and pi0.5: the published layout, LeRobot's own actions, replay, heads, cameras, what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every published policy: folders come back, rows are independent, a replay is the sample, heads, what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The embedded policies: sizes, what a context may and may not depend on, instructions, statistics."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path

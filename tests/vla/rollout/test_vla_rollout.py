@@ -1,7 +1,5 @@
 """Chunked rollouts over MiniTable: reproducible, masks and episodes right, values of true next observations."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Chunks on single environments: they stop where the episode ends, and say what was executed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

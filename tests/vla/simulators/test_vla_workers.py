@@ -1,7 +1,5 @@
 """Simulators in this process and in others: the same rollouts, and nothing hangs or is learnt from when they fail."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

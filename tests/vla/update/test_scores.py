@@ -3,8 +3,6 @@
 The formulas are written out here once more, from the papers, on the policy's bare network.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Rollouts of earlier weights: which, what is learned from them; and that it is one run, whoever acts."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator

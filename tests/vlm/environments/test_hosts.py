@@ -1,7 +1,5 @@
 """Environments in processes of their own: the same as in this one; what hangs, dies or raises."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """PaCo-Reward's training: the weight of the first token, and the recipe for Qwen2.5-VL-7B in tiny form on pairs of a
 user's own grids."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

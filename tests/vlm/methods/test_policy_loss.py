@@ -1,7 +1,5 @@
 """Presets as losses: golden arrays through the whole composition, and what must not change a loss."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

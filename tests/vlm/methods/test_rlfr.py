@@ -1,7 +1,5 @@
 """RLFR: what tokens are charged in a run, how its flow learns, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

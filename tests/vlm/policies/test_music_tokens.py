@@ -1,7 +1,5 @@
 """MusicGen as a policy: what it samples is what it scores, recomputed place by place, and what transformers samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

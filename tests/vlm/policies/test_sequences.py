@@ -1,7 +1,5 @@
 """Policies that draw by tokens, fill masks, and make things of codes: what they draw is what they score."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A reward that raises for some answers: they have no score, teach nothing, are counted, and too many end the run."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What `estimate` makes of each choice of a preset, by its value; and the regularisers of `policy_loss`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import NormalDist
 

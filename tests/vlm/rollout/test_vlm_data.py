@@ -1,7 +1,5 @@
 """Questions from a generator, from a file with pictures beside it, and from a data set; what is wrong with a row."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

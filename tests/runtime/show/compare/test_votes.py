@@ -1,7 +1,5 @@
 """What votes say, resolved by the key; and what is said of files that cannot be read together."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The local server: who may ask it, what it gives out of a run folder and what not, and how much of large runs."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """What the page says a run is doing, from its files alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """ArCHer: what its steps are made of, and that its memory is in a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

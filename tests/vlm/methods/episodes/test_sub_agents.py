@@ -1,7 +1,5 @@
 """Sub-agents: what they are asked, what comes back, and that it is one run; and episodes of older weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
