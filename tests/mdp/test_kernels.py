@@ -1,4 +1,4 @@
-"""What holds for the kernels at any state, velocity and time (their numbers: test_kernels_golden)."""
+"""What holds for the kernels at any state, velocity and time (their numbers: below)."""
 
 from functools import partial
 

@@ -17,7 +17,7 @@ def number(text: str) -> float:
 
 
 def test_golden_decays(golden) -> None:
-    """Every `out_ff_` column of a decay, and the one of AWM and DGPO. The rest: test_matching, test_noise_levels."""
+    """Every `out_ff_` column of a decay, and the one of AWM and DGPO. The rest: test_matching, test_schedules."""
     a = Arrays(golden("trainers_schedules"))
 
     def check(name: str, rule: Callable[..., float], **options: float) -> None:

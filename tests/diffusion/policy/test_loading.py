@@ -210,7 +210,7 @@ class Negated(FlowMatchEulerDiscreteScheduler):
 @pytest.mark.parametrize("changes", [{}, {"use_dynamic_shifting": True}, {"invert_sigmas": True}, {"shift": 3.0}])
 def test_the_step_of_a_scheduler_from_outside_is_compared_with_a_flow_s(changes: dict[str, Any]) -> None:
     as_policy_head(Subclassed(**changes))
-    with pytest.raises(ValueError, match=r"test_apart.Negated, is not that of a flow: .*the other sign"):
+    with pytest.raises(ValueError, match=r"test_loading.Negated, is not that of a flow: .*the other sign"):
         as_policy_head(Negated(**changes))
 
 

@@ -186,7 +186,7 @@ def test_a_depth_is_normalised_from_four_nodes_on() -> None:
         assert abs(last.mean()) < 1e-6 and abs(last.std() - 1) < 1e-4
 
 
-# -- BranchGRPO's pruning on leaves (of depths: test_branchgrpo_golden); PODS's down-sampling
+# -- BranchGRPO's pruning on leaves (of depths: test_tree_golden); PODS's down-sampling
 
 
 def binary(steps: int, splits: tuple[int, ...]) -> Tree:

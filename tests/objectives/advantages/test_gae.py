@@ -1,6 +1,6 @@
 """Chunk and step GAE against the golden arrays and against sums written out.
 
-Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_feasibility), and the GAE of vla_dppo.
+Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_actor_critic), and the GAE of vla_dppo.
 """
 
 import math
@@ -145,7 +145,7 @@ def test_reference(golden) -> None:
             "returns": (error(ours.returns, case["returns"]), 1e-9),
         }
 
-    check_all(golden("vla_reference"), check, lambda case: case.fn == "fisor")  # test_feasibility
+    check_all(golden("vla_reference"), check, lambda case: case.fn == "fisor")  # test_actor_critic
 
 
 def test_dppo(golden) -> None:
@@ -276,7 +276,7 @@ def test_retained_prompts_get_the_mean_format_score() -> None:
     assert alone.tolist() == [[2.0, 4.0, 6.0]]
 
 
-# -- Rewards from lengths, log-probabilities, views and scores (golden arrays: test_surrogate_golden)
+# -- Rewards from lengths, log-probabilities, views and scores (golden arrays: test_token_surrogates)
 
 
 @given(st.integers(0, 400))

@@ -89,7 +89,7 @@ def test_golden_kls(golden) -> None:
         }
 
     def paco_losses(case: Case, std: Tensor, delta: float) -> Errors:
-        """PaCo-RL's plain loss. The fields of GRPO-Guard: test_guard."""
+        """PaCo-RL's plain loss. The fields of GRPO-Guard: below."""
         options = case.params
         kl = policy_losses.kl_gaussian_dt(case["mean_new"], case["mean_ref"], std, delta, eps=1e-7).mean()
         clip, bound = options["clip_range"], options["adv_clip_max"]

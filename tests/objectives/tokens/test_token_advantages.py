@@ -1,4 +1,4 @@
-"""Advantage estimators of token policies: closed forms and invariants (golden arrays: test_surrogate_golden)."""
+"""Advantage estimators of token policies: closed forms and invariants (golden arrays: test_token_surrogates)."""
 
 import math
 
@@ -190,7 +190,7 @@ def test_a_missing_score_leaves_the_mean_to_the_others() -> None:
     assert means.tolist() == [2.0] * 3
 
 
-# -- Losses of whole groups: closed forms and gradients (golden arrays: test_surrogate_golden)
+# -- Losses of whole groups: closed forms and gradients (golden arrays: test_token_surrogates)
 
 
 def test_the_first_update_has_a_finite_gradient_of_one_over_epsilon() -> None:
@@ -273,7 +273,7 @@ def test_advantages_are_those_of_the_formula(gamma: float) -> None:
     np.testing.assert_allclose(found.numpy(), wanted, atol=1e-12)
 
 
-# -- Credit from a critic: closed forms (golden arrays: test_surrogate_golden)
+# -- Credit from a critic: closed forms (golden arrays: test_token_surrogates)
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -302,7 +302,7 @@ def test_wrong_shapes_say_what_is_needed() -> None:
         token_gae(torch.zeros(3, 3), torch.tensor([4, 1]), torch.zeros(2), torch.zeros(2), gamma=0.9)
 
 
-# -- Token weights: which tokens they keep (golden arrays: test_surrogate_golden)
+# -- Token weights: which tokens they keep (golden arrays: test_token_surrogates)
 
 
 def drawn(seed: int, rows: int = 4, length: int = 6) -> tuple[Tensor, Tensor]:

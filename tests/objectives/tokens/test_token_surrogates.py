@@ -1,4 +1,4 @@
-"""Surrogates of token policies: on-policy gradients, clips, what is masked (golden arrays: test_surrogate_golden)."""
+"""Surrogates of token policies: on-policy gradients, clips, what is masked."""
 
 import math
 from collections.abc import Callable

@@ -295,7 +295,7 @@ def test_masks_can_be_run_one_at_a_time() -> None:
     assert torch.allclose(torch.stack(parts).sum(0), whole)
 
 
-# -- MusicRL: its gradient is REINFORCE with a baseline and an exact KL (golden arrays: test_surrogate_golden)
+# -- MusicRL: its gradient is REINFORCE with a baseline and an exact KL (golden arrays: test_token_surrogates)
 
 
 def test_masked_tokens_count_for_nothing_and_the_parts_have_their_own_gradients() -> None:
