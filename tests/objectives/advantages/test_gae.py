@@ -1,6 +1,6 @@
 """Chunk and step GAE against the golden arrays and against sums written out.
 
-Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_actor_critic), and the GAE of vla_dppo.
+Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_actor_critic), the GAE of vla_dppo.
 """
 
 import math

@@ -331,7 +331,7 @@ def test_a_terminal_state_keeps_its_own_violation() -> None:
     assert target.tolist() == pytest.approx([25.0, 0.01 * -1 + 0.99 * 99])
 
 
-# -- Implicit Q-learning: cases worked out by hand, and what the losses promise. Golden arrays: test_feasibility
+# -- Implicit Q-learning: cases worked out by hand, and what the losses promise.
 
 
 def test_targets() -> None:
