@@ -1,6 +1,8 @@
 """A vision-language model as PromptRL's rewriter: it sees the picture that is to be edited, and learns beside the flow
 model."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +25,14 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES as PIPELINES
+from tests.diffusion.policy.test_editing import editing
 from tests.diffusion.policy.test_rewriter import anything, moved
-from tests.diffusion.policy.test_starting import editing
 from tests.vlm import tiny_checkpoints
 
 from peft import PeftModel  # isort: skip  # after what makes transformers importable beside any torchvision
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer  # isort: skip
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 
 ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
