@@ -1,7 +1,5 @@
 """Shared fixtures: golden arrays, folders made once, one thread, no network."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

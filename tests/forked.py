@@ -1,8 +1,6 @@
 """What the server that children are forked from (`tests.run_folders.start`) does once, and every child would do again:
 the imports of runs of each kind, and what their libraries read or compile at a first call."""
 
-from __future__ import annotations
-
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping

@@ -1,7 +1,5 @@
 """Reading the golden files: cases of those that have a manifest, arrays of those that have none, and error measures."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """As much of the hub's HTTP interface as uploads and downloads of small files use, on this machine."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A run of any kind as `train` opens it, for tests that look at a method from inside."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

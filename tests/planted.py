@@ -1,7 +1,5 @@
 """Runs that are stopped by a gradient that is not finite, and what `genrl replay` makes of their dump."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

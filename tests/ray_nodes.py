@@ -1,7 +1,5 @@
 """Ray clusters on this machine, for the tests and the drills."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Runs that have to be killed, or that need several processes, go through `start`:
 that has done the imports (`multiprocessing`'s forkserver).
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reward servers on loopback for the tests: real ones, in a thread or in a process, and ones that misbehave."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,17 +1,24 @@
 """CONTRIBUTING.md, "Adding something": the files that it names are there, and one of each can be added from outside."""
 
-from __future__ import annotations
-
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import jsonschema
 import numpy as np
+import pytest
 import torch
+import yaml
 
 import genrl_rewards
+from benchmarks import brief_runs
+from genrl.config import RunConfig, load
 from genrl.config.method import built_in_names, find_method
 from genrl.config.plugins import find
 from genrl.diffusion.config.kernels import find_kernel
+from genrl.runtime.folder.run import Run
+from genrl.runtime.loop import frame
 from genrl.vla.config.names import POLICIES
 from genrl.vla.policies.embedded import EmbeddedConfig
 from genrl.vla.policies.normalise import statistics
@@ -19,6 +26,11 @@ from genrl.vla.policies.policy import ACTION, STATE, Inputs
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.tables import open_environment
 from genrl.vlm.config.names import TASKS
+from tests.cli.commands import run as command
+from tests.cli.commands import words
+from tests.planted import replayed
+from tests.run_folders import differences, rows
+from tests.vla import vla_runs
 
 OWN = '''
 import gymnasium
@@ -110,3 +122,140 @@ def test_one_of_each_is_added_from_outside(tmp_path: Path) -> None:
     assert env.step(np.ones((2, 2, 1), np.float32))[4]["is_success"].all() and env.task_description[0] == "walk away"
     env.close()
     assert callable(find(f"{file}:task", TASKS))
+
+
+# -- docs/extending.md: what it shows is trained as it says, and so is what lies in a folder of somebody's own
+
+
+EXAMPLE = Path("docs/example_method.yaml")
+
+SETTINGS = '''
+from typing import ClassVar
+
+from genrl.vla.config.schema import VLAMethod
+from genrl.config.method import MetricDoc
+from genrl.config.section import Positive
+
+
+class Own(VLAMethod):
+    """A method of somebody's own."""
+
+    metrics: ClassVar = {"own/strength": MetricDoc("the key", "As it was set.")}
+    imitates: ClassVar[str] = "always"
+
+    strength: Positive = 1.0
+    """Factor on the loss."""
+'''
+TRAIN = """
+import torch
+from genrl.mdp.noise import generator
+from genrl.runtime.loop.updating import Meter, descend
+from genrl.vla.offline.imitation import imitation_loss, recorded_frames
+from genrl.vla.rollout.sampling import Acting
+
+
+def train(run, settings):
+    for iteration in run.loop.iterations():
+        rng = generator(run.config.seed, "own", iteration)
+        index = torch.randint(len(run.frames["action"]), (16,), generator=rng)
+        recorded = recorded_frames(run.policy, run.frames, index, rng, torch.ones(1))
+        meter = Meter()
+        norms = descend(
+            run.loop, settings, Acting(run.policy, None), [recorded], lambda part: part, loss,
+            groups=["policy"], measure=lambda part, results, _: meter.add("loss", results["loss"]),
+        )
+        row = meter.result() | {"grad_norm/policy": norms["policy"], "lr": run.loop.lr}
+        run.loop.finish(row | {"own/strength": settings.strength})
+
+
+def loss(settings, acting, recorded):
+    return {"loss": settings.strength * imitation_loss(acting.policy, recorded)}
+"""
+POLICY = """
+import torch
+from torch import nn
+from genrl.vla.policies.embedded import EmbeddedPolicy
+
+class Linear(EmbeddedPolicy):
+    def __init__(self, config, stats):
+        super().__init__(config, stats)
+        numbers = config.horizon * config.action_dim
+        self.body = nn.Linear(self.encoder.size + numbers + 1, numbers)
+
+    def velocity(self, context, x, sigma):
+        told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
+        return self.body(told).view(x.shape)
+"""
+"""Name -> kind of run, source, and the sections that name it."""
+
+
+def example(*changes: str) -> RunConfig:
+    """The page's configuration in brief."""
+    tree = brief_runs.load(EXAMPLE)
+    small = brief_runs.overrides(tree, 2) | {"evaluation.every": 0, "evaluation.num_prompts": 2}
+    return load(EXAMPLE, [*(f"{key}={number}" for key, number in small.items()), "trackers=[]", *changes])
+
+
+def trains_resumes_and_replays(config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """config(folder name, iterations). Returns the folder of a run of two iterations."""
+    whole = frame.train(config("whole", 2))
+    frame.train(config("parts", 1))
+    parts = frame.train(config("parts", 2), resume=Path(config("parts", 2).output))
+    assert differences(whole, parts) == []
+    replayed(config("planted", 2), monkeypatch)
+    return whole
+
+
+def test_the_page_shows_the_files(root: Path) -> None:
+    page = (root / "docs" / "extending.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.DOTALL)
+    for name in ("example_method.py", "example_method.yaml"):
+        assert (root / "docs" / name).read_text(encoding="utf-8") in shown
+    assert len((root / "docs" / "example_method.py").read_text(encoding="utf-8").splitlines()) <= 60
+
+
+@pytest.mark.slow
+def test_the_example_is_trained_as_the_page_shows(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    whole = trains_resumes_and_replays(
+        lambda name, iterations: example(f"output={tmp_path / name}", f"iterations={iterations}"), monkeypatch
+    )
+    assert all(row["rwr/weight_max"] > 1.0 and row["updates"] == 2.0 for row in rows(whole))
+    assert load(Run(whole).config).trainer.algorithm == "docs/example_method.py:RewardWeighted"
+
+
+def test_commands_know_the_example(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    assert "valid" in command("check", str(EXAMPLE))
+    explained = words(command("check", str(EXAMPLE), "--explain"))
+    assert "trainer.temperature: 1 T in w = exp(A / T)" in explained
+    assert "RewardWeighted trains on finished samples at noise levels" in command("plan", str(EXAMPLE))
+    schema = jsonschema.Draft202012Validator(json.loads(command("config", "schema", str(EXAMPLE))))
+    tree = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    base = yaml.safe_load((root / "configs" / "quickstart.yaml").read_text(encoding="utf-8"))
+    said = {**base, **tree, "optimizer": {}}
+    schema.validate(said)
+    said["trainer"] = {**tree["trainer"], "temperatur": 1}
+    assert not schema.is_valid(said)
+
+
+def test_a_method_in_a_folder_and_a_policy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels, and tasks and methods for answers: tests/diffusion/methods/test_outside_kernels.py and
+    tests/vlm/test_outside.py."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "settings.py").write_text(SETTINGS)
+    (mine / "train.py").write_text(TRAIN)
+    (mine / "policy.py").write_text(POLICY)
+
+    def config(place: str, iterations: int) -> RunConfig:
+        (tmp_path / place).mkdir(exist_ok=True)
+        policy = {"path": None, "new": {"type": f"{mine / 'policy.py'}:Linear", "image_size": 0}}
+        changes = vla_runs.SFT | {"policy": policy, "trainer": {"algorithm": f"{mine / 'settings.py'}:Own"}}
+        return vla_runs.config(tmp_path / place, **changes, iterations=iterations)
+
+    whole = trains_resumes_and_replays(config, monkeypatch)
+    assert [row["own/strength"] for row in rows(whole)] == [1.0, 1.0]
+    file = str(tmp_path / "whole" / "tiny.yaml")
+    assert "valid" in command("check", file)
+    assert "trainer.strength: 1 Factor on the loss." in words(command("check", file, "--explain"))

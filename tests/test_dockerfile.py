@@ -1,7 +1,5 @@
 """The Dockerfile: linted by hadolint, and what it names is there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -3,14 +3,18 @@
 Who may import whom is in pyproject.toml (import-linter), which counts imports within functions too.
 """
 
-from __future__ import annotations
-
 import ast
+import logging
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from genrl.quiet import MEANINGLESS, Watcher, watch
 
 PROGRAM = """
 import importlib, pkgutil, sys
@@ -54,3 +58,136 @@ def test_what_imports_torchvision_makes_it_importable_first(root: Path) -> None:
             if not any("ensure()" in path.read_text(encoding="utf-8") for path in [file, *around]):
                 unguarded.append(str(file.relative_to(root)))
     assert unguarded == []
+
+
+# -- After `import genrl` a torchvision that does not fit is mended before diffusers or transformers import it
+
+
+BROKEN = """
+import torch
+if not hasattr(torch.ops.torchvision, "nms"):
+    raise RuntimeError("operator torchvision::nms does not exist")
+"""
+
+
+ENSURED = "import genrl\nfrom genrl_rewards.models.torchvision_compat import ensure\nensure()"
+
+
+@pytest.mark.parametrize("before", ["import genrl", ENSURED, "pass"])
+def test_a_torchvision_without_its_operators_is_imported(before: str, tmp_path: Path) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision/__init__.py").write_text(BROKEN)
+    code = f"{before}\nimport torchvision"
+    start = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True)
+    assert (done.returncode == 0) == (before != "pass"), done.stderr
+
+
+def test_one_watcher_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    watch()
+    watch()
+    assert sum(isinstance(finder, Watcher) for finder in sys.meta_path) == 1
+
+
+# -- Every public function of mdp and objectives is called by the package, not by tests alone
+
+
+ROOMS = ("genrl/mdp", "genrl/objectives")
+
+AWAITED = {
+    "genrl.mdp.chains.noise_at_zero": "golden arrays of ReinFlow and of reversed time; policies like GR00T",
+    "genrl.objectives.forward.matching.ema_decay": "Flow-GRPO's averaged weights as published have no key yet",
+}
+"""Public functions that nothing calls, and what will, or why they are there."""
+
+
+def test_every_public_function_is_called_by_the_package(root: Path) -> None:
+    texts = {path: path.read_text() for room in ("genrl", "rewards") for path in (root / room).rglob("*.py")}
+    names = [room.partition("/")[2] for room in ROOMS]  # who calls a function of a room has its name
+    files = {path: ast.parse(text) for path, text in texts.items() if any(name in f"{path} {text}" for name in names)}
+    modules = {path: ".".join(path.relative_to(root).with_suffix("").parts) for path in files}
+    public = {f"{modules[path]}.{name}" for path, tree in files.items() for name in defined(path, tree, root)}
+    assert len(public) > 100, "nothing was looked at"
+    uses = {path: set(referenced(tree, modules[path])) for path, tree in files.items()}
+    outside = {name for path, names in uses.items() for _, name in names if not name.startswith(f"{modules[path]}.")}
+    inside = {pair for path, names in uses.items() for pair in names if pair[1].startswith(f"{modules[path]}.")}
+    called, found = outside | set(modules.values()), set[str]()  # what a module itself calls, it calls when imported
+    while called != found:  # and what a called function calls in its own module is called
+        called, found = called | {name for user, name in inside if user in called}, called
+    unused = public - called
+    assert unused == set(AWAITED), (
+        f"tests alone call {sorted(unused - set(AWAITED))}; called by now: {sorted(set(AWAITED) - unused)}"
+    )
+
+
+def defined(path: Path, tree: ast.Module, root: Path) -> Iterator[str]:
+    """Public functions of a module, if it is in one of the rooms."""
+    if not str(path.relative_to(root)).startswith(ROOMS):
+        return
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield node.name
+
+
+def referenced(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
+    """(where, what) of every name in code by its dotted path; where: the function or class around it, or the module."""
+    names: dict[str, str] = {
+        node.name: f"{module}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for top in tree.body:
+        where = f"{module}.{top.name}" if isinstance(top, ast.FunctionDef | ast.ClassDef) else module
+        own = where.rpartition(".")[2]
+        for node in ast.walk(top):
+            if isinstance(node, ast.Name) and node.id in names and node.id != own:
+                yield where, names[node.id]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in names:
+                yield where, f"{names[node.value.id]}.{node.attr}"
+
+
+# -- Which warnings of other packages are left out
+
+
+LINES = {
+    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects. This may affect",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community: no such file",
+    "torch.utils._pytree": "<enum 'A'> is an Enum subclass and is now natively supported by torch.compile as",
+    "transformers.utils.import_utils": "`A` requires torchvision (not installed); falling back to `B` for",
+    "torchao": "Failed to load /a/torchao/_C_mxfp8.so: Could not load this library: /a/torchao/_C_mxfp8.so",
+}
+
+
+def test_only_these_lines_are_left_out(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built for CUDA is missed where that is."""
+    assert LINES.keys() == MEANINGLESS.keys()
+    for name in LINES.keys() - {"torchao"}:
+        assert shown(name, caplog, LINES[name], "`A` requires librosa") == ["`A` requires librosa"]
+    lines = [LINES["torchao"], "Failed to load /a/torchao/_C.so: Could not load this library: /a/torchao/_C.so"]
+    for cuda in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        assert shown("torchao", caplog, *lines) == (lines if cuda else lines[1:])
+
+
+def shown(name: str, caplog: pytest.LogCaptureFixture, *lines: str) -> list[str]:
+    caplog.clear()
+    logger = logging.getLogger(name)
+    logger.addHandler(caplog.handler)  # some roots of these loggers do not propagate
+    try:
+        for line in lines:
+            logger.warning(line)
+    finally:
+        logger.removeHandler(caplog.handler)
+    return list(dict.fromkeys(record.getMessage() for record in caplog.records))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there torchao's libraries are missed")
+def test_a_process_that_imports_torchao_says_nothing_of_it(root: Path) -> None:
+    pytest.importorskip("torchao")
+    program = "import genrl.diffusion.policy.loading, torchao, diffusers.quantizers.torchao"
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0 and not any(re.search(one, done.stderr) for one in MEANINGLESS.values()), done.stderr

@@ -3,8 +3,6 @@
 Both precisions take 20 steps on the micro-batches of one rollout, at a learning rate far below the spacing of bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from tests.opened import opened
 from tests.vla import vla_runs
 from tests.vlm import vlm_runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 Given = list[tuple[Any, Any, float]]
 HALF = torch.bfloat16
 

@@ -1,7 +1,5 @@
 """What is written into a folder of one's own holds there; and a wheel carries it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,16 +1,21 @@
 """All of them: what they say of themselves, and the kernels' without a GPU."""
 
-from __future__ import annotations
-
+import gc
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import __main__ as every
-from benchmarks import kernels
+from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, peer_flow_grpo, scaling
+from benchmarks.common import Parts, Seconds, Turns, save
+from genrl.config import load
 
 
 @pytest.mark.parametrize("name", [*every.BRIEF, "compiled", "reward_cost", "vla_throughput"])
@@ -67,3 +72,270 @@ def test_nothing_is_timed_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypat
     with pytest.raises(SystemExit, match="2"):
         kernels.main()
     assert "no kernel can be timed: there is no GPU. --dry-run checks all but the times" in capsys.readouterr().err
+
+
+# -- What the benchmarks share: the clock by parts, and loops that take turns
+
+
+def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part within another is not counted twice, and a part that ends by an error is counted."""
+    now = [0.0]
+    monkeypatch.setattr(common, "clock", lambda: Seconds(now[0], now[0] / 2))
+    parts = Parts()
+    parts.enter("one")
+    with parts.part("outer"):
+        now[0] += 2.0
+        with pytest.raises(KeyError), parts.part("inner"):
+            now[0] += 1.0
+            raise KeyError
+    parts.enter("two")
+    clock = SimpleNamespace(wait=lambda seconds: now.__setitem__(0, now[0] + seconds))
+    parts.wrap(clock, "wait", "waiting")
+    clock.wait(4.0)
+    found = {key: spent for key, spent in parts.take().items() if spent.wall}
+    assert found == {
+        ("one", "outer"): Seconds(2.0, 1.0),
+        ("one", "inner"): Seconds(1.0, 0.5),
+        ("two", "waiting"): Seconds(4.0, 2.0),
+    }
+    assert not any(spent.wall for spent in parts.take().values())
+
+
+def counting(name: str, seen: list[str], count: int) -> Turns:
+    def loop(wait: Callable[[], None]) -> None:
+        for k in range(count):
+            seen.append(f"{name}{k}")
+            wait()
+
+    return Turns(loop)
+
+
+def test_loops_take_turns() -> None:
+    seen: list[str] = []
+    counting("never begun", seen, 1).close()
+    loops = [counting(name, seen, 5) for name in "ab"]
+    for _ in range(2):
+        for loop in loops:
+            loop.next()
+    for loop in loops:
+        loop.close()
+    assert seen == ["a0", "b0", "a1", "b1"]
+
+
+def test_an_error_in_a_loop_is_raised_where_it_is_told_to_go_on() -> None:
+    def loop(wait: Callable[[], None]) -> None:
+        wait()
+        raise ValueError("broken")
+
+    turns = Turns(loop)
+    turns.next()
+    with pytest.raises(ValueError, match="broken"):
+        turns.next()
+    with pytest.raises(RuntimeError, match="has ended"):
+        turns.next()
+    turns.close()
+
+
+def test_results_say_how_they_were_made(tmp_path: Path) -> None:
+    save(tmp_path, "overhead", {"ratio": 1.0})
+    written = json.loads((tmp_path / "overhead.json").read_text())
+    assert written["found"] == {"ratio": 1.0}
+    assert written["about"]["command"].startswith("python -m benchmarks.overhead")
+    assert written["about"]["packages"]["torch"] and written["about"]["threads"]["torch_threads"]
+
+
+# -- An iteration over its bare calls
+
+
+TINY = (
+    *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4"),
+    *("sampling.num_inference_steps=3", "trainer.window={size: 1, high: 2}"),
+    *("evaluation.every=0", "trackers=[]", "checkpoint.every=100", "iterations=3"),
+)
+
+
+def test_the_bare_loop_makes_the_calls_of_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sampling calls and a decoding without gradient, one call of training with it; parts add up to phases."""
+    made: list[list[tuple[str, bool]]] = []
+    bare = overhead.bare
+
+    def counted(calls: list[Any]) -> dict[str, Seconds]:
+        made.append([(phase, call[3]) for phase, call in calls])
+        return bare(calls)
+
+    monkeypatch.setattr(overhead, "bare", counted)
+    found = overhead.measure(load("configs/flow_grpo.yaml", TINY))  # type: ignore[arg-type]
+    sampling = [("sample", False)] * 3 + [("decode", False)]
+    gate = ("train", False)  # once in a run: whether replay gives what was recorded
+    assert made == [[*sampling, gate, ("train", True)], *[[*sampling, ("train", True)]] * 2]
+    whole = found["all"]
+    assert len(whole["ratios"]) == 2 and whole["ratio"] > 0.5
+    parts = {part: seconds for part, seconds in found["parts"].items() if part not in ("score", "outside")}
+    assert sum(parts.values()) == pytest.approx(whole["iteration_s"], rel=0.1)  # medians of two
+    assert min(parts[name] for name in ("forward", "backward", "pipeline", "optimizer")) > 0
+
+
+# -- The ring's score is that of its density, and the table's figures are of what they say
+
+
+def test_the_teachers_score_is_the_gradient_of_the_rings_density() -> None:
+    x = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    sigma = torch.tensor([[0.05], [0.2], [0.4], [0.6], [0.8], [0.95]]).double()
+    variance = (1 - sigma) ** 2 * one_step.VARIANCE + sigma**2
+    away = x[:, None] - (1 - sigma)[:, None] * one_step.CENTRES
+    density = torch.logsumexp(one_step.CAPTION - away.square().sum(-1) / (2 * variance), 1)
+    expected = torch.autograd.grad(density.sum(), x)[0]
+    torch.testing.assert_close(one_step.teacher(x, sigma, one_step.CAPTION), expected, rtol=1e-5, atol=1e-6)
+
+
+# -- The counter against the closed form
+
+
+@pytest.mark.parametrize(
+    ("row", "sampling", "training"),
+    [
+        ("chain, all steps", 8.0, 7.0),
+        ("chain, guidance, KL", 16.0, 28.0),
+        ("window, guidance, none in training", 16.0, 6.0),  # the old log-probabilities anew, once
+        ("diffusion_nft", 8.0, 2.0),
+    ],
+)
+def test_formulas_by_hand(row: str, sampling: float, training: float) -> None:
+    config = model_calls.small(row)
+    found = model_calls.expected(config)
+    assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
+
+
+@pytest.mark.slow
+def test_counted_and_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = model_calls.measure("window, graphs kept")
+    assert row["sampling"] == {"counted": 8.0, "formula": 8.0}
+    assert row["training"] == {"counted": 0.0, "formula": 0.0}
+    monkeypatch.setattr(model_calls, "expected", lambda config: (191.0, 0.0))
+    with pytest.raises(AssertionError, match="192.0 model calls in sampling, 191.0 by the formula"):
+        model_calls.measure("window, graphs kept")
+
+
+# -- Peaks, to the byte
+
+
+MB = 2**20 // 4
+
+
+def test_a_peak_is_that_of_what_lives_together() -> None:
+    """4 MiB, then 6 beside them while a product of 1 is made, then 2: at most 11 MiB over what was there before; a
+    storage counts once."""
+
+    def work() -> None:
+        first = torch.ones(4 * MB)
+        second = torch.ones(6 * MB)
+        views = [second[1:], second.view(2, -1), torch.ones(MB, device="meta")]
+        product = second[:MB] * 2
+        del first, second, views, product
+        torch.ones(2 * MB)
+
+    gc.collect()
+    before = memory.live_bytes()
+    assert memory.peak_of(work) - before == pytest.approx(11 * 2**20, abs=4096)
+
+
+@pytest.mark.slow
+def test_graphs_that_are_kept_are_counted_in_the_rollout() -> None:
+    tiny = ("sampling.prompts_per_iteration=2", "sampling.group_size=2", "sampling.batch_size=2")
+    gc.collect()
+    others = memory.live_bytes()  # of the tests before
+    rows = ("LoRA", "LoRA, graphs kept", "full")
+    anew, kept, full = (memory.measure(tiny, row, "assets/tiny-t2i") for row in rows)
+    # 2 steps of 2 micro-batches, against what a forward needs
+    assert kept["rollout"] - others > 2 * (anew["rollout"] - others)
+    assert kept["line_over_peak"] is None and 0.5 < anew["line_over_peak"] < 1.5
+    # a trial of full fine-tuning holds the gradients of the micro-batch before, else it foresees .84 of the peak here
+    assert 0.95 < full["line_over_peak"] < 1.25
+    assert anew["between_iterations"] < anew["rollout"] < anew["training"]
+
+
+# -- What several processes make of an iteration
+
+
+def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
+    """Work 3 and 1, then 1 and 2: mean 3.5, critical path 5; collectives .1 and .2 by whoever came last."""
+    one = {"work": [3.0, 1.0], "collectives": [0.4], "bytes": {"all_reduce": 12}, "wall": 9.0}
+    other = {"work": [1.0, 2.0], "collectives": [0.1], "bytes": {"all_reduce": 12}, "wall": 8.0}
+    found = scaling.summary([[one], [other]])
+    assert found == {
+        "work": 3.5,
+        "waiting": 1.5,
+        "collectives": 0.1,
+        "iteration": pytest.approx(5.1),
+        "wall": 9.0,
+        "number_of_collectives": 1.0,
+        "bytes": {"all_reduce": 12},
+    }
+
+
+@pytest.mark.slow
+def test_two_processes() -> None:
+    tiny = (
+        *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4"),
+        *("sampling.num_inference_steps=2", "trainer.timesteps_per_sample=1", "trainer.updates_per_iteration=1"),
+    )
+    found = scaling.measure("configs/quickstart.yaml", 2, 1, tiny)
+    assert found["pictures"] == 8 and found["number_of_collectives"] >= 2  # scores and gradients at least
+    assert 0 < found["collectives"] and found["work"] <= found["iteration"] <= 1.5 * found["wall"]
+    assert len(found["ranks"]) == 2 and found["ranks"][0] != found["ranks"][1]
+
+
+# -- Rates and the reward gained, of trainers that take turns
+
+
+TINY_END_TO_END = (
+    *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4", "evaluation.num_prompts=2"),
+    "sampling.num_inference_steps=3",
+)
+WINDOW = ("trainer.window={size: 2, high: 2}",)
+
+
+def test_rows_take_turns_and_their_figures_follow_from_their_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(end_to_end.ROWS, "window of 3", (end_to_end.FLOW, *WINDOW))
+    names = ("window of 3", "DiffusionNFT")
+    found = end_to_end.measure(3, names, 0.0, TINY_END_TO_END)
+    assert [row["calls_per_picture"] for row in found.values()] == [[3.0, 2.0], [3.0, 2.0]]
+    for row in found.values():
+        assert row["iterations"] == 2 and row["pictures"] == 4 and row["held_out_pictures"] == 2 and row["seed"] == 3
+        assert row["pictures_per_cpu_s"] == pytest.approx(4 / row["iteration_cpu_s"][1])
+        assert 0 < row["scorer_share"] < 1
+        assert row["cpu_minutes"] == pytest.approx(sum(row["iteration_cpu_s"]) / 60)
+        before, after = row["reward"]
+        assert row["gain_per_cpu_minute"] == pytest.approx((after - before) / row["cpu_minutes"])
+
+
+def test_whole_runs_by_hand() -> None:
+    """0.2 in two minutes; a run on another scorer, or of unknown cost, is left out."""
+    run = {
+        "cpu_s": 120.0,
+        "trained": ["shapes"],
+        "logged": ["clipscore"],
+        "curve": {"kcalls": [0, 9, 10], "eval/shapes_mean": [0.4, 0.9, 0.6], "eval/clipscore_mean": [0.5, None, 0.4]},
+    }
+    others = {"jpeg-0": run | {"trained": ["jpeg"]}, "awm-0": run | {"cpu_s": None}}
+    found = end_to_end.whole_runs({"crd-1": run, "crd-0": run, **others})
+    assert list(found) == ["crd"] and found["crd"] == [pytest.approx([0.1, -0.05])] * 2
+
+
+# -- The stand-in does the work that the first row of ours does
+
+
+TINY_PEER_FLOW_GRPO = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
+
+
+@pytest.mark.slow
+def test_calls_of_the_stand_in_and_of_ours() -> None:
+    """Two prompts x 2, 3 steps under guidance, of which 2 are trained; the stand-in checks that its ratios are 1."""
+    names = ("the same in genrl", "+ graphs of sampling kept")
+    found = peer_flow_grpo.measure(1, names, TINY_PEER_FLOW_GRPO)
+    usual, same, kept = (found[name] for name in (peer_flow_grpo.FIRST, *names))
+    for row, training in ((usual, 4.0), (same, 4.0), (kept, 0.0)):
+        assert (row["sample_calls"], row["train_calls"]) == (6.0, training)
+    assert usual["times_faster"] == 1.0 and len(kept["rounds"]) == 1
+    whole = [row["rounds"][0]["sample"].cpu + row["rounds"][0]["train"].cpu for row in (usual, same)]
+    assert same["times_faster"] == pytest.approx(whole[0] / whole[1])

@@ -1,9 +1,8 @@
 """The claims and their runs: pages show what is stored, statistics by hand, what is made next and how it goes on."""
 
-from __future__ import annotations
-
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,14 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock, Timeout
 
+from benchmarks import diversity
 from benchmarks.claims import cells, plan, stored, tables, work
 from benchmarks.claims.plan import Claim, Plan, Recipe
 from benchmarks.claims.statistics import Interval, at, paired, reached, stratified, student, verdict
+from benchmarks.gradient_noise import BASELINES, LEAVES, SPLITS, STEPS, credit, plan_of
 from genrl.cli import init
 from genrl.config import load
-from genrl.runtime.folder.run import Run
+from genrl.diffusion.train import train
+from genrl.mdp.tree import grow
+from genrl.runtime.folder.run import Run, read_metrics
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.data import Questions
 
@@ -241,3 +245,68 @@ def test_a_second_scorer_where_there_is_none() -> None:
     (added,) = work.second_scorer("configs/flow_grpo.yaml", [])
     assert added == "rewards=[{name: shapes}, {args: {model: assets/tiny-clip}, name: clipscore, weight: 0}]"
     assert work.second_scorer("configs/diffusion/draft.yaml", []) == []
+
+
+# -- The diversity of a finished run is what its own evaluations would have logged
+
+
+def test_distance_by_hand() -> None:
+    images = torch.zeros(3, 3, 2, 2)
+    images[1, 0] = 1  # a third of the numbers: sqrt(1 / 3) from the others, which are alike
+    assert diversity.distance(images) == pytest.approx(2 / 3 * 3**-0.5)
+    assert diversity.distance(torch.tensor([[[0.0]], [[1.0]]])) == 1
+
+
+SMALL = (
+    *("iterations=1", "sampling.prompts_per_iteration=2", "sampling.batch_size=2", "optimizer.lr=0.03", "trackers=[]"),
+    *("evaluation.num_prompts=3", "evaluation.group_size=2"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "changes"), [("flow_grpo", ("ema={decay: 0.5}",)), ("prompt_rl", ())])
+def test_as_the_run_evaluates(
+    name: str, changes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diversity, "PROMPTS", 3)
+    monkeypatch.setattr(diversity, "PICTURES", 2)
+    method = plan.read().recipes[f"pipelines/{name}"]
+    rewards = [reward.model_dump(mode="json", exclude_defaults=True) for reward in load(method.config).rewards]
+    rewards.append({"name": "benchmarks/diversity.py:diversity", "weight": 0})
+    config = load(method.config, [*SMALL, *changes, f"rewards={json.dumps(rewards)}", f"output={tmp_path / 'run'}"])
+    train(config)
+    run = Run(tmp_path / "run")
+    logged = [row[f"{method.evaluation}/diversity_mean"] for row in read_metrics(run.metrics)]
+    assert logged[0] != pytest.approx(logged[1], abs=1e-4)
+    assert diversity.measure(run, method.evaluation) == pytest.approx(logged, abs=1e-5)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(ValueError, match="no checkpoint of iteration 1"):
+        diversity.measure(run, method.evaluation)
+
+
+# -- The estimates that benchmarks/gradient_noise.py compares
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("name", SPLITS)
+def test_credit_is_unbiased(name: str, baseline: str) -> None:
+    """An edge whose noise adds 1 to the rewards below it has credit m_e / G of it, and what is common to all leaves has
+    none: so `sum of credit x grad log p` has the expectation of the gradient, whatever the tree."""
+    tree = grow(plan_of(name))
+    assert float(credit(tree, torch.full((LEAVES,), 3.0).double(), baseline).abs().max()) < 1e-12
+    for node in range(tree.num_nodes):
+        depth, first, below = (int(of[node]) for of in (tree.depth, tree.first_leaf, tree.num_leaves))
+        if depth == 0 or below == LEAVES:
+            continue
+        raised = torch.zeros(LEAVES).double()
+        raised[first : first + below] = 1.0
+        assert float(credit(tree, raised, baseline)[depth - 1, first]) == pytest.approx(below / LEAVES)
+
+
+def test_relatives_are_the_closest_other_leaves() -> None:
+    """Of two leaves that part at the last split, what is common to both and not to the group is taken off."""
+    tree = grow(plan_of("in two at 0, 1, 2"))
+    rewards = torch.tensor([5.0, 7.0] + [0.0] * (LEAVES - 2)).double()
+    last = {baseline: credit(tree, rewards, baseline)[STEPS - 2, :2] * LEAVES for baseline in BASELINES}
+    torch.testing.assert_close(last["relatives"], torch.tensor([-2.0, 2.0]).double())
+    torch.testing.assert_close(last["group"], torch.tensor([5.0 - 7 / 7, 7.0 - 5 / 7]).double())

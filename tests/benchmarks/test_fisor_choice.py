@@ -1,7 +1,5 @@
 """What chooses among FISOR's samples, on a run of a few updates, whose actor hardly knows a hazard."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

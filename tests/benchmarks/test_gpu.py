@@ -1,7 +1,5 @@
 """The plan for a GPU: its order, its clocks, and that every check runs; on a CPU, with stand-in sizes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

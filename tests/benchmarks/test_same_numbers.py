@@ -1,7 +1,5 @@
 """What counts as the same run, which configurations are run how, and one comparison of this commit with itself."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The data that our own PPO makes in DSRL's format: what it writes is read again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

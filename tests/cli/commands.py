@@ -1,7 +1,5 @@
 """Commands as a user types them, and what they print."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

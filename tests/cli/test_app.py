@@ -1,7 +1,5 @@
 """The command line as a user meets it: help, start without torch, and errors without tracebacks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

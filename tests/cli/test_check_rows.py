@@ -1,7 +1,5 @@
 """`genrl check --rows`: every row and picture of the data is looked at, without a model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`genrl doctor`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

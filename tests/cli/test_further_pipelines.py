@@ -1,7 +1,5 @@
 """Whole runs of pipelines with a way of their own, as a user types them: inpainting, and one without a LoRA loader."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -20,7 +18,7 @@ from tests.diffusion import tiny_parts as parts
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.starting_families import mask
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
 
 def write(folder: Path, family: str, sampling: dict[str, Any], **model: Any) -> None:

@@ -1,7 +1,5 @@
 """`genrl rewards`, `score` and `serve` as a user meets them; what cannot be read is named and counted."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """The command line for policies as a user meets it: check, train, eval, export, report, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The commands on a vision-language model's run: train, resume, evaluate, export; what they say of a wrong one."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -90,7 +90,6 @@ def test_unknown_names(tmp_path: Path, method: Callable[..., str]) -> None:
     assert "own.py?" in refusal(tmp_path, method().replace("own.py", "ovn.py"))
 
 
-@pytest.mark.filterwarnings("ignore:Field name")
 @pytest.mark.parametrize(
     ("old", "new", "rest", "said"),
     [

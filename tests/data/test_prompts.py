@@ -1,7 +1,5 @@
 """Prompt files: every dirty row is reported with its line, none gets through, none crashes the reader."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -115,14 +113,6 @@ def test_above_one_percent_of_dirty_rows_nothing_is_read(folder: Path, caplog: p
     path.write_bytes(b"\n".join([*[b"fine"] * 98, b"\x00"]))
     with pytest.raises(PromptError, match="1 of 99 rows"):
         read(str(path))
-
-
-def test_text_file(folder: Path) -> None:
-    path = folder / "p.txt"
-    path.write_bytes(
-        b"\xef\xbb\xbf a red circle \r\n\r\n# comment\n  # too\n\xe4\xb8\x80\xe5\x8f\xaa\xe7\x8c\xab\nlast"
-    )
-    assert load(str(path)) == [Prompt("a red circle", {}, 1), Prompt("一只猫", {}, 5), Prompt("last", {}, 6)]
 
 
 def test_json_file_with_columns_and_paths(folder: Path) -> None:

@@ -1,16 +1,24 @@
 """Reference pictures: the three layouts, and sources that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+import genrl_rewards
+from genrl.data.edits import FACTORS, LONGEST, RANGES, SHORTEST, WAYS, Task, carry_out, edits, sample_edit
+from genrl.data.preferences import TARGET_COLUMNS, check_set
 from genrl.data.prompts import Prompt, PromptError
 from genrl.data.references import read
+from genrl.data.sizes import short_bucket, sized
+from genrl.diffusion.config.sections import Sampling
+from genrl.playground.shapes import SIZE, draw, held_out
+from genrl_rewards.scorers.objects.shapes import find
 
 ROWS = [("a red star", 10), ("two dogs", 20), ("a red star", 30)]
 
@@ -84,3 +92,153 @@ def test_all_pictures_are_checked_before_training(tmp_path: Path, layout: int) -
     where = "row 3" if layout == 2 else r".*2\.png"
     with pytest.raises(PromptError, match=f"reference 2 of the prompt 'a red star', {where}: "):
         found.check(["two dogs", "a red star"])
+
+
+# -- Sets of given pictures are checked before anything is trained on, each picture opened once
+
+
+def test_soundness_and_shapes_are_seen_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, side in (("source", 16), ("target", 16), ("long", 24)):
+        Image.new("RGB", (side, 16)).save(tmp_path / f"{name}.png")
+    seen: list[str] = []
+    really = Image.open
+
+    def counting(file: Any, *more: Any) -> Any:
+        seen.append(Path(file).stem)
+        return really(file, *more)
+
+    monkeypatch.setattr(Image, "open", counting)
+
+    def check(target: str) -> None:
+        columns = {"source_image": str(tmp_path / "source.png"), "target_image": str(tmp_path / f"{target}.png")}
+        rows = [Prompt("edit", columns, line=1)]
+        check_set("a.jsonl", rows, TARGET_COLUMNS, beside="source_image", size=(32, 32))
+
+    check("target")
+    assert sorted(seen) == ["source", "target"]
+    with pytest.raises(PromptError, match=r"a.jsonl:1: unlike shapes \(target_image 24 x 16, source_image 16 x 16"):
+        check("long")
+
+
+# -- Edits of the small world: what is asked can be done, is done, and touches nothing else; files are told apart
+
+
+@pytest.mark.parametrize("task", ["move", "scale"])
+def test_an_edit_changes_the_named_thing_as_asked_and_no_other(task: Task) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        edit = sample_edit(rng, task, "all")
+        after = carry_out(rng, edit)
+        old, new = edit.scene.things[0], after.things[0]
+        assert after.things[1:] == edit.scene.things[1:] and (new.colour, new.shape) == (old.colour, old.shape)
+        assert edit.object in edit.instruction
+        if task == "move":
+            x, y = WAYS[edit.asked]
+            along, across = (new.x - old.x) * x + (new.y - old.y) * y, (new.x - old.x) * y + (new.y - old.y) * x
+            assert SHORTEST - 1e-9 <= along <= LONGEST + 1e-9
+            assert across == pytest.approx(0) and new.radius == old.radius
+        else:
+            low, high = RANGES[edit.asked]
+            assert low <= new.radius / old.radius <= high + 1e-9 and (new.x, new.y) == (old.x, old.y)
+            assert (FACTORS[edit.asked] > 1) == (edit.asked == "bigger")
+        margin = 1.2 * new.radius
+        assert margin <= min(new.x, new.y) and max(new.x, new.y) <= SIZE - margin
+
+
+def test_sloppy_edits_go_another_way_as_often_as_told() -> None:
+    rng = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(600):
+        edit = sample_edit(rng, "move", "all")
+        old, new = edit.scene.things[0], carry_out(rng, edit, sloppiness=0.4).things[0]
+        x, y = WAYS[edit.asked]
+        wrong += (new.x - old.x) * x + (new.y - old.y) * y <= 0
+    assert 0.3 < wrong / 600 < 0.45  # a little less than .4: some things can go nowhere else
+
+
+@pytest.mark.parametrize("task", ["move", "scale"])
+def test_the_shipped_files_are_the_drawn_ones(task: Task, root: Path) -> None:
+    """Held-out instructions are of combinations that training has not; the pictures show the named things."""
+    prompts: dict[str, set[str]] = {}
+    for split in ("train", "eval"):
+        rows = [json.loads(line) for line in (root / "assets/edits" / f"{task}_{split}.jsonl").read_text().splitlines()]
+        drawn = edits(task, split)  # type: ignore[arg-type]
+        assert [row["prompt"] for row in rows] == [edit.instruction for edit in drawn]
+        prompts[split] = {row["prompt"] for row in rows}
+        for row, edit in zip(rows, drawn, strict=True):
+            assert held_out(edit.scene.groups[0]) == (split == "eval")
+            picture = np.array(Image.open(root / "assets/edits" / row["source_image"]))
+            assert row["object"] == edit.object and row.get("direction", edit.asked) == edit.asked
+            assert np.array_equal(picture, draw(edit.scene))
+            assert edit.object in {f"{found.colour} {found.shape}" for found in find(picture)}
+    assert not prompts["train"] & prompts["eval"]
+
+
+def test_the_shipped_pairs_are_the_edits_carried_out_as_asked(root: Path) -> None:
+    """Targets of the first moves to train on, as the rules of the small world judge them."""
+    folder = root / "assets/edits"
+    rows, known = (
+        [json.loads(line) for line in (folder / f"move_{part}.jsonl").read_text().splitlines()]
+        for part in ("pairs", "train")
+    )
+    blank = {"target_image": None}
+    assert len(rows) == 96 and [row | blank for row in rows] == [row | blank for row in known[:96]]
+    before, after = (
+        [Image.open(folder / row[f"{k}_image"]).convert("RGB") for row in rows] for k in ("source", "target")
+    )
+    images = torch.stack([torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 255 for picture in after])
+    columns = {"source_image": before} | {name: [row[name] for row in rows] for name in ("object", "direction")}
+    for name, least in (("edit_move", 0.4), ("edit_keep", 0.93)):
+        reward = genrl_rewards.load(name, {"detector": "shapes"})
+        assert min(genrl_rewards.score(reward, images=images, prompts=[""] * 96, columns=columns).values) > least
+
+
+# -- The size of each prompt's samples: from its row, or a bucket
+
+
+WIDE, TALL = (16, 24), (24, 16)
+
+
+def rows(*columns: dict[str, object]) -> list[Prompt]:
+    return [Prompt(f"prompt {k}", found, k + 1) for k, found in enumerate(columns)]
+
+
+def test_rows_say_their_own_size_and_what_they_leave_out_is_the_pipelines() -> None:
+    found = sized(
+        rows({"height": 16, "width": 24}, {"height": 8, "num_frames": 5, "x": 1}, {}), "rows", None, "a.jsonl"
+    )
+    assert [row.size for row in found] == [{"height": 16, "width": 24}, {"height": 8, "num_frames": 5}, {}]
+    for wrong in (0, -8, 8.5, "16", True):
+        with pytest.raises(PromptError, match="a.jsonl:1: height must be a whole number above 0"):
+            sized(rows({"height": wrong}), "rows", None, "a.jsonl")
+    with pytest.raises(PromptError, match="no row has a column height, width, num_frames"):
+        sized(rows({"x": 1}), "rows", None, "a.jsonl")
+
+
+def test_buckets_are_dealt_in_turn() -> None:
+    found = sized(rows({}, {}, {}), [WIDE, (*TALL, 9)], None, "a.txt")
+    first, second = {"height": 16, "width": 24}, {"height": 24, "width": 16, "num_frames": 9}
+    assert [row.size for row in found] == [first, second, first]
+    assert [row.size for row in sized(rows({}), (), None, "a.txt")] == [{}]
+
+
+def test_a_picture_gets_the_bucket_of_its_shape(tmp_path: Path) -> None:
+    sizes = {"wide": (300, 200), "tall": (201, 300), "square": (8, 8)}
+    for name, size in sizes.items():
+        Image.new("RGB", size).save(tmp_path / f"{name}.png")
+    given = rows(*({"image": str(tmp_path / f"{name}.png")} for name in sizes))
+    found = [tuple(row.size.values()) for row in sized(given, [WIDE, TALL, (20, 20)], "image", "a.jsonl")]
+    assert found == [WIDE, TALL, (20, 20)]
+    with pytest.raises(PromptError, match="a.jsonl:1: no picture in the column 'image'"):
+        sized(rows({}), [WIDE], "image", "a.jsonl")
+
+
+def test_a_size_with_fewer_rows_than_a_micro_batch_is_named() -> None:
+    found = sized(rows(*[{}] * 5), [WIDE, TALL], None, "a.txt")
+    assert short_bucket(found, 2) is None
+    four = [[64, 64], [32, 64], [64, 32], [32, 32]]
+    dealt = sized(rows({}, {}, {}), four, None, "three.txt")
+    assert "32 x 32 has 0 of the 3 prompts" in str(short_bucket(dealt, 1, four))
+    assert short_bucket(dealt, 1, four, "photo") is None  # pictures choose theirs
+    assert "24 x 16 has 2 of the 5 prompts, and a micro-batch is of 3" in str(short_bucket(found, 3))
+    assert [Sampling(batch_size=b, group_size=g).prompts_together for b, g in ((8, 4), (4, 4), (2, 4))] == [2, 1, 1]

@@ -1,7 +1,5 @@
 """Rows as people have them: encodings x line ends x columns, and pictures in every form that is about."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -69,15 +67,6 @@ def test_every_line_is_a_row_whatever_ends_it(
         assert [line[:block] for line in seen] == [line[:block] for line in (begin + end.join(short)).split(end)][
             : len(seen)
         ]
-
-
-@pytest.mark.parametrize("raw", [b"a circle", b"\r", b"a\rb\r\nc\n\rd", b"\r\r\n\n", b"x" * 50 + b"\r\ny"])
-def test_lines_are_those_of_python(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    for block in (60, 3, 1):
-        monkeypatch.setattr(row_module, "MAX_LINE_BYTES", block)
-        wanted = raw.splitlines()
-        seen = [*lines_of(io.BytesIO(raw))]
-        assert len(seen) == len(wanted) and all(a[:block] == b[:block] for a, b in zip(seen, wanted, strict=True))
 
 
 def picture(file: Path, size: tuple[int, int] = (6, 4), turn: int = 1) -> bytes:

@@ -1,7 +1,5 @@
 """Tiny pipelines on disk, and one finished run, for all tests of a session."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from collections.abc import Callable, Iterator

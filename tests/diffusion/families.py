@@ -48,7 +48,7 @@ def _table(*modules: ModuleType) -> dict[str, Builder]:
         found |= {name: _seeded(build) for name, build in getattr(module, "BUILDERS", {}).items()}
         for name, build in vars(module).items():
             own = getattr(build, "__module__", None) == module.__name__ and not name.startswith("_")
-            if own and getattr(build, "__annotations__", {}).get("return") == "Family":
+            if own and getattr(build, "__annotations__", {}).get("return") is Family:
                 found[name] = _seeded(build)
     return found
 

@@ -3,8 +3,6 @@
 The classes, the schedulers and their settings are those of the real checkpoints.
 """
 
-from __future__ import annotations
-
 import diffusers
 
 from tests.diffusion import tiny_parts as parts

@@ -1,7 +1,5 @@
 """Tiny SD3 checkpoints in the format of their authors: one .safetensors file, names and layouts of that time."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the processes of the distributed tests run: one training, watched from inside, with its tensors on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

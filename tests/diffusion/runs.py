@@ -3,8 +3,6 @@
 An iteration takes well under a second.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What the processes of the sharding tests run: one tiny denoiser in shards (FSDP2, gloo), no training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Each is made of the components of its text-to-image family. At strength below 1 they cut their schedule themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

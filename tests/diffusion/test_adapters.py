@@ -1,7 +1,5 @@
 """Whole runs with every type of adapter: on-policy ratios, resumed to the bit, exported merged; begun from another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.train import train
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 
 def trained(folder: Path, model: Path, name: str, **lora: Any) -> Path:

@@ -1,7 +1,5 @@
 """The best evaluation of a pipeline's run: kept on disk, written beside the last, and taken by `--best`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = pytest.mark.usefixtures("unproven")
 
 SCORES = [0.5, 0.7, 0.4, 0.69, 0.3, 0.2, 0.9, 0.9]  # of the evaluations after 0, 1, ... iterations
 TINY_LM = Path(__file__).resolve().parents[2] / "assets" / "tiny-lm"

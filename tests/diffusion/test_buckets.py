@@ -1,7 +1,5 @@
 """Runs with samples of several sizes: micro-batches of one size, ratio 1, the same when continued."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -60,15 +58,6 @@ def test_micro_batches_are_whole_groups_of_one_size(folder: Path, model: Path) -
             batches = [sheet.batch(run.config, slots) for slots in sheet.plan]
             found = sorted((batch.sampling["height"], batch.sampling["width"], len(batch)) for batch in batches)
             assert found == [(16, 16, 4), (16, 24, 4)]
-
-
-def test_rows_name_their_own_size(folder: Path, model: Path) -> None:
-    for name, texts in (("train", runs.PROMPTS), ("eval", runs.HELD_OUT)):
-        lines = [{"prompt": text, "height": 16, "width": (16, 24)[k % 2]} for k, text in enumerate(texts)]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    prompts = {name: str(folder / f"{name}.jsonl") for name in ("train", "eval")}
-    rows = runs.rows(train(settings(folder, model, prompts=prompts, sampling={"buckets": "rows"})))
-    assert [row["ratio/max_abs_dev"] for row in rows if row["step"]] == [0.0, 0.0]
 
 
 def test_a_size_with_too_few_prompts_is_refused_before_the_model_is_loaded(folder: Path, model: Path) -> None:

@@ -1,7 +1,5 @@
 """Two models on one page: the same noise, which side is which, what rewards say, and what cannot be compared."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -23,8 +21,6 @@ from genrl.runtime.show.compare.page import Page, key_path
 from genrl.runtime.show.mp4 import import_av
 from tests.diffusion import families, runs
 from tests.runtime.show.compare import pages
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 ARGUMENTS: dict[str, Any] = {
     "num_inference_steps": 2,

@@ -1,7 +1,5 @@
 """Two processes (gloo) that compute every sample together, each half of its tokens, beside one that does all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from genrl.runtime.folder.run import Run, read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.test_distributed import GRPO, NFT, distance, recorded
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 NOT_DIVIDED = {
     "ChronoEditTransformer3DModel",

@@ -1,7 +1,5 @@
 """The same run in 1, 2 and 4 processes (gloo), of which each holds everything or a part."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil
@@ -24,8 +22,6 @@ from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.guards import read_dump
 from tests import opened as opening
 from tests.diffusion import ranks, runs
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
 NFT = {"algorithm": "diffusion_nft", "kl_weight": 1e-3}

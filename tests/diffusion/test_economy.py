@@ -1,7 +1,5 @@
 """Runs of pipelines that choose prompts, and train on some samples of each group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from genrl.runtime.loop import economy
 from tests.diffusion import runs
 from tests.run_folders import assert_resumes
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = pytest.mark.usefixtures("unproven")
 
 CHOSEN = {"selection": {"by": "spread", "candidates": 2, "replay": {}}}
 SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}

@@ -1,7 +1,5 @@
 """The batch size that is found before training: by halving, in all processes, and once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from genrl.runtime.loop.frame import shrink
 from genrl.runtime.weights import weights
 from tests.diffusion import ranks, runs
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = pytest.mark.usefixtures("unproven")
 
 SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "fit_batch": True}
 

@@ -1,7 +1,5 @@
 """Whole runs with each optimiser: on-policy ratios, and resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,9 +8,6 @@ import torch
 from genrl.config.optimizers import OPTIMIZERS
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-
-pytestmark = pytest.mark.filterwarnings("ignore")
-
 
 FAST = ("adamw", "adamw_8bit", "muon")
 

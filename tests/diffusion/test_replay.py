@@ -1,7 +1,5 @@
 """What stopped a run is run again from its dump: the same numbers, and the module where they stop being finite."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,6 @@ from genrl.runtime.folder.run import Run, write_atomic
 from genrl.runtime.loop.guards import NonFiniteError, non_finite
 from genrl.runtime.loop.replay import first_not_finite, replay
 from tests.diffusion import runs
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 QUIET = {"evaluation": {"every": 0}}
 pytestmark = pytest.mark.usefixtures("traced")

@@ -5,8 +5,6 @@ Weights, snapshots, optimisers, what a trainer keeps beside them, and metrics, t
 soon as its file is in configs/diffusion.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 
 pytestmark = [
-    *(pytest.mark.slow, pytest.mark.filterwarnings("ignore")),  # deprecations within diffusers
+    pytest.mark.slow,
     pytest.mark.usefixtures("unproven"),  # each method's adapter is loaded again in tests/runtime/loop/test_replay.py
 ]
 

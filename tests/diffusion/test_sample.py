@@ -1,7 +1,5 @@
 """`genrl sample` and `genrl eval`: pictures and scores of any pipeline."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path
@@ -21,8 +19,6 @@ from genrl.diffusion.evaluate import Evaluated, spread
 from genrl.diffusion.rollout.scoring import plain
 from genrl.diffusion.sample import evaluate_pipeline, load, sample
 from tests.diffusion import runs
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 ARGUMENTS: dict[str, Any] = {
     "num_inference_steps": 3,

@@ -1,7 +1,5 @@
 """Whole runs: what a run folder holds, what does not change the numbers, what stops them, and that the reward rises."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -15,6 +13,8 @@ import yaml
 from PIL import Image
 
 from genrl.config import load
+from genrl.config.method import code_of
+from genrl.diffusion import looks
 from genrl.diffusion import train as training
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
@@ -23,8 +23,6 @@ from genrl.runtime.folder import run as run_folder
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from tests.diffusion import runs
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
 
@@ -293,3 +291,59 @@ def test_the_reward_rises(folder: Path, model: Path) -> None:
     first, last = (sum(row["reward/total_mean"] for row in part) / 5 for part in (rows[1:6], rows[-5:]))
     assert last - first > spread
     assert rows[-1]["eval/total_mean"] - rows[0]["eval/total_mean"] > spread
+
+
+# -- What methods share: how far a phase is, as the progress bar shows it
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"algorithm": "flow_grpo", "updates_per_iteration": 2, "inner_epochs": 3},
+        {"algorithm": "flow_grpo", "window": {"size": 1}},
+        {**runs.NFT, "inner_epochs": 2, "timesteps_per_sample": 1},
+    ],
+    ids=["updates and epochs", "window", "diffusion_nft"],
+)
+def test_the_bar_of_training_fills_up(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
+    """Step by step, and exactly to the total: 5 samples, the last micro-batch smaller than the others."""
+    sampling = {"prompts_per_iteration": 1, "group_size": 5}
+    config = runs.config(folder, model, trainer=trainer, sampling=sampling, evaluation={"every": 0}, iterations=1)
+    counts: list[float] = []
+    with runs.opened(config) as run:
+        progress, advance = run.process.progress, run.process.progress.advance
+
+        def watched(images: float) -> None:
+            advance(images)
+            if progress.name == "training":
+                counts.append(progress.count)
+
+        progress.advance = watched  # type: ignore[method-assign]
+        code_of(config.trainer).train(run, config.trainer)
+    assert progress.total == 5 and counts[-1] == pytest.approx(5)
+    assert all(0 < b - a <= 2 for a, b in zip([0.0, *counts], counts, strict=False)) and len(counts) >= 3
+
+
+# -- Figures of held-out pictures that no reward has
+
+
+def test_confetti_has_high_frequencies_and_a_slope_has_none() -> None:
+    slope = torch.linspace(0, 1, 32).expand(2, 3, 32, 32)
+    confetti = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert float(looks.high_frequencies(slope)[0]) < 0.01 < 0.2 < float(looks.high_frequencies(confetti)[1])
+    video = torch.stack([slope, slope], 1)
+    assert torch.allclose(looks.high_frequencies(video), looks.high_frequencies(slope))
+    assert looks.thumbnails(video).tolist() == looks.thumbnails(slope).tolist()
+
+
+def test_one_picture_for_every_noise_has_no_diversity() -> None:
+    black, white = torch.zeros(1, 3, 16, 16), torch.ones(1, 3, 16, 16)
+    seen, none = looks.thumbnails(torch.cat([black, white, white, white])), torch.zeros(4)
+    assert looks.figures(seen, none, [0, 0, 2, 2])["eval/diversity"] == pytest.approx(0.5**0.5 / 2)
+    assert looks.figures(seen, none, [0, 1, 2, 2])["eval/diversity"] == 0.0
+    assert "eval/diversity" not in looks.figures(seen, none, [0, 1, 2, 3])
+
+
+def test_how_far_pictures_have_moved() -> None:
+    black, white = (looks.thumbnails(torch.full((2, 3, 16, 16), value)) for value in (0.0, 1.0))
+    assert looks.moved(black, black) == 0.0 and looks.moved(black, white) == pytest.approx(1.0)

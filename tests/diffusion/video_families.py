@@ -3,8 +3,6 @@
 The classes, the schedulers and their settings are those of the real checkpoints.
 """
 
-from __future__ import annotations
-
 import diffusers
 import pytest
 from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ import typer
 import yaml
 
 from genrl.cli.app import app
-from genrl.config import load
+from genrl.cli.plan import lines
+from genrl.config import ConfigError, load
+from genrl.config.plugins import import_file
+from genrl.diffusion.config.estimate import plan
+from genrl.diffusion.config.schema import Config
+from genrl.runtime.folder.run import read_metrics
+from genrl.vlm.train import train
+from tests.vlm.methods.episodes import agent_runs
 
 MOST_WORDS = 35
 LOADS = {"train", "check", "plan", "encode"}
@@ -154,3 +162,143 @@ def test_the_figures_of_the_hacked_reward_are_the_measured_ones(root: Path) -> N
     guide = (root / "docs" / "guides" / "reward_hacking.md").read_text()
     table = re.findall(r"^\| (?:trained|watched).*\| (\S+) \| \*\*(\S+)\*\* \|$", guide, re.MULTILINE)
     assert len(table) == 2 and all(f"{start} → **{end}**" in row for start, end in table)
+
+
+# -- What the README shows is what is in the files, and the pages it names are there
+
+
+def test_readme_shows_the_files_as_they_are(root: Path) -> None:
+    text = (root / "README.md").read_text()
+    for file in ("configs/quickstart.yaml", "docs/example_reward.py"):
+        assert (root / file).read_text().strip() in text, f"README.md shows another {file}"
+
+
+def test_readme_links_exist(root: Path) -> None:
+    for page in [root / "README.md", *(root / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}, which is not there"
+
+
+# -- docs/trees.md: its configurations load, and its numbers are those of `genrl plan`
+
+
+def blocks_of_trees_page(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.fixture
+def page(root: Path) -> Path:
+    return root / "docs" / "trees.md"
+
+
+def test_every_yaml_of_the_page_is_a_trainer(page: Path) -> None:
+    for block in blocks_of_trees_page(page, "yaml"):
+        trainer = {"algorithm": "flow_grpo", **yaml.safe_load(block)}
+        tree = trainer.get("tree", {"ways": 1, "at": []})
+        splits = trainer["window"]["size"] if tree.get("at") == "window" else len(tree["at"]) if tree["ways"] > 1 else 1
+        splits = 1 if tree.get("at") == "window_start" else splits
+        Config.model_validate(
+            {
+                "model": {"path": "org/model"},
+                "prompts": {"train": "a.txt"},
+                "rewards": [{"name": "shapes"}],
+                "sampling": {"group_size": max(2, tree["ways"] ** splits)},
+                "trainer": trainer,
+                "evaluation": {"every": 0},
+            }
+        )
+
+
+def test_the_plan_of_the_page_is_what_is_printed(page: Path, root: Path) -> None:
+    (command, *text), *_ = [block.splitlines() for block in blocks_of_trees_page(page, "text")]
+    _, _, _, file, *overrides = command.split()
+    assert text == "\n".join(lines(load(root / file, overrides))).splitlines()
+    later = [w for w in re.findall(r"`(trainer\.window[^`]*)`", page.read_text())[0].split()]
+    assert "ratio 0.450" in "\n".join(lines(load(root / file, later)))
+
+
+def test_the_table_of_systems_has_the_numbers_of_the_plan(page: Path, root: Path) -> None:
+    rows = re.findall(r"\| `([\w./]+\.yaml)` \|.*\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", page.read_text())
+    assert len(rows) == 8
+    for file, sampling, ratio, training in rows:
+        config = load(root / "configs" / "diffusion" / file)
+        found = plan(config)
+        calls, steps = found.sample_calls / found.images, config.sampling.num_inference_steps
+        assert (f"{calls:.2f}", f"{calls / steps:.3f}") == (sampling, ratio), file
+        assert f"{found.train_calls / found.images:.2f}" == training, file
+
+
+def test_the_error_of_the_page_is_what_is_printed(page: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    command, *said = blocks_of_trees_page(page, "text")[1].splitlines()
+    *_, file, override = command.split()
+    with pytest.raises(ConfigError) as refused:
+        load(Path(file), [override])
+    assert said == str(refused.value).splitlines()
+
+
+# -- The recipe in which a language model writes a reward: what it is asked, when its code runs, that a run uses it
+
+
+GOOD = """Here it is:
+```python
+def reward(before, action, after):
+    def far(room):
+        (row, column), _ = room.pose
+        return abs(row - room.goal[0]) + abs(column - room.goal[1])
+    return float(far(before) - far(after)) + (5.0 if far(after) == 0 else 0.0)
+```"""
+RAISES = "```python\nprint('ran')\ndef reward(before, action, after):\n    return before.position[0]\n```"
+NO_NUMBER = "```python\ndef reward(before, action, after):\n    return float('nan')\n```"
+
+
+class Stub:
+    """Answers what it is told to, and notes what it was asked."""
+
+    def __init__(self, *answers: str) -> None:
+        self.left, self.asked = list(answers), []
+
+    def answers(self, questions: list[list[str]], max_tokens: int) -> list[str]:
+        self.asked += [text for (text,) in questions]
+        return [self.left.pop(0) for _ in questions]
+
+
+@pytest.fixture
+def example(root: Path) -> ModuleType:
+    return import_file(root / "docs" / "example_text2reward.py")
+
+
+def test_code_runs_only_where_it_is_asked_for(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "reward.py"
+    assert example.write(file, "reach it", Stub(RAISES)) == ""
+    assert "before.position" in file.read_text() and capsys.readouterr().out == ""
+    assert "position" in example.check(file) and "ran" in capsys.readouterr().out
+
+
+def test_errors_are_shown_to_the_model_until_the_code_works(example: Any, tmp_path: Path) -> None:
+    file, stub = tmp_path / "reward.py", Stub(RAISES, NO_NUMBER, GOOD)
+    assert example.write(file, "reach the square", stub, run=True) == ""
+    assert "reach the square" in stub.asked[0] and "frozenset" in stub.asked[0] and "failed" not in stub.asked[0]
+    assert "AttributeError" in stub.asked[1] and "nan, not a finite number" in stub.asked[2]
+    assert example.check(file) == ""
+    assert "not a finite" in example.write(file, "x", Stub(NO_NUMBER, NO_NUMBER), run=True, tries=2)
+
+
+def test_the_code_cannot_move_the_agent(example: Any, tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def reward(before, action, after):\n    after.pose = (after.goal, 0)\n    return 1.0\n")
+    room = example.shaped(f"{file}:reward")
+    room.reset(seed=3)
+    where = room.room.pose
+    _, paid, terminated, _, info = room.step(0)
+    assert paid == 1.0 and room.room.pose[0] == where[0] and not terminated and not info["success"]
+
+
+def test_a_run_is_paid_by_it(example: Any, root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    example.write(file, "reach the green square", Stub(GOOD), run=True)
+    place = {"name": f"{root / 'docs' / 'example_text2reward.py'}:shaped", "options": {"reward": f"{file}:reward"}}
+    config = agent_runs.config(tmp_path, "vl_dac", environment={**place, "answer": "plain", "parallel": 4, "steps": 8})
+    run = train(config)
+    row = read_metrics(run / "metrics.jsonl")[-1]
+    assert row["rollout/env_steps"] == 32.0

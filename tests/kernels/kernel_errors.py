@@ -1,7 +1,5 @@
 """The tolerance of every kernel: twice the error that torch itself makes in that dtype, against float64."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Sequence
 

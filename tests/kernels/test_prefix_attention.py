@@ -1,15 +1,24 @@
 """All back-ends against the definition, values and gradients; the definition against plain attention row by row."""
 
-from __future__ import annotations
+import functools
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from genrl.kernels import fused as module
+from genrl.kernels import joint_attention, machine
 from genrl.kernels import prefix_attention as prefix
+from genrl.kernels.fused import fused, gated, modulated, qk_norm_rope
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch, slots
-from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton
+from genrl.runtime.weights.devices import without_cudnn_attention
+from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton, values_and_gradients
 
 BACKENDS = ["sdpa", pytest.param("triton", marks=needs_triton)]
 
@@ -62,7 +71,6 @@ def test_cross_attention_to_a_shared_text(backend: str) -> None:
     assert_as_exact(kernel, definition, [query, None, None, key, value], torch.float32)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex(causal: bool, device: str) -> None:
@@ -140,3 +148,219 @@ def test_what_computes_is_said_once_and_a_named_one_is_held_to(
     with pytest.raises(ValueError, match="computes in float32, and the tensors are float64"):
         prefix_attention(*(t.double() for t in tensors), row_of=row_of, backend="triton")
     prefix._triton_problem.cache_clear()
+
+
+# -- Attention by a library that is named: it runs, or is an error
+
+
+def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 7, 3, 8)
+    mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
+    exact = softmax_attention(q, k, v, torch.where(mask, 0.0, -torch.inf))
+    for name in machine.usable(q, mask):
+        found = joint_attention.joint_attention(q, k, v, mask=mask, backend=name)
+        torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("flash2", "not installed"), ("cudnn", "needs a GPU and the tensors are on cpu"), ("sage", "not installed")],
+)
+def test_a_named_attention_that_cannot_run_is_an_error(name: str, reason: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("what is missing here may be there")
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=rf"attention back-end {name}: .*{reason}.*; that can run here: auto, math"):
+        joint_attention.joint_attention(q, q, q, backend=name)  # type: ignore[arg-type]
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    scores = torch.einsum("bshd,bthd->bhst", q, k) / q.shape[-1] ** 0.5 + bias
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v)
+
+
+def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with the signatures of the packages, which need a GPU: [B, S, H, D] for all, a bias for xformers."""
+
+    def efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None = None) -> Tensor:
+        assert attn_bias is None or attn_bias.stride(-2) % 8 == 0
+        return softmax_attention(q, k, v, 0.0 if attn_bias is None else attn_bias)
+
+    def sage(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str) -> Tensor:
+        assert tensor_layout == "NHD"
+        return softmax_attention(q, k, v)
+
+    flash = {
+        "flash_attn": softmax_attention,
+        "flash_attn_interface": lambda q, k, v: (softmax_attention(q, k, v), None),
+    }
+    for package, function in flash.items():
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_func=function))
+    monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "xformers.ops", SimpleNamespace(memory_efficient_attention=efficient))
+    monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=sage))
+    joint_attention._library.cache_clear()
+    q, k, v = torch.randn(3, 2, 7, 3, 8)
+    for name in machine.PACKAGES:
+        assert torch.equal(joint_attention._library(name)(q, k, v, None), softmax_attention(q, k, v)), name
+    mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
+    found = joint_attention._library("xformers")(q, k, v, mask)
+    exact = joint_attention.joint_attention(q, k, v, mask=mask)
+    torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+    joint_attention._library.cache_clear()
+
+
+def xformers_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Three texts padded to 13 of 29 tokens, two heads: queries, keys, values, mask."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 3, 29, 2, 16)
+    mask = torch.ones(3, 29, dtype=torch.bool)
+    mask[1, 5:13], mask[2, 1:13] = False, False
+    return q, k, v, mask[:, None, None]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("masked", [False, True])
+def test_xformers_itself_computes_the_same(masked: bool) -> None:
+    pytest.importorskip("xformers", reason="the extra is not installed: pip install 'genrl-diffusion[xformers]'")
+    *rows, mask = (t.cuda() for t in xformers_inputs())
+    found = {}
+    for name in ("xformers", "math"):
+        leaves = [row.to(torch.bfloat16).requires_grad_() for row in rows]
+        out = joint_attention.joint_attention(*leaves, mask=mask if masked else None, backend=name)  # type: ignore[arg-type]
+        found[name] = (out, *torch.autograd.grad(out.float().square().sum(), leaves))
+    for ours, exact in zip(found["xformers"], found["math"], strict=True):
+        torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
+
+
+def test_a_gradient_comes_back_contiguous() -> None:
+    """Of a slice of a wider tensor, as FLUX.1's single blocks have it."""
+    seen: list[Tensor] = []
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    doubled = 2 * x
+    doubled.register_hook(seen.append)
+    torch.cat([joint_attention._Contiguous.apply(doubled), x], 2)[..., :4].sum().backward()  # type: ignore[no-untyped-call]
+    assert seen[0].is_contiguous() and torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ["auto", "cudnn"])
+def test_gradients_of_two_layouts_are_right_one_after_the_other(name: str) -> None:
+    """One shape, whose gradient is a tensor of its own and then a slice of a wider one, and the other way round."""
+    without_cudnn_attention()  # as every run does
+    torch.manual_seed(0)
+    rows = torch.randn(3, 2, 768, 24, 128, device="cuda", dtype=torch.bfloat16)
+    wide = torch.randn(2, 768, 24 * 128 + 512, device="cuda", dtype=torch.bfloat16)
+    for of_wider in (False, True, False):
+        found = {}
+        for backend_name in (name, "math"):
+            leaves = [row.clone().requires_grad_() for row in rows]
+            out = joint_attention.joint_attention(*leaves, backend=backend_name).flatten(2)  # type: ignore[arg-type]
+            joined = torch.cat([out, wide[..., out.shape[2] :]], 2) if of_wider else out
+            found[backend_name] = torch.autograd.grad(joined, leaves, wide[..., : joined.shape[2]].contiguous())
+        for ours, exact in zip(found[name], found["math"], strict=True):
+            torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
+
+
+def test_flash_takes_no_mask() -> None:
+    problem = machine.attention_problem("flash", torch.device("cpu"), torch.float32, masked=True)
+    assert problem == "it takes no mask, and this model pads its texts"
+    with pytest.raises(ValueError, match="must be one of auto, math, .* not 'fa2'"):
+        machine.attention_problem("fa2", torch.device("cpu"), torch.float32, False)  # type: ignore[arg-type]
+
+
+def test_what_is_chosen_breaks_no_compiled_graph() -> None:
+    def block(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        q = fused(qk_norm_rope, x, weight, None, None, 1e-6)
+        h = joint_attention.joint_attention(q, q, x).flatten(2)
+        y: torch.Tensor = fused(modulated, h, scale, scale, 1e-6)
+        return y
+
+    inputs = torch.randn(2, 5, 2, 8), torch.ones(8), torch.randn(2, 1, 16)
+    whole = torch.compile(block, backend="eager", fullgraph=True)
+    assert torch.equal(whole(*inputs), block_by_hand(*inputs))
+
+
+def block_by_hand(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    q = qk_norm_rope(x, weight, None, None, 1e-6)
+    return modulated(joint_attention.joint_attention(q, q, x).flatten(2), scale, scale, 1e-6)
+
+
+# -- The definitions against torch's own norms and complex rotation; compiled, they are themselves in both passes
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Graphs as they are compiled, by tracing alone."""
+    graphs: list[Any] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=compiler))
+    module._compiled.cache_clear()
+    torch._dynamo.reset()
+    yield graphs
+    module._compiled.cache_clear()
+    torch._dynamo.reset()
+
+
+def heads_of(batch: int, tokens: int, heads: int, size: int, *, across: bool) -> list[Tensor]:
+    """x, weight, cos, sin as `qk_norm_rope` takes them."""
+    torch.manual_seed(batch * tokens + size)
+    x, angle = torch.randn(batch, tokens, heads, size), torch.randn(tokens, size // 2)
+    return [x, 1.0 + 0.3 * torch.randn(heads * size if across else size), angle.cos(), angle.sin()]
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.sampled_from([2, 6, 16]), st.booleans())
+def test_rms_norm_then_complex_rotation(batch: int, tokens: int, heads: int, size: int, across: bool) -> None:
+    x, weight, cos, sin = heads_of(batch, tokens, heads, size, across=across)
+    normed = torch.nn.functional.rms_norm(x.flatten(2) if across else x, weight.shape, weight, 1e-6).view(x.shape)
+    turned = torch.view_as_complex(normed.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)[:, None]
+    found = qk_norm_rope(x, weight, cos, sin, 1e-6)
+    torch.testing.assert_close(found, torch.view_as_real(turned).flatten(-2), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_gate_residual_norm_and_modulation(tokens: int) -> None:
+    x, branch = torch.randn(2, 3, 5, 8)
+    gate, scale, shift = torch.randn(3, 3, tokens, 8)
+    h, y = gated(x, branch, gate, scale, shift, 1e-6)
+    torch.testing.assert_close(h, x + gate * branch)
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(h, (8,), eps=1e-6) * (1 + scale) + shift)
+    assert torch.equal(y, modulated(h, scale, shift, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_they_are_themselves_and_one_graph_a_pass(dtype: torch.dtype, counted: list[Any]) -> None:
+    torch.manual_seed(0)
+    x, branch = torch.randn(2, 3, 5, 8, dtype=dtype)
+    rows = [x, branch, *torch.randn(3, 3, 1, 8, dtype=dtype)]
+    calls = {gated: rows, modulated: [x, *rows[3:]], qk_norm_rope: heads_of(2, 5, 3, 4, across=True)}
+    for function, inputs in calls.items():
+        before = len(counted)
+        plain = values_and_gradients(lambda *given, f=function: f(*given, 1e-6), inputs)
+        found = values_and_gradients(lambda *given, f=function: fused(f, *given, 1e-6), inputs)
+        torch.testing.assert_close(found, plain)
+        with torch.no_grad():  # sampling runs the graph that training ran
+            again = fused(function, *inputs, 1e-6)
+        first = again[0] if isinstance(again, tuple) else again
+        assert torch.equal(first, found[0]) and len(counted) == before + 2
+
+
+def test_a_call_without_weight_or_rotation(counted: list[Any]) -> None:
+    x = torch.randn(1, 4, 2, 6, requires_grad=True)
+    fused(qk_norm_rope, x, None, None, None, 1e-6).square().sum().backward()
+    assert x.grad is not None and bool(x.grad.isfinite().all())
+
+
+def test_shapes_that_change_with_every_call_are_an_error(counted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRAPHS", 2)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for rows in range(1, 5):
+            fused(modulated, torch.ones(rows, 2, 4), *torch.ones(2, rows, 1, 4), 1e-6)

@@ -1,16 +1,12 @@
 """The multistep solver: golden samplers_ode_dpm, MixGRPO-Flash's schedules, and its order of convergence."""
 
-from __future__ import annotations
-
-import math
 import re
 
 import pytest
 import torch
-from torch import Tensor
 
-from genrl.mdp import gaussian, kernels, schedules
-from genrl.mdp.dpm import Prediction, dpm_solver, predict, solve
+from genrl.mdp import ddpm, gaussian, kernels, schedules
+from genrl.mdp.dpm import Prediction, dpm_solver, predict
 from tests.golden_cases import Case, check_all, error, through
 from tests.reference.grids import is_truncated, shifted_grid
 from tests.reference.released_windows import released_points
@@ -75,7 +71,7 @@ def test_golden_trajectories(golden) -> None:
         return window_case(case) if case.params["kind"] == "mixed_window_trajectory" else solver_case(case)
 
     def left_out(case: Case) -> bool:
-        """Euler steps and DDIM: tests/mdp/test_kernels_golden.py."""
+        """Euler steps and DDIM: tests/mdp/test_kernels.py."""
         return case.params["kind"] in ("euler_ode_trajectory", "flow_ddim")
 
     check_all(golden("samplers_ode_dpm"), check, left_out)
@@ -109,43 +105,6 @@ def test_golden_flash_schedules(golden) -> None:
     check_all(golden("samplers_schedules"), check, lambda case: case.params["kind"] != "mixgrpo_flash_post")
 
 
-def gaussian_velocity(x: Tensor, sigma: Tensor) -> Tensor:
-    """The optimal velocity for data N(.7, .5^2) per coordinate."""
-    s, m, t = 0.5, 0.7, sigma.double()
-    variance = (1 - t) ** 2 * s**2 + t**2
-    return (t - (1 - t) * s**2) / variance * (x - (1 - t) * m) - m
-
-
-def exact(x: Tensor, sigma: float, sigma_next: float) -> Tensor:
-    """The probability flow of N(.7, .5^2) is affine: deviations from the mean scale with the marginal's std."""
-
-    def std(t: float) -> float:
-        return math.sqrt((1 - t) ** 2 * 0.25 + t**2)
-
-    return (1 - sigma_next) * 0.7 + (x - (1 - sigma) * 0.7) * std(sigma_next) / std(sigma)
-
-
-def test_an_earlier_prediction_raises_the_order_of_the_first_step() -> None:
-    x = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
-    sigmas = torch.tensor([0.6, 0.5], dtype=torch.float64)
-    before = exact(x, 0.6, 0.7)
-    previous = predict(before, gaussian_velocity(before, torch.tensor(0.7)), 0.7)
-    want = exact(x, 0.6, 0.5)
-    cold, warm = solve(gaussian_velocity, x, sigmas), solve(gaussian_velocity, x, sigmas, previous)
-    assert (warm - want).abs().max() < 0.3 * (cold - want).abs().max()
-    euler = kernels.ode(x, gaussian_velocity(x, sigmas[0]), 0.6, 0.5).mean
-    assert torch.allclose(cold, euler, rtol=0, atol=1e-14)
-
-
-def test_with_noise_the_first_order_is_flow_ddim() -> None:
-    x, v = torch.randn(2, 4, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
-    for sigma, sigma_next in ((1.0, 0.9), (0.8, 0.5), (0.2, 0.0)):
-        ours = dpm_solver(x, v, sigma, sigma_next, stochastic=True)
-        want = kernels.flow_ddim(x, v, sigma, sigma_next, noise_level=1.0)
-        assert torch.allclose(ours.mean, want.mean, atol=1e-12) and torch.allclose(ours.std, want.std, atol=1e-12)
-        assert ours.std.shape == (4, 1, 1)
-
-
 def test_what_cannot_be_is_refused() -> None:
     x = torch.zeros(1, 2)
     for sigma, sigma_next in ((0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1)):
@@ -155,11 +114,24 @@ def test_what_cannot_be_is_refused() -> None:
         dpm_solver(x, x, 0.5, 0.4, [Prediction(x, 0.7), Prediction(x, 0.6)], stochastic=True)
 
 
-def test_second_order_converges_as_the_square_of_the_step() -> None:
-    x = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None]
-    errors = []
-    for steps in (20, 40, 80):
-        sigmas = torch.linspace(0.95, 0.05, steps + 1, dtype=torch.float64)
-        errors.append(float((solve(gaussian_velocity, x, sigmas) - exact(x, 0.95, 0.05)).abs().max()))
-    orders = [math.log2(a / b) for a, b in zip(errors, errors[1:], strict=False)]
-    assert all(1.7 < order < 2.4 for order in orders), (errors, orders)
+# -- DPPO's denoising steps: the posterior of DDPM, floors of the std, positions of a chain
+
+
+ALPHA_BARS = ddpm.cosine_alpha_bars(20)
+
+
+def test_grids() -> None:
+    full, leading = ddpm.ddpm_grid(ALPHA_BARS), ddpm.ddim_grid(ALPHA_BARS, 5)
+    assert full.timesteps.tolist() == list(range(19, -1, -1)) and leading.timesteps.tolist() == [16, 12, 8, 4, 0]
+    for grid in (full, leading):
+        assert torch.equal(grid.alpha_bar_next[:-1], grid.alpha_bar[1:]) and grid.alpha_bar_next[-1] == 1
+        assert (grid.alpha_bar_next > grid.alpha_bar).all()
+    with pytest.raises(ValueError, match="cannot be taken"):
+        ddpm.ddim_grid(ALPHA_BARS, 21)
+
+
+def test_the_last_positions_are_fine_tuned() -> None:
+    assert ddpm.fine_tuned(torch.arange(5), 5, 2).tolist() == [False, False, False, True, True]
+    assert ddpm.fine_tuned(torch.arange(5), 5, 5).all()
+    with pytest.raises(ValueError, match="fine-tuned"):
+        ddpm.fine_tuned(torch.arange(5), 5, 6)

@@ -1,16 +1,16 @@
 """The density of a transition."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributions import Independent, Normal
+from torch import Tensor
+from torch.distributions import Categorical, Independent, Normal
 
-from genrl.mdp import gaussian, noise
+from genrl.mdp import batches, categorical, forward, gaussian, kernels, noise
+from genrl.mdp.noise import derive_seed, generator, keyed_noise, seeded
 
 SHAPES = st.sampled_from([(1, 1), (3, 4), (2, 3, 5), (2, 4, 2, 3), (1, 2, 3, 2, 2)])
 STDS = st.floats(0.01, 90.0)
@@ -69,3 +69,229 @@ def test_wrong_shapes_and_names_are_refused() -> None:
         gaussian.log_prob(x, x, torch.ones(3))
     with pytest.raises(ValueError, match="'mean' or 'sum'"):
         gaussian.log_prob(x, x, 1.0, "max")  # type: ignore[arg-type]
+
+
+# -- Tokens: their probabilities are torch's, a draw is decided by its noise alone and has their frequencies
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
+def test_probabilities_and_entropy_are_torchs(temperature: float) -> None:
+    logits = 3.0 * keyed_noise((4, 3, 256), "logits")
+    found = categorical.log_probs(logits.bfloat16(), temperature)
+    theirs = Categorical(logits=logits.bfloat16().float() / temperature)
+    tokens = torch.randint(256, (4, 3), generator=torch.Generator().manual_seed(0))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(categorical.chosen(found, tokens), theirs.log_prob(tokens))
+    torch.testing.assert_close(categorical.entropy(found), theirs.entropy())
+
+
+def test_a_draw_is_where_the_cumulative_probability_reaches_that_of_its_noise() -> None:
+    """P = .25, .5, .25: bounds at the quartiles of a normal, +-0.6745."""
+    log_prob = torch.tensor([0.25, 0.5, 0.25]).log().expand(6, 3)
+    noise = torch.tensor([-9.0, -0.675, -0.674, 0.674, 0.675, 9.0])
+    assert categorical.draw(log_prob, noise).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    log_prob = torch.log_softmax(torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf]), 0).expand(2000, 5)
+    noise = torch.cat([keyed_noise((1998,), "draws"), torch.tensor([-40.0, 40.0])])
+    assert set(categorical.draw(log_prob, noise).tolist()) == {1, 3}
+
+
+def test_frequencies_of_draws_are_the_probabilities() -> None:
+    """20 000 draws of five tokens: within five standard errors."""
+    log_prob = categorical.log_probs(torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5]), 1.6)
+    drawn = categorical.draw(log_prob.expand(20_000, 5), keyed_noise((20_000,), "frequencies"))
+    share, wanted = drawn.bincount(minlength=5) / 20_000, log_prob.exp()
+    assert ((share - wanted).abs() < 5.0 * (wanted * (1.0 - wanted) / 20_000).sqrt()).all()
+
+
+# -- One rule for randomness
+
+
+KEYS = st.lists(st.one_of(st.integers(-(2**70), 2**70), st.text(max_size=8)), max_size=5)
+
+
+@given(KEYS, KEYS)
+def test_different_keys_give_different_seeds(first: list[int | str], second: list[int | str]) -> None:
+    same = [(type(k), k) for k in first] == [(type(k), k) for k in second]
+    assert (derive_seed(*first) == derive_seed(*second)) == same
+    assert 0 <= derive_seed(*first) < 2**63
+
+
+def test_boundaries_between_keys_count() -> None:
+    assert len({derive_seed("ab", "c"), derive_seed("a", "bc"), derive_seed("abc"), derive_seed("a", "b", "c")}) == 4
+    assert len({derive_seed(12, 3), derive_seed(1, 23), derive_seed("12", "3"), derive_seed(123)}) == 4
+
+
+def test_the_rule_is_pinned() -> None:
+    """Samples of an old run can be re-made only while this stays."""
+    assert derive_seed() == PINNED_EMPTY
+    assert derive_seed(0, "noise", 3) == PINNED_KEYS
+    assert torch.allclose(keyed_noise((3,), 0, "noise", 3), torch.tensor(PINNED_NOISE), atol=1e-6)
+
+
+PINNED_EMPTY = 8238016292129134938
+PINNED_KEYS = 3650610395584477771
+PINNED_NOISE = [0.500879, 0.968093, 0.688251]
+
+
+def test_noise_is_standard_normal_and_independent_of_the_global_generator() -> None:
+    torch.manual_seed(0)
+    first = keyed_noise((8, 4, 64, 64), 1, "a")
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    assert torch.equal(first, keyed_noise((8, 4, 64, 64), 1, "a"))
+    assert torch.equal(before, torch.get_rng_state())
+    assert first.dtype == torch.float32 and first.device.type == "cpu"
+    count = first.numel()
+    assert abs(first.mean().item()) < 5 / count**0.5
+    assert abs(first.var().item() - 1) < 5 * (2 / count) ** 0.5
+    other = keyed_noise((8, 4, 64, 64), 1, "b")
+    assert abs((first * other).mean().item()) < 5 / count**0.5
+
+
+@pytest.mark.parametrize("key", [1.0, None, True, b"a"])
+def test_other_types_are_refused(key: object) -> None:
+    with pytest.raises(TypeError, match="must be an int or a str"):
+        derive_seed(key)  # type: ignore[arg-type]
+
+
+def test_the_global_generator_is_that_of_the_keys_and_then_as_it_was() -> None:
+    before = torch.get_rng_state()
+    with seeded(3, "critics"):
+        drawn = torch.randn(5)
+    assert torch.equal(drawn, torch.randn(5, generator=generator(3, "critics")))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# -- Prompt order: a permutation per epoch, the same for any number of processes
+
+
+@given(st.integers(1, 40), st.integers(1, 25), st.integers(0, 2**40), st.integers(0, 30))
+def test_every_row_is_used_once_before_any_is_used_twice(rows: int, per_iteration: int, seed: int, start: int) -> None:
+    used = []
+    for iteration in range(start + 3):
+        used += batches.prompt_indices(rows, per_iteration, seed=seed, iteration=iteration)
+    for epoch in range(len(used) // rows):
+        assert sorted(used[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 100))
+def test_an_iteration_is_the_same_whatever_was_asked_before(rows: int, per_iteration: int, iteration: int) -> None:
+    """Resuming needs no saved position, and a different number of prompts per iteration reads the same sequence."""
+    alone = batches.prompt_indices(rows, per_iteration, seed=3, iteration=iteration)
+    one_by_one = [
+        batches.prompt_indices(rows, 1, seed=3, iteration=position)[0]
+        for position in range(iteration * per_iteration, (iteration + 1) * per_iteration)
+    ]
+    assert alone == one_by_one
+
+
+def test_the_order_is_pinned() -> None:
+    """A run must read the same prompts tomorrow: a change of the rule is a change of every seed."""
+    assert batches.prompt_indices(7, 5, seed=0, iteration=0) == PINNED[:5]
+    assert batches.prompt_indices(7, 5, seed=0, iteration=1) == PINNED[5:]
+
+
+PINNED = [4, 3, 5, 0, 6, 2, 1, 6, 3, 5]
+
+
+@pytest.mark.parametrize(("rows", "count", "iteration"), [(0, 1, 0), (3, 0, 0), (3, 1, -1)])
+def test_impossible_requests_are_refused(rows: int, count: int, iteration: int) -> None:
+    with pytest.raises(ValueError, match="at least one prompt"):
+        batches.prompt_indices(rows, count, seed=0, iteration=iteration)
+
+
+@given(count=st.integers(0, 40), size=st.integers(1, 7), processes=st.integers(1, 5))
+def test_shares_have_every_row_once_and_processes_in_step(count: int, size: int, processes: int) -> None:
+    found = [list(batches.shares(count, size, process, processes)) for process in range(processes)]
+    assert len({len(mine) for mine in found}) == 1
+    assert sorted(row for mine in found for rows, counts in mine if counts for row in rows) == list(range(count))
+    assert all(0 < len(rows) <= size for mine in found for rows, _ in mine)
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=6, max_size=40), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**40)
+)
+def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
+    buckets: list[int], together: int, pieces: int, seed: int
+) -> None:
+    members = {b: [row for row, own in enumerate(buckets) if own == b] for b in buckets}
+    per_epoch = sum(len(rows) // together for rows in members.values()) * together
+    if not per_epoch:
+        with pytest.raises(ValueError, match="of one bucket"):
+            batches.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=0)
+        return
+    used: list[int] = []
+    iteration = 0
+    while len(used) < 2 * per_epoch:
+        used += batches.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=iteration)
+        iteration += 1
+    for start in range(0, len(used), together):
+        assert len({buckets[row] for row in used[start : start + together]}) == 1
+    for epoch in range(2):
+        once = used[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert len(set(once)) == per_epoch
+        for rows in members.values():
+            assert sum(row in rows for row in once) == len(rows) // together * together
+    again = batches.bucketed_indices(buckets, together, together, seed=seed, iteration=1)
+    assert again == used[together : 2 * together] or len(used) == together
+    with pytest.raises(ValueError, match="of one bucket"):
+        batches.bucketed_indices(buckets, 2 * together + 1, 2 * together, seed=seed, iteration=0)
+
+
+# -- The forward process belongs to the kernels: with the right prediction, their deterministic steps stay on its path
+
+
+def pictures(seed: int) -> tuple[Tensor, Tensor]:
+    return noise.keyed_noise((3, 2, 4), seed, "clean").double(), noise.keyed_noise((3, 2, 4), seed, "noise").double()
+
+
+@given(st.integers(0, 99), st.floats(0.05, 1.0), st.floats(0.0, 1.0))
+def test_an_ode_step_with_the_right_velocity_stays_on_the_path(seed: int, sigma: float, share: float) -> None:
+    clean, source = pictures(seed)
+    velocity = forward.flow_target(clean, source)
+    step = kernels.ode(forward.flow_sample(clean, source, sigma), velocity, sigma, share * sigma)
+    assert torch.allclose(step.mean, forward.flow_sample(clean, source, share * sigma), atol=1e-12)
+
+
+@given(
+    st.integers(0, 99),
+    st.floats(0.01, 0.98),
+    st.floats(0.0, 1.0),
+    st.sampled_from(["epsilon", "v_prediction", "sample"]),
+)
+def test_a_ddim_step_with_the_right_prediction_stays_on_the_path(
+    seed: int, alpha_bar: float, share: float, kind: str
+) -> None:
+    clean, source = pictures(seed)
+    target = forward.diffusion_target(clean, source, alpha_bar, kind)  # type: ignore[arg-type]
+    next_level = alpha_bar + share * (1 - alpha_bar)
+    step = kernels.ddim(
+        forward.diffusion_sample(clean, source, alpha_bar), target, alpha_bar, next_level, eta=0.0,
+        prediction_type=kind,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert torch.allclose(step.mean, forward.diffusion_sample(clean, source, next_level), atol=1e-9)
+
+
+def test_levels_may_differ_per_sample_and_half_precision_is_computed_in_float32() -> None:
+    clean, source = pictures(0)
+    levels = torch.tensor([0.2, 0.5, 1.0])
+    for sample in (forward.flow_sample, forward.diffusion_sample):
+        together = sample(clean, source, levels)
+        for i in range(3):
+            assert torch.allclose(together[i : i + 1], sample(clean[i : i + 1], source[i : i + 1], levels[i]))
+        low = sample(clean.bfloat16(), source.bfloat16(), 0.3)
+        assert low.dtype == torch.float32
+        assert torch.equal(low, sample(clean.bfloat16().float(), source.bfloat16().float(), 0.3))
+
+
+def test_the_ends_are_noise_and_data() -> None:
+    clean, source = pictures(1)
+    assert torch.equal(forward.flow_sample(clean, source, 1.0), source)
+    assert torch.equal(forward.flow_sample(clean, source, 0.0), clean)
+    assert torch.equal(forward.diffusion_sample(clean, source, 0.0), source)
+    assert torch.equal(forward.diffusion_sample(clean, source, 1.0), clean)
+    with pytest.raises(ValueError, match="prediction_type must be"):
+        forward.diffusion_target(clean, source, 0.5, "x0")  # type: ignore[arg-type]

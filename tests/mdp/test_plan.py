@@ -1,14 +1,16 @@
 """Sampling plans: refusals, and the text of `genrl plan`. Golden trees (objectives/advantages) have what they count."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genrl.diffusion.methods.draft import train as truncation
+from genrl.diffusion.methods.talk2move import train as early_exit
+from genrl.mdp import schedules
 from genrl.mdp.plan import (
     SamplingPlan,
     Tail,
@@ -19,6 +21,8 @@ from genrl.mdp.plan import (
     sliding_depths,
     unpruned_steps,
 )
+from tests.golden_cases import Arrays
+from tests.reference.grids import shifted_grid
 
 
 def noise(steps: int) -> dict[int, float]:
@@ -120,3 +124,79 @@ def test_sliding_depths_keep_their_number_and_stop(iteration: int, interval: int
 def test_depths_with_gaps_do_not_slide(base: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="consecutive depths"):
         sliding_depths(base, iteration=0, interval=1, stop=0)
+
+
+# -- Talk2Move's steps: golden talk2move_rewards (its exit step and call counts; the rewards are tested with theirs)
+
+
+NAN = float("nan")
+
+
+def test_golden_exit_step_and_calls(golden) -> None:
+    a = Arrays(golden("talk2move_rewards"))
+    rewards = a.given("exit_rewards_prompt_step_sample")
+    a.check("exit_variance_per_step", early_exit.exit_variance(rewards))
+    a.check("exit_step", early_exit.exit_step(rewards))
+    for length, exit_step, shortcut, calls in a.given("active_T_K_shortcut_nfe").tolist():
+        assert exit_step + shortcut == calls
+        grid = schedules.linspace_grid(length)
+        assert len(early_exit.shortcut_sigmas(grid, exit_step, shortcut)) - 1 == calls - exit_step
+    a.all_used("(exit|active)_.*")
+
+
+def test_missing_scores_are_left_out() -> None:
+    rewards = torch.tensor([[[1.0, 3.0, NAN], [5.0, NAN, NAN]], [[NAN, NAN, NAN], [2.0, 2.0, 2.0]]])
+    assert early_exit.exit_variance(rewards).tolist() == [1.0, 0.0]
+    assert early_exit.exit_step(torch.full((1, 3, 2), NAN)) == 0
+
+
+def test_the_shortcut_goes_evenly_to_no_noise() -> None:
+    grid = shifted_grid(10, 3.0)
+    path = early_exit.shortcut_sigmas(grid, 4, 2)
+    assert path[0] == grid[4] and path[-1] == 0 and torch.allclose(path.diff(), -grid[4] / 2)
+
+
+def test_impossible_exits_are_refused() -> None:
+    grid = schedules.linspace_grid(10)
+    for exit_step in (0, 11):
+        with pytest.raises(ValueError, match="must be in 1 .. 10"):
+            early_exit.shortcut_sigmas(grid, exit_step, 2)
+    with pytest.raises(ValueError, match="at least one step, got 0"):
+        early_exit.shortcut_sigmas(grid, 4, 0)
+    with pytest.raises(ValueError, match="no shortcut, got 2"):
+        early_exit.shortcut_sigmas(grid, 10, 2)
+    with pytest.raises(ValueError, match=r"\[prompts, exit steps, samples\]"):
+        early_exit.exit_variance(torch.zeros(3, 4))
+
+
+# -- Which steps a reward's gradient reaches
+
+
+@given(st.integers(1, 40), st.data())
+def test_truncated_steps_end_with_the_last(num_steps: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, num_steps))
+    assert list(truncation.last_steps(num_steps, k)) == list(range(num_steps))[-k:]
+    high = data.draw(st.integers(k, num_steps))
+    update = data.draw(st.integers(0, 99))
+    drawn = truncation.random_truncation(num_steps, low=k, high=high, seed=3, update=update)
+    assert drawn.stop == num_steps and k <= len(drawn) <= high
+    assert drawn == truncation.random_truncation(num_steps, low=k, high=high, seed=3, update=update)
+
+
+def test_lengths_and_steps_are_drawn_evenly() -> None:
+    lengths = torch.tensor([len(truncation.random_truncation(5, seed=1, update=u)) for u in range(2000)])
+    assert (torch.bincount(lengths, minlength=6)[1:] - 400).abs().max() < 5 * 18
+    steps = torch.tensor([truncation.random_late_step(10, low=6, seed=1, update=u) for u in range(2000)])
+    counts = torch.bincount(steps, minlength=10)
+    assert counts[:6].sum() == 0 and (counts[6:] - 500).abs().max() < 5 * 20
+    assert {truncation.random_late_step(10, low=6, high=7, seed=s, update=0) for s in range(9)} == {6}
+
+
+def test_ranges_that_do_not_exist_are_refused() -> None:
+    for k in (0, 6):
+        with pytest.raises(ValueError, match="1 to 5 of 5 steps"):
+            truncation.last_steps(5, k)
+    with pytest.raises(ValueError, match="chosen from 1 .. 5, got 3 .. 2"):
+        truncation.random_truncation(5, low=3, high=2, seed=0, update=0)
+    with pytest.raises(ValueError, match="chosen from 0 .. 4, got 5 .. 4"):
+        truncation.random_late_step(5, low=5, seed=0, update=0)

@@ -1,7 +1,5 @@
 """The tree's arrays and random numbers: branching 1 is independent rollouts, siblings differ, a leaf stands alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The drawn world of emoji: within its rules, its splits disjoint, its prompt files and its pipeline made from it."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Environments with a tool: what a tool brings, what an episode is worth, what cannot be done is explained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

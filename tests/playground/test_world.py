@@ -1,7 +1,5 @@
 """The drawn world: deterministic, within its rules, and its splits disjoint; the embedded pipelines made from it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

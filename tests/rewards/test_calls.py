@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import genrl_rewards
+from genrl_rewards.background import Background
 from genrl_rewards.calls import Calls, digest
 from tests.rewards import plain_rewards
 
@@ -54,17 +57,6 @@ def test_scores_are_those_of_the_plain_reward(rows: list[int], batch_size: int, 
     assert max(inner.sizes) <= batch_size
     if cache >= len(set(rows)):
         assert sum(inner.sizes) == len(set(rows)) == calls.misses and calls.hits == 3 * len(rows) - calls.misses
-
-
-def test_pictures_and_references_are_cut_and_remembered() -> None:
-    references = [Image.new("RGB", (2, 2), (k, 0, 0)) for k in range(6)]
-    columns = {"reference_image": references, "style": PROMPTS}
-    for reward in (plain_rewards.like, plain_rewards.eight_bit):
-        plain = genrl_rewards.score(reward, images=IMAGES, prompts=PROMPTS, columns=columns)
-        calls = Calls(reward, batch_size=4, cache=10)
-        for _ in range(2):
-            assert same(genrl_rewards.score(calls, images=IMAGES, prompts=PROMPTS, columns=columns), plain)
-        assert calls.misses == 6
 
 
 def test_the_oldest_sample_is_forgotten_first_and_no_score_is_never_kept() -> None:
@@ -117,3 +109,67 @@ def test_what_cannot_be_digested_or_cut_is_refused_and_all_else_reaches_the_rewa
         1,
         0,
     ]
+
+
+# -- Scoring in a second thread: the same calls in the same order with the same results, and a clean end
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_results_come_in_the_order_of_the_calls(enabled: bool) -> None:
+    order: list[int] = []
+
+    def call(k: int) -> int:
+        time.sleep(0.02 * (3 - k))
+        order.append(k)
+        return 1 // k  # of the last one it raises
+
+    with pytest.raises(ZeroDivisionError), Background[int](enabled) as background:
+        for k in (3, 2, 1):
+            background.submit(lambda k=k: call(k))
+        assert background.results() == [0, 0, 1] and order == [3, 2, 1]
+        background.submit(lambda: 7)
+        assert background.results() == [7]
+        background.submit(lambda: call(0))
+        background.results()
+
+
+def test_random_numbers_of_a_reward_are_the_same_with_it_on_and_off() -> None:
+    def run(enabled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with Background[torch.Tensor](enabled) as background:
+            for _ in range(5):
+                torch.randn(100, generator=torch.Generator().manual_seed(1))  # the sampler's own generator
+                background.submit(lambda: torch.randn(3))
+            return background.results()
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_it_runs_beside_the_caller_with_the_same_number_of_threads() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def call() -> tuple[int, str]:
+        started.set()
+        assert go_on.wait(10)
+        return torch.get_num_threads(), threading.current_thread().name
+
+    with Background[tuple[int, str]]() as background:
+        background.submit(call)
+        assert started.wait(10)  # it runs while this thread goes on
+        go_on.set()
+        ((threads, name),) = background.results()
+    assert threads == torch.get_num_threads() and name.startswith("scoring")
+
+
+def test_leaving_early_drops_what_has_not_begun_and_waits_for_the_rest() -> None:
+    done: list[int] = []
+
+    def slow(k: int) -> None:
+        time.sleep(0.2)
+        done.append(k)
+
+    with pytest.raises(KeyboardInterrupt), Background[None]() as background:
+        for k in range(50):
+            background.submit(lambda k=k: slow(k))
+        raise KeyboardInterrupt
+    assert len(done) <= 2 and not any(t.name.startswith("scoring") for t in threading.enumerate())

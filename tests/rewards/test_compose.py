@@ -28,15 +28,6 @@ def values(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-@given(scores_of_two_groups, scores_of_two_groups, st.floats(-3, 3), st.floats(0.1, 3))
-def test_plain_components_are_the_weighted_sum(a: Tensor, b: Tensor, first: float, second: float) -> None:
-    found = compose.combine({"a": a, "b": b}, {"a": Component(first), "b": Component(second)}, GROUP, iteration=3)
-    pairs = zip(a.tolist(), b.tolist(), strict=True)
-    plain = [math.fsum(w * x for w, x in ((first, x), (second, y)) if w != 0) for x, y in pairs]
-    assert torch.equal(found.total.nan_to_num(nan=1e9), values(*plain).nan_to_num(nan=1e9))
-    assert found.weights == {"a": first, "b": second} and not found.gated and not found.running
-
-
 def test_schedule_is_linear_between_its_points_and_constant_outside() -> None:
     schedule = ((10, 0.0), (20, 1.0), (40, 0.5))
     found = [compose.factor(schedule, k) for k in (0, 10, 15, 20, 30, 40, 1000)]

@@ -205,13 +205,6 @@ def test_rewards_run_in_float32_without_gradients_and_autocast() -> None:
     assert score(mine, images=IMAGES.to(torch.bfloat16)).failed == 0  # whatever the decoder made
 
 
-def test_scores_do_not_depend_on_the_layout_in_memory() -> None:
-    images = torch.rand(2, 3, 33, 35, generator=torch.Generator().manual_seed(1))
-    other = images.to(memory_format=torch.channels_last)
-    assert other.stride() != images.stride()
-    assert score(brightness, images=other, prompts=["a", "b"]) == score(brightness, images=images, prompts=["a", "b"])
-
-
 def test_rounding_clamps_and_rounds_half_to_even() -> None:
     frames = genrl_rewards.to_pil(torch.rand(2, 5, 3, 4, 6))  # of videos
     assert [len(video) for video in frames] == [5, 5] and frames[0][0].size == (6, 4)

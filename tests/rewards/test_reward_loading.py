@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import logging
+import math
+import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import genrl_rewards
 from genrl.diffusion.config.files import declared_columns
-from genrl_rewards import loading
+from genrl.diffusion.config.schema import Config
+from genrl_rewards import extras, loading
+from genrl_rewards.built_in import BUILT_IN
+from genrl_rewards.scorers.preference.clipscore import SCALES as CLIP_SCALES
+from genrl_rewards.scorers.preference.pickscore import SCALES as PICK_SCALES
+from genrl_rewards.scorers.texts.ocr import VARIANTS
 from tests.rewards.asking import refused, scored
 
 MINE = '''
@@ -214,3 +224,64 @@ def test_a_name_claimed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="'oil' is claimed by .*first.* and by .*second"):
         genrl_rewards.resolve("oil")
     assert genrl_rewards.resolve("ocr").kind == "built-in"
+
+
+# -- The command of an extra names its packages, whatever the index has under this package's name
+
+
+def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "torch>=2.8",
+        'rapidocr>=3.10; extra == "ocr"',
+        "triton>=3.6; platform_system == 'Linux' and extra == 'fast'",
+    ]
+    monkeypatch.setattr(extras, "requires", lambda name: lines)
+    assert extras.install("ocr") == "pip install 'rapidocr>=3.10'"
+    assert extras.install("fast") == "pip install 'triton>=3.6'"
+
+    def absent(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(extras, "requires", absent)
+    assert extras.install("ocr") == "pip install '.[ocr]' in the folder of genrl's clone"
+
+
+# -- The documentation's example is the file beside it, and it runs as shown
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_example_in_the_page_is_the_file(root: Path) -> None:
+    example = (root / "docs" / "example_reward.py").read_text(encoding="utf-8")
+    assert example in blocks(root / "docs" / "rewards.md", "python")
+    assert len(example.splitlines()) <= 15
+
+
+def test_the_example_runs_as_the_page_names_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    (entry,) = yaml.safe_load(blocks(root / "docs" / "rewards.md", "yaml")[0])["rewards"]
+    reward = genrl_rewards.load(entry["name"])
+    images = torch.zeros(3, 3, 8, 8)
+    images[0, 0], images[1, 2] = 1, 1
+    scores = genrl_rewards.score(reward, images=images, prompts=["a fire", "a fire", "a blue sea"])
+    assert scores.values[:2] == [1.0, 0.0] and math.isnan(scores.values[2]) and scores.failed == 0
+
+
+def test_every_yaml_of_the_page_is_a_configuration(root: Path) -> None:
+    base = {"model": {"path": "org/name"}, "prompts": {"train": "t.txt"}, "evaluation": {"every": 0}}
+    base |= {"trainer": {"algorithm": "diffusion_nft"}}
+    for block in blocks(root / "docs" / "rewards.md", "yaml"):
+        assert Config.model_validate(base | yaml.safe_load(block)).rewards
+
+
+def test_every_built_in_with_its_options_and_scales_is_on_the_page(root: Path) -> None:
+    page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
+    asked = {*VARIANTS, *CLIP_SCALES, *PICK_SCALES}
+    for name, entry in BUILT_IN.items():
+        assert f"| `{name}` |" in page
+        target = vars(importlib.import_module(entry.module))[entry.attribute]
+        given = {"device"} if inspect.isclass(target) else {"device", "images", "prompts"}
+        asked |= inspect.signature(target).parameters.keys() - given
+    assert [word for word in asked if f"`{word}`" not in page and f"`{word}:" not in page] == []

@@ -1,7 +1,5 @@
 """A gymnasium environment with rewards and costs, and none of success: a place on a line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

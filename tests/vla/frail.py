@@ -1,7 +1,5 @@
 """Environments for workers, and how to make them fail: an action says so."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -55,12 +53,6 @@ def make(task: str = "") -> Frail:
     return Frail(task)
 
 
-def mute() -> Frail:
-    env = Frail()
-    env.task_description = ""
-    return env
-
-
 class Picky(Frail):
     """A reset that raises for every third seed."""
 
@@ -100,7 +92,3 @@ def dies_at_start_once(flag: str) -> Frail:
         Path(flag).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return Frail()
-
-
-def unnamed_success() -> gymnasium.Env[Any, Any]:
-    return gymnasium.make("MountainCarContinuous-v0", disable_env_checker=True)

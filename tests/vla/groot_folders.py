@@ -1,7 +1,5 @@
 """A tiny GR00T N1.7 in LeRobot's layout, written from a list of the names and shapes that LeRobot 0.6.1 gives it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace as Sizes

@@ -4,8 +4,6 @@ The list is the check that ours is that layout: names as in openvla/openvla-7b, 
 functions of a few sizes.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace as Sizes

@@ -1,7 +1,5 @@
 """Runs of tiny OpenVLA-OFTs that see MiniTable."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The lists are the check that ours is that layout: names as in lerobot/pi0_base (
 the shapes of their architectures as functions of a few sizes. `{n}` runs over the layers of a stack.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

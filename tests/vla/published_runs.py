@@ -1,7 +1,5 @@
 """Tiny published policies that see MiniTable, and runs of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

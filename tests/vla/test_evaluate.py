@@ -1,8 +1,6 @@
 """Evaluation: the same episodes however many run side by side, counts by task, films of both kinds; and which policy is
 judged, with what before it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrl.playground.minitable import INSTRUCTIONS, TOUCH
+from genrl.playground.minitable import INSTRUCTIONS
 from genrl.runtime.folder.metrics import document
 from genrl.runtime.loop.progress import Progress
 from genrl.runtime.show.intervals import wilson
@@ -56,16 +54,6 @@ def test_the_episodes_are_those_of_the_seed_however_many_run_side_by_side() -> N
     for first, episodes in ((0, 5), (5, 7), (11, 1), (3, 0)):
         assert facts(judged(4, first=first, episodes=episodes)) == whole[first : first + episodes]
     assert facts(judged(seed=6)) != whole
-
-
-def test_what_an_episode_is() -> None:
-    """A return of 1 is a success; one that did not succeed has used all its actions."""
-    found = judged()
-    assert 0 < sum(found.success) < 12
-    for _, success, steps, returned in facts(found):
-        assert returned == float(success) and (1 <= steps <= 16 if success else steps == 16)
-    tasks = by_task(found)
-    assert set(tasks) == {INSTRUCTIONS[n] for n in TOUCH} and sum(count for _, count in tasks.values()) == 12
 
 
 def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:

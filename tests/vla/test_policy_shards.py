@@ -1,7 +1,5 @@
 """Policies in shards (FSDP2) over several processes (gloo), beside the same processes that hold all."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ from genrl.vla.setup import load_trained
 from genrl.vla.train import check_processes
 from tests.run_folders import differences, last_state, rows, start_ranks, wait
 from tests.vla import openvla_runs, published_runs, vla_ranks, vla_runs
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
 LORA: dict[str, Any] = {"policy": {"lora": {"rank": 2}, "dtype": "bfloat16"}}

@@ -1,7 +1,5 @@
 """A run of a policy that is stopped goes on as if nothing had been; two processes do what one does."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any
@@ -114,16 +112,6 @@ def test_stopped_in_an_evaluation(
     rows = vla_runs.rows(runs[1])
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/success_mean" in row] == [0, 2, 3]
-
-
-def test_more_iterations_of_a_finished_run(tmp_path: Path) -> None:
-    config = vla_runs.config(tmp_path, iterations=1)
-    train(config)
-    more = config.model_copy(update={"iterations": 2})
-    train(more, tmp_path / "run")
-    assert [row["step"] for row in vla_runs.rows(tmp_path / "run")] == [1, 2]
-    straight = vla_runs.config(tmp_path, iterations=2, output=str(tmp_path / "straight"))
-    assert vla_runs.differences(train(straight), tmp_path / "run") == []
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

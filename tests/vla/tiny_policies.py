@@ -1,7 +1,5 @@
 """Embedded policies with random weights, for MiniTable, and its demonstrations."""
 
-from __future__ import annotations
-
 from functools import lru_cache, partial
 
 import numpy as np

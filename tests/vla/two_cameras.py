@@ -1,7 +1,5 @@
 """An environment with a camera above the table and one at the hand, which its observation shows, or which it draws."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

@@ -1,7 +1,5 @@
 """What the processes of the distributed tests run: one training, with its rollouts on disk."""
 
-from __future__ import annotations
-
 from functools import partialmethod
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny whole runs of policies on the CPU: eight tables, a policy of a second's imitation that sometimes succeeds."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """An update once more: log-probabilities from whole logits, and the gradients that reach the optimiser."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -4,8 +4,6 @@ Like the real one it has weights of its own that stay old until they are reloade
 per image itself, and draws each answer of a request from seed + number. What it was asked is in `calls`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A stand-in for a server of vLLM's, on `fake_vllm`."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

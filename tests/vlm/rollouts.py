@@ -1,7 +1,5 @@
 """Small rollout batches with everything that any preset reads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,8 +1,6 @@
 """configs/vlm/qwen2_5_vl_7b_fsdp.yaml rehearsed: random weights of the true format, a tenth of the depth, tiny width;
 two processes with shards (gloo, float32) beside one that holds all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from tests.vlm import tiny_checkpoints, vlm_runs
 from tests.vlm.policies.test_token_policy import picture
 from tests.vlm.test_shards import recorded
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 FILE = Path(__file__).resolve().parents[2] / "configs" / "vlm" / "qwen2_5_vl_7b_fsdp.yaml"
 
 

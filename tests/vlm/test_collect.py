@@ -1,7 +1,5 @@
 """Rejection sampling: which answers are kept, and that what is written is data that `sft` trains on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tunes of two models on one page, from the same noise, scored by the rewards of the run."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

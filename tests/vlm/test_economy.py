@@ -1,7 +1,5 @@
 """Runs of language models that choose questions, and train on some answers of each group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

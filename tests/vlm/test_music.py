@@ -1,7 +1,5 @@
 """Whole tiny runs of a MusicGen: MusicRL with all weights and with a LoRA, the reward model of preferences."""
 
-from __future__ import annotations
-
 import json
 import math
 import wave

@@ -1,7 +1,5 @@
 """Tasks, policies and recipes from files: checked, trained, evaluated, resumed; what they lack is said."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole tiny runs of the policies that make pictures, masked texts, bodies and tunes; their losses by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

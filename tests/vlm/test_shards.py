@@ -1,7 +1,5 @@
 """Vision-language models in shards (FSDP2) over several processes (gloo), beside the same processes that hold all."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path
@@ -22,7 +20,7 @@ from tests.run_folders import differences, last_state, rows, start_ranks, wait
 from tests.vlm import vlm_ranks, vlm_runs
 from tests.vlm.methods.episodes import agent_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
 FSDP: dict[str, Any] = {"distributed": {"fsdp": True}}
 LORA = {"rank": 2}

@@ -1,7 +1,5 @@
 """Whole tiny runs: the gradient of an update by hand, every preset, which groups are trained on, evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

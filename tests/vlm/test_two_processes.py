@@ -1,7 +1,5 @@
 """Two processes (gloo) do what one does; more of shards is in test_shards.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

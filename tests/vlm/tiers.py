@@ -1,7 +1,5 @@
 """Which cases of a test are enough in the fast tier."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random checkpoints of a few ten thousand numbers in the true formats, one per family of vision-language models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Random MusicGens of a few ten thousand numbers in the true format: T5 encoder, decoder of codebooks, EnCodec."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Makes vLLM's build for CPUs start in the environment of the Python that runs this: `make vllm`."""
 
-from __future__ import annotations
-
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a process of several runs: importable by the children."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Tiny whole runs of a vision-language model on the CPU: the embedded model, sixteen answers an iteration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cost estimate: model calls against hand counts, sizes against files written by safetensors."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -62,10 +62,3 @@ def test_updates_are_shared_out_one_by_one() -> None:
     trees = load(ROOT / "configs" / "diffusion" / "branch_grpo.yaml")  # 6: 4 processes have 2 rounds of one
     assert list(even(trees)) == [1, 2, 3, 6]
     assert "6 micro-batches of 1 trees" in str(waiting(trees, 4)) and "about 3.00 times" in str(waiting(trees, 4))
-
-
-def test_without_such_a_batch_it_takes_more_prompts() -> None:
-    odd = load(UNEVEN, ["sampling.prompts_per_iteration=3", "sampling.group_size=3", "sampling.batch_size=3"])
-    assert remedy(odd, 2) == "sampling.prompts_per_iteration=4"
-    assert remedy(odd, 8) == "sampling.prompts_per_iteration=8"
-    assert remedy(load(UNEVEN), 5) == "sampling.prompts_per_iteration=10 sampling.batch_size=24"

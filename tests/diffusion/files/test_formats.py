@@ -1,7 +1,5 @@
 """A LoRA for other programs: the names that they read, at the strength that was trained, or a refusal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 
 def saved(folder: Path, family: str, **lora: Any) -> Path:

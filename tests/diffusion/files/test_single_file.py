@@ -1,7 +1,5 @@
 """One .safetensors file on a base pipeline: the same weights, trained like a folder, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs of methods are not about saving: `tests/runtime/loop/test_replay.py` has each method's adapter loaded again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

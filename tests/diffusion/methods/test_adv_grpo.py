@@ -1,7 +1,5 @@
 """Adv-GRPO from inside: the reward's update and the model's by other means, schedules, resume, processes, bad input."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import closing
 from dataclasses import replace
@@ -26,8 +24,6 @@ from genrl.interface.using import rewards_of_run
 from genrl.runtime.weights.optimization import Optimization
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, trained_by, watch
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 CRITICS = '''
 import torch

@@ -1,7 +1,5 @@
 """Diff-Instruct* from inside: both networks' gradients by one plain graph, resume, one-step export, bad input."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,8 +45,6 @@ from tests.diffusion.methods.watched import (
 )
 from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.test_distributed import FSDP, check_equal, recorded
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
 ONE_STEP = {"num_inference_steps": 1, "prompts_per_iteration": 3, "group_size": 2, "batch_size": 4}
@@ -175,14 +171,6 @@ def test_both_gradients_by_one_plain_graph(folder: Path, model: Path, sd: Path, 
     assert relative(seen.assistant_gradients[at], assistant.gradient(loss)) < 5e-4
 
 
-def test_the_levels_and_noises_of_the_two_halves_are_drawn_anew(folder: Path, model: Path) -> None:
-    seen = run(config(folder, model, {"assistant_steps": 2}, iterations=2))
-    assert len(seen.noised["assistant"]) == 4 and len(seen.noised["generator"]) == 2
-    levels = [torch.cat([sigma for _, _, sigma in one]) for part in seen.noised.values() for one in part]
-    assert len({float(level) for one in levels for level in one}) == 6 * 6
-    assert all(bool(((one >= 0.02) & (one <= 0.98)).all()) for one in levels)
-
-
 def test_the_assistant_begins_as_the_teacher_and_only_it_learns_in_its_half(folder: Path, model: Path) -> None:
     nothing = [runs.reward(folder, "redness", weight=0)]
     seen = run(config(folder, model, {"guidance_scale": 1.0}, rewards=nothing, iterations=2))
@@ -192,16 +180,6 @@ def test_the_assistant_begins_as_the_teacher_and_only_it_learns_in_its_half(fold
     assert not equal(start, after)
     assert equal(seen.updates[0].weights, start)  # in the first iteration it is still what the assistant was
     assert second["diff_instruct/divergence"] > 0 and first["grad_norm"] > 0
-
-
-def test_variety_within_a_prompt_is_logged(folder: Path, model: Path) -> None:
-    """3 prompts with 2 samples each, in micro-batches of 4: the deviation of two numbers is their distance / sqrt 2."""
-    seen = run(config(folder, model, iterations=1))
-    drawn = {s: x for m in seen.rollouts[0].mine.values() for s, x in zip(m.slots, m.final, strict=True)}
-    apart = torch.stack([(drawn[2 * k] - drawn[2 * k + 1]).abs().mean() for k in range(3)])
-    assert seen.rows[0]["diff_instruct/spread"] == pytest.approx(float(apart.mean()) / 2**0.5, rel=1e-5)
-    alone = run(config(folder, model, iterations=1, sampling={"prompts_per_iteration": 4, "group_size": 1}))
-    assert "diff_instruct/spread" not in alone.rows[0]
 
 
 @pytest.mark.slow
@@ -241,37 +219,6 @@ def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, model: Path) -> Non
     rows = runs.rows(straight)
     assert {row["model_calls/sample"] for row in rows} == {plan(settings).sample_calls} == {6}
     assert {row["model_calls/train"] for row in rows} == {plan(settings).train_calls} == {6 * (2 + 1 + 2 + 1)}
-
-
-@pytest.mark.parametrize("lora", [runs.LORA, pytest.param(None, marks=pytest.mark.slow)], ids=["lora", "full"])
-def test_the_result_samples_in_one_step_in_plain_diffusers(folder: Path, model: Path, lora: Any) -> None:
-    """The exported weights draw, in one step of the stock pipeline, what the trained generator draws."""
-    rate = {"lr": 1e-2 if lora else 1e-3}
-    settings = config(folder, model, lora=lora, ema=None, optimizer=rate, iterations=2, checkpoint={"every": 2})
-    folder_of_run = train(settings)
-    out = export(folder_of_run, folder / "out")
-    plain = DiffusionPipeline.from_pretrained(model if lora else out)
-    if lora:
-        plain.load_lora_weights(str(out))
-    call = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16, "max_sequence_length": 4}
-
-    def drawn(pipe: Any) -> Tensor:
-        images: Tensor = pipe("a red star", generator=torch.Generator().manual_seed(3), output_type="pt", **call).images
-        return images
-
-    steps: list[int] = []
-    forward = plain.transformer.forward
-    plain.transformer.forward = lambda *a, **k: (steps.append(1), forward(*a, **k))[1]
-    found = drawn(plain)
-    assert len(steps) == 1
-    with runs.opened(settings) as run, torch.no_grad():
-        run.weights.restore(runs.last_state(folder_of_run).tensors)
-        batch = Batch(["a red star"], [("x", 0)], {**call})
-        noise = torch.randn(run.policy.state_shape(batch), generator=torch.Generator().manual_seed(3))
-        mine = run.policy.decode(batch, run.policy.advance(batch, noise, 0))
-    torch.testing.assert_close(found.float(), mine, rtol=1e-4, atol=1e-4)
-    assert float((found - drawn(DiffusionPipeline.from_pretrained(model))).abs().max()) > 1e-3
-    assert "num_inference_steps=1" in (out / "README.md").read_text()
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------

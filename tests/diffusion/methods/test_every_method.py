@@ -1,8 +1,6 @@
 """Every method in one tiny run: it logs what the catalogue documents, costs what `genrl plan` foretells, goes on to the
 bit from its checkpoint, and computes a loss that stopped it again. And its meter: means and spreads of all values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,9 @@ from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed
-from tests.diffusion.policy.test_editing import editing
+from tests.diffusion.policy.test_starting import editing
 from tests.diffusion.policy.tiers import tiered
 from tests.planted import replayed
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 KL = {"kl"}  # only with kl_weight above 0
 EVALUATION = set(by_heading()["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due

@@ -1,7 +1,5 @@
 """A transition kernel from a file is sampled by, trained through and replayed as the built-in ones are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from genrl.mdp.kernels import transition_of
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET
 from tests.planted import replayed
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 BUILT_IN = {"algorithm": "flow_grpo", "kernel": "dance_sde", "noise_level": 0.3, "clip_range": 1e-3}
 DANCE = '''

@@ -1,7 +1,5 @@
 """PromptRL: a language model and a flow model in one loop."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,6 @@ from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import resumed, watch
 from tests.diffusion.policy.test_rewriter import TINY, anything, moved
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 
 REWRITER = {"path": str(TINY), "instruction": "{prompt}", "max_new_tokens": 16}
 TRAINER: dict[str, Any] = {"algorithm": "prompt_rl", "retained": 1, "rewriter": REWRITER, "clip_range": 1e-2}

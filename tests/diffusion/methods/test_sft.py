@@ -1,7 +1,5 @@
 """Supervised fine-tuning of a pipeline: the loss by hand, its source picture, calls, and sets that are none."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import gradients, relative, resumed, watch
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 COLOURS = [(40 * k, 80, 120) for k in range(4)]
 

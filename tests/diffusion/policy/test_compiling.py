@@ -1,8 +1,6 @@
 """A compiled denoiser: replay is what sampling was, names stay, and what does not fit is said. Inductor needs a minute
 per graph, so most tests compile by torch's back-end `eager`, which traces and guards alike."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +28,6 @@ from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(autouse=True)

@@ -86,16 +86,6 @@ def test_tokens_are_drawn_from_the_model(saved: Callable[[str], Path]) -> None:
     assert float((found - p).abs().max()) < 5 * float((p.max() / 20_000).sqrt())
 
 
-def test_answers_depend_on_their_key_alone() -> None:
-    rewriter = Rewriter(settings(TINY))
-    first = rewriter.write("a jade disc", 4, ("key", 1), anything)
-    torch.manual_seed(123)
-    rewriter.write("two plum boxes", 3, ("key", 2), anything)
-    again = rewriter.write("a jade disc", 4, ("key", 1), anything)
-    assert first.texts == again.texts and torch.equal(first.log_probs, again.log_probs)
-    assert not torch.equal(first.tokens, rewriter.write("a jade disc", 4, ("key", 3), anything).tokens)
-
-
 def test_the_tiny_model_knows_the_task_and_is_flawed() -> None:
     """Most answers are in the form that was asked for, some are right: what reinforcement learning starts from."""
     rewriter = Rewriter(settings(TINY, max_new_tokens=32))

@@ -1,19 +1,30 @@
 """Pipelines that start from a picture: they cut their schedule by its strength, and put it back where a mask says."""
 
-from __future__ import annotations
-
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+from torch import Tensor
 
 from genrl.config import ConfigError, load
 from genrl.diffusion.config.pipeline_classes import strength_problem
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import evaluation_arguments
+from genrl.diffusion.policy.decoding import encode
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel
+from genrl.diffusion.policy.unconditional import Unconditional
 from genrl.diffusion.rollout.rollout import call_arguments
+from genrl.diffusion.run import DiffusionRun
+from genrl.diffusion.train import train
+from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.policy.test_families import batch_of
 from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
 
@@ -108,3 +119,190 @@ def test_a_strength_has_to_be_said() -> None:
     assert strength_problem("FluxImg2ImgPipeline", {"strength": 0.6}) is None
     assert strength_problem("FluxFillPipeline", {}) is None
     assert "does not cut its schedule by it" in str(strength_problem("LTXConditionPipeline", {"strength": 0.5}))
+
+
+# -- Editing pipelines are trained from a configuration: each prompt's picture stands in a column of the prompt file
+
+
+def editing(folder: Path, kontext: Path, **changes: Any) -> Config:
+    random = np.random.default_rng(0)
+    rows = []
+    for k in range(3):
+        Image.fromarray(random.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(folder / f"{k}.png")
+        rows.append(json.dumps({"prompt": f"make it red {k}", "source_image": f"{k}.png"}))
+    (folder / "edits.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (folder / "held_out.jsonl").write_text("\n".join(rows[:2]), encoding="utf-8")
+    sampling = {
+        "inputs": {"image": "source_image"},
+        "guidance_scale": 2.5,
+        "pipeline_args": {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False},
+        **changes.pop("sampling", {}),
+    }
+    prompts = {"train": str(folder / "edits.jsonl"), "eval": str(folder / "held_out.jsonl")}
+    return runs.config(folder, kontext, prompts=prompts, sampling=sampling, **changes)
+
+
+def test_an_editing_model_trains_on_its_pictures(folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[str, bytes]] = []
+    collect = DiffusionRun.collect
+
+    def watched(self: DiffusionRun, draw: Any, **shape: Any) -> Any:
+        found = collect(self, draw, **shape)
+        for one in found.mine.values():
+            pictures = [picture.tobytes() for picture in one.batch.inputs["image"]]
+            given.extend(zip(one.batch.prompts, pictures, strict=True))
+        return found
+
+    monkeypatch.setattr(DiffusionRun, "collect", watched)
+    run = train(editing(folder, kontext, iterations=2))
+    rows = runs.rows(run)
+    assert [row["ratio/max_abs_dev"] for row in rows[1:]] == [0.0, 0.0] and rows[1]["grad_norm"] > 0
+    assert "eval/total_mean" in rows[0] and "eval/total_mean" in rows[-1]
+    for text, picture in given:
+        k = text.removeprefix("make it red ")
+        assert picture == Image.open(folder / f"{k}.png").convert("RGB").tobytes()
+
+
+def test_a_picture_changes_the_sample(folder: Path, kontext: Path) -> None:
+    config = editing(folder, kontext, iterations=1, evaluation={"every": 0})
+    with runs.opened(config) as run:
+        one = run.probe
+        other = type(one)(one.prompts, one.keys, one.sampling, inputs={"image": [Image.new("RGB", (16, 16), "white")]})
+        first, second = (run.policy.generate(batch) for batch in (one, other))
+    assert not torch.allclose(first, second)
+
+
+def test_columns_and_files_that_are_not_there_are_named(folder: Path, kontext: Path) -> None:
+    quiet: dict[str, Any] = {"evaluation": {"every": 0}}
+    config = editing(folder, kontext, sampling={"inputs": {"image": "source_imag"}}, **quiet)
+    with pytest.raises(ValueError, match=r"sampling\.inputs\.image: .*edits\.jsonl:1 has no column .*source_image'\?"):
+        train(config)
+    config = editing(folder, kontext, **quiet)
+    (folder / "1.png").unlink()
+    with pytest.raises(ValueError, match=r"edits\.jsonl:2"):
+        train(config)
+    config = editing(folder, kontext, sampling={"inputs": {"imgae": "source_image"}}, **quiet)
+    with pytest.raises(ValueError, match=r"imgae: FluxKontextPipeline takes no such argument.*did you mean image"):
+        train(config)
+
+
+# -- States from pictures, in every family with an autoencoder; where there is no way back it is said
+
+
+ASSETS = Path(__file__).parents[3] / "assets"
+
+
+@pytest.mark.parametrize("name", ["tiny-t2i", "tiny-sd"])
+def test_pictures_come_back(name: str) -> None:
+    """From samples of the model to pictures, to states, to pictures."""
+    policy = Policy(DiffusionPipeline.from_pretrained(ASSETS / name))
+    batch = Batch(["a red star", "a blue circle"], KEYS, {"num_inference_steps": 4, "guidance_scale": 1.0})
+    with torch.no_grad():
+        images = policy.decode(batch, policy.roll_out(batch).final)
+        again = policy.decode(batch, encode(policy, batch, images))
+    assert float((again - images).abs().mean()) < 0.05
+
+
+def test_an_autoencoder_that_does_not_give_pictures_back_is_refused() -> None:
+    """Random weights."""
+    family = FAMILIES["sd3"]()
+    policy = Policy(family.pipe)
+    batch = Batch(["a", "b"], KEYS, {"num_inference_steps": 3, **family.call})
+    with torch.no_grad():
+        pictures = policy.decode(batch, torch.zeros(policy.state_shape(batch)))
+    striped = torch.zeros_like(pictures)
+    striped[..., ::2] = 1.0
+    with pytest.raises(ValueError, match=r"come back changed, by 0\.[1-9]"):
+        encode(policy, batch, striped)
+    with pytest.raises(ValueError, match=r"encodes pictures of 8 x 8 to .* but StableDiffusion3Pipeline decodes"):
+        encode(policy, batch, striped[..., :8, :8])
+    assert "decode" not in vars(policy.pipe.vae)
+
+
+# -- No gradient through guidance's unconditional prediction: in every family whose guidance makes one
+
+
+UNGUIDED = ("flux", "flux2", "prx", "hunyuan_image", "hunyuan_video", "ace_step")
+"""Guidance is an input of these, or a component, or none."""
+GUIDED = [name for name in FAMILIES if name != "flux2_klein" and not name.startswith(UNGUIDED)] + ["flux2_klein"]
+RENORMALISED = ("lumina2", "qwen", "longcat", "hunyuan_dit")
+"""Their result has the length of the conditional prediction, so its gradient goes through that too."""
+
+
+def gradient(policy: Policy, batch: Batch, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The state after the first step, and the gradient of its weighted sum in all weights, [P]."""
+    parameters = [p for denoiser in policy.denoisers.values() for p in denoiser.requires_grad_(True).parameters()]
+    reached = policy.advance(batch, state, 0)
+    weight = torch.randn(reached.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad((reached * weight).sum(), parameters, allow_unused=True)
+    return reached.detach(), torch.cat([torch.zeros(1) if one is None else one.flatten() for one in found])
+
+
+@pytest.mark.parametrize("name", tiered(GUIDED, ("sd15", "sd3", "z_image", "lumina2")))
+def test_only_the_conditional_prediction_is_trained(name: str) -> None:
+    """v = v_u + s (v_c - v_u): the value stays, the gradient is s times that of v_c, which is v unguided."""
+    family = FAMILIES[name]()
+    policy, batch = Policy(family.pipe), batch_of(family)
+    unguided = batch_of(family, **family.unguided)
+    state = policy.roll_out(batch, stop=1).initial
+    assert state is not None
+    value, both = gradient(policy, batch, state)
+    _, conditional = gradient(policy, unguided, state)
+    calls = policy.model_calls
+    Unconditional(policy, batch)
+    assert policy.model_calls == calls
+    same, detached = gradient(policy, batch, state)
+    assert torch.equal(same, value)
+    assert torch.equal(gradient(policy, unguided, state)[1], conditional)
+    if name.startswith(RENORMALISED):
+        assert (detached - both).norm() > 0.01 * detached.norm()
+        return
+    scale = float(family.call["guidance_scale"])  # type: ignore[arg-type]
+    scale += 1 if name.startswith("z_image") else 0  # v_c + s (v_c - v_u)
+    assert (detached - scale * conditional).norm() < 1e-3 * detached.norm()
+    assert (detached - both).norm() > 0.1 * detached.norm()
+
+
+def test_calls_of_their_own_keep_no_graph_and_a_failed_one_leaves_gradients_on() -> None:
+    policy = Policy((family := FAMILIES["wan_t2v"]()).pipe)
+    batch = batch_of(family)
+    state = policy.roll_out(batch, stop=1).initial
+    assert state is not None
+    Unconditional(policy, batch)
+    seen: list[bool] = []
+    network = policy.denoiser
+    forward = network.forward
+
+    def watched(*args: object, **kwargs: object) -> object:
+        seen.append(torch.is_grad_enabled())
+        if len(seen) == 4:
+            raise MemoryError("no room")
+        return forward(*args, **kwargs)
+
+    network.forward = watched
+    policy.advance(batch, state, 0)
+    assert seen == [True, False]
+    with pytest.raises(MemoryError):
+        policy.advance(batch, state, 1)
+    assert seen == [True, False, True, False] and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_without_a_second_prediction(name: str) -> None:
+    policy = Policy((family := FAMILIES[name]()).pipe)
+    with pytest.raises(ValueError, match="trainer.guidance_in_training: .*makes one prediction per step"):
+        Unconditional(policy, batch_of(family, **family.unguided))
+
+
+def test_a_run(folder: Path, model: Path) -> None:
+    """Samples and ratios of the first iteration are those of a run that trains both; the gradient is another."""
+    found = []
+    for guidance in (True, "detached"):
+        trainer = {"algorithm": "flow_grpo", "guidance_in_training": guidance}
+        changes = {"trainer": trainer, "sampling": {"guidance_scale": 3.0}, "output": str(folder / f"run-{guidance}")}
+        config = runs.config(folder, model, **changes, evaluation={"every": 0}, iterations=1)
+        found.append(runs.rows(train(config))[-1])
+    both, conditional = found
+    alike = ("reward/total_mean", "ratio/mean", "ratio/max_abs_dev", "model_calls/sample", "model_calls/train")
+    assert {key: both[key] for key in alike} == {key: conditional[key] for key in alike}
+    assert conditional["ratio/max_abs_dev"] == 0 and both["grad_norm"] != conditional["grad_norm"] > 0

@@ -1,7 +1,5 @@
 """What is trained, and its snapshots."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -19,8 +17,6 @@ from tests.diffusion.methods.watched import copied, equal
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
 BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
 ADAPTER = LoRA(rank=4, alpha=8.0)
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 
 def tiny(lora: LoRA | None = ADAPTER, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Policy, Weights]:
@@ -150,19 +146,6 @@ def test_snapshots_are_exchanged_by_pointer(lora: LoRA | None) -> None:
     assert equal(copied(weights.named), moved) and equal(copied(weights.snapshots["old"]), kept)
     weights.snapshot("old")
     assert equal(weights.snapshots["old"], copied(weights.named))
-
-
-def test_blend_is_an_exponential_moving_average() -> None:
-    policy, weights = tiny()
-    weights.snapshot("average")
-    expected = {key: p.detach().double() for key, p in weights.named.items()}
-    for decay in (0.9, 0.5, 0.0):
-        some_steps(policy, weights, 1)
-        weights.blend("average", decay)
-        for key, p in weights.named.items():
-            expected[key] = decay * expected[key] + (1.0 - decay) * p.detach().double()
-            torch.testing.assert_close(weights.snapshots["average"][key].double(), expected[key], rtol=1e-6, atol=1e-8)
-    assert equal(weights.snapshots["average"], copied(weights.named))  # decay 0 follows at once, to the bit
 
 
 # -- state -----------------------------------------------------------------------------------------------------------

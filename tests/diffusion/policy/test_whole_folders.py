@@ -1,8 +1,6 @@
 """Folders that cannot load: the check, which reads names and headers alone, and the loader refuse each for the true
 reason; what they load is accounted for."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
@@ -19,7 +17,6 @@ from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.loading import load_pipeline
 from tests.diffusion.families import FAMILIES
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 UNET, TEXT = "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 335\n"
 

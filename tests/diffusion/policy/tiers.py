@@ -1,7 +1,5 @@
 """Which families the fast tier runs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

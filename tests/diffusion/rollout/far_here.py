@@ -1,7 +1,5 @@
 """Rollout workers without Ray: the worker is called in this process, and what would cross the network is pickled."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Samples that earlier weights drew: which, what is learned from them; and that it is one run, whoever draws them."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +20,7 @@ from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = pytest.mark.usefixtures("unproven")
 
 SAMPLING = {"num_inference_steps": 4, "guidance_scale": 2.0, "prompts_per_iteration": 3, "group_size": 2}
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-2, "kl_weight": 0.01, "updates_per_iteration": 2}

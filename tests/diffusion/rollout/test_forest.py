@@ -1,9 +1,6 @@
 """Trees in the running policy: what spec and closed forms promise, on a tiny SD3."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +11,11 @@ from torch import Tensor
 from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, Trajectory
-from genrl.diffusion.rollout.forest import Drawn, independent, roll_out
+from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.steps.edges import tree_edges
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
 from tests.diffusion.families import FAMILIES
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 PROMPTS = ["a red star", "two blue dogs"]
 CALL = {"height": 16, "width": 16, "max_sequence_length": 4, "guidance_scale": 1.0}
@@ -114,20 +109,6 @@ def test_counts_are_the_closed_forms_and_replay_equals_record(policy: Policy, pl
     assert all(len(piece.trajectory.batch) <= 3 for piece in found.pieces)
 
 
-@few
-@given(plan=plans())
-def test_branching_1_is_independent_rollouts_to_the_bit(policy: Policy, plan: SamplingPlan) -> None:
-    chain = replace(plan, branching=(1,) * plan.steps, spread=None)
-    found = drawn(policy, chain)
-    batch, slots = roots(chain, grow(chain))
-    whole = policy.roll_out(batch, kernel_of(chain), chain.stochastic)
-    other = independent(whole, slots)
-    assert torch.equal(found.final, other.final) and found.slots == other.slots
-    ours, theirs = edges_of(found), edges_of(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[k][0], theirs[k][0]) and ours[k][1] == theirs[k][1] for k in ours)
-
-
 def walk(policy: Policy, plan: SamplingPlan, tree: Tree, prompt: int, leaf: int) -> list[Trajectory]:
     """One leaf made again alone from its root, step by step."""
     path, offset, steps = tree.path(int(tree.leaves[leaf])), prompt * plan.leaves, list[Trajectory]()
@@ -148,21 +129,6 @@ def walk(policy: Policy, plan: SamplingPlan, tree: Tree, prompt: int, leaf: int)
             )
         )
     return steps
-
-
-@few
-@given(plan=plans(), data=st.data())
-def test_a_leaf_made_again_alone_is_itself(policy: Policy, plan: SamplingPlan, data: st.DataObject) -> None:
-    """To the bit, where the others were evaluated one by one, too."""
-    found, tree = drawn(policy, plan, batch_size=1), grow(plan)
-    every = edges_of(found)
-    prompt, leaf = data.draw(st.integers(0, 1)), data.draw(st.integers(0, plan.leaves - 1))
-    steps = walk(policy, plan, tree, prompt, leaf)
-    assert torch.equal(found.final[prompt * plan.leaves + leaf], steps[-1].final[0])
-    path = tree.path(int(tree.leaves[leaf]))
-    slots = [prompt * plan.leaves + int(tree.first_leaf[node]) for node in path]
-    logs = [float(log) for step in steps for log in step.log_probs.values()]
-    assert logs == [every[i, slots[i + 1]][1] for i in plan.stochastic]
 
 
 def test_siblings_differ_and_are_correlated_as_told(policy: Policy) -> None:

@@ -1,8 +1,6 @@
 """Samples that Ray actors draw and rewards that they hold: the run that one process does alone, to the bit, whoever
 dies."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os
@@ -38,7 +36,6 @@ from genrl_rewards.service.remote import ServerRaised
 from tests import ray_nodes
 from tests.diffusion import runs
 
-pytestmark = pytest.mark.filterwarnings("ignore")
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'genrl-diffusion[ray]'"
 )

@@ -1,7 +1,5 @@
 """Whole runs on rewards that are combined, scored beside sampling, or served: equal to plain ones, outages included."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -17,7 +15,7 @@ from tests import servers
 from tests.diffusion import runs
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("unproven")]
+pytestmark = pytest.mark.usefixtures("unproven")
 
 QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
 

@@ -1,7 +1,5 @@
 """Who draws which sample from which noise, and how scores come together."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -16,9 +14,8 @@ from torch import Tensor
 import genrl_rewards
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Draw, Drawn, independent
+from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
@@ -28,16 +25,12 @@ from genrl.diffusion.rollout.rollout import (
     gathered,
     handed_on,
     jobs_of,
-    micro_batches,
     tree_micro_batches,
 )
 from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.advantages.groups import group_advantages
 from genrl_rewards.compose import Component
-from tests.diffusion.families import FAMILIES
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 
 def tiny_config(**sampling: Any) -> Config:
@@ -110,23 +103,6 @@ def gather(
 # -- the plan --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("slots", "size"), [(1, 1), (8, 2), (9, 2), (9, 4), (5, 8), (64, 8)])
-def test_every_slot_is_in_one_micro_batch(slots: int, size: int) -> None:
-    plan = micro_batches(range(slots), size, seed=3, iteration=5)
-    assert sorted(s for one in plan for s in one) == list(range(slots))
-    assert all(one == list(range(one[0], one[0] + len(one))) and len(one) <= size for one in plan)
-    assert sum(len(one) < size for one in plan) <= 1
-
-
-def test_the_plan_is_a_function_of_seed_and_iteration() -> None:
-    torch.manual_seed(1)
-    first = micro_batches(range(64), 4, seed=3, iteration=5)
-    torch.manual_seed(2)
-    assert micro_batches(range(64), 4, seed=3, iteration=5) == first
-    assert micro_batches(range(64), 4, seed=3, iteration=6) != first
-    assert micro_batches(range(64), 4, seed=4, iteration=5) != first
-
-
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
 def test_processes_share_out_one_plan(num_processes: int) -> None:
     """Each micro-batch exactly once. Ends are agreed in `advance`: all processes call it equally often."""
@@ -148,22 +124,6 @@ def test_processes_share_out_one_plan(num_processes: int) -> None:
     scores = torch.stack([part.scored.values["pixel"] for part in parts])
     assert ((~scores.isnan()).sum(dim=0) == 1).all()
     assert torch.equal(scores.nansum(dim=0), alone.scored.values["pixel"])
-
-
-def test_pictures_are_bit_identical_for_any_number_of_processes() -> None:
-    policy = Policy(FAMILIES["sd3"]().pipe)
-    config = tiny_config()
-
-    def draw(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
-        return independent(policy.roll_out(batch, Kernel("flow_sde", 0.7), (0,)), slots)
-
-    alone = gather(config, policy=policy, draw=draw)
-    parts = [gather(config, policy=policy, draw=draw, process=p, num_processes=2) for p in range(2)]
-    for position, one in (item for part in parts for item in part.mine.items()):
-        same = alone.mine[position]
-        ours, theirs = one.pieces[0].trajectory, same.pieces[0].trajectory
-        assert torch.equal(one.images, same.images) and torch.equal(one.final, same.final)
-        assert torch.equal(ours.states[0], theirs.states[0]) and torch.equal(ours.log_probs[0], theirs.log_probs[0])
 
 
 def keys(found: Rollouts, name: str) -> dict[int, Any]:
@@ -204,31 +164,6 @@ def test_groups_are_slots_and_not_prompts() -> None:
     advantages = group_advantages(found.total, found.group, scale="none")
     sums = torch.zeros(5, dtype=torch.float64).index_add(0, found.group, advantages)
     assert sums.abs().max() < 1e-12  # each group is centred by itself
-
-
-def test_every_prompt_is_drawn_before_any_is_drawn_twice() -> None:
-    drawn = [gather(tiny_config(), iteration=i).prompts[::3] for i in range(4)]  # 4 iterations of 3: 3 epochs of 4
-    flat = [text for one in drawn for text in one]
-    assert all(sorted(flat[4 * e : 4 * e + 4]) == sorted(row.text for row in ROWS) for e in range(3))
-
-
-def test_scores_stand_at_their_slots() -> None:
-    seen: list[tuple[str, int, int]] = []
-
-    def wanted(images: Tensor, prompts: list[str], wanted: list[int], group: list[int]) -> Any:
-        seen.extend(zip(prompts, wanted, group, strict=True))
-        return [float(w) for w in wanted], {"pixel": first_pixel(images)}
-
-    found = gather(tiny_config(), scorers={"wanted": wanted})
-    column = {row.text: row.columns["wanted"] for row in ROWS}
-    assert found.scored.values["wanted"].tolist() == [column[text] for text in found.prompts]
-    assert {(text, g) for text, _, g in seen} == set(zip(found.prompts, found.group.tolist(), strict=True))
-    assert all(column[text] == value for text, value, _ in seen)
-    pixels = {
-        s: float(x) for one in found.mine.values() for s, x in zip(one.slots, first_pixel(one.images), strict=True)
-    }
-    # the reward saw floats; the pictures that are kept are bytes
-    assert found.scored.parts["wanted/pixel"].tolist() == pytest.approx([pixels[s] / 255 for s in range(9)], abs=0.003)
 
 
 def test_total_is_the_weighted_sum_and_weight_zero_is_left_out() -> None:

@@ -1,7 +1,5 @@
 """The rewards of a run: whole groups for those that compare, one order, the background changes nothing, models move."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading
@@ -95,25 +93,6 @@ def test_memory_that_runs_out_is_told_to_all_processes(background: bool, monkeyp
 def test_the_background_changes_nothing() -> None:
     opened = {"noisy": noisy, "b": brightness, "rank": rank, "again": noisy}
     assert same(scored_by(opened, background=True), scored_by(opened))
-
-
-def test_the_background_scores_while_samples_are_drawn() -> None:
-    names: list[str] = []
-    first = threading.Event()
-
-    def slow(images: torch.Tensor) -> list[float]:
-        names.append(threading.current_thread().name)
-        first.set()
-        return [0.0] * len(images)
-
-    beats: list[int] = []
-    with Scoring(plain({"slow": slow}), ROWS, GROUP, background=True, beat=lambda: beats.append(1)) as scoring:
-        scoring.add(*pieces()[0])
-        assert first.wait(10)  # before the next one is handed in
-        for slots, images in pieces()[1:]:
-            scoring.add(slots, images)
-        scoring.result()
-    assert len(names) == 5 and all(name.startswith("scoring") for name in names) and len(beats) == 5
 
 
 @pytest.mark.parametrize("background", [False, True])

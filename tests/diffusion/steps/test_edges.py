@@ -1,7 +1,5 @@
 """From leaf rewards to tables over (step, slot): what an edge is worth, and what it weighs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

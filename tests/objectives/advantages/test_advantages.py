@@ -1,7 +1,6 @@
 """Advantages: golden trainers_stat_tracking, and what holds for any rewards."""
 
-from __future__ import annotations
-
+import json
 import math
 
 import numpy as np
@@ -10,6 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genrl.diffusion.methods.ddpo.train import History, prompt_advantages
+from genrl.diffusion.methods.paco_grpo import train as aggregation
+from genrl.objectives.advantages import episodes
 from genrl.objectives.advantages import groups as advantages
 from tests.golden_cases import Arrays
 
@@ -140,12 +142,6 @@ def test_pairs_prefer_nothing_among_equals() -> None:
     assert advantages.best_and_worst(rewards, group, pair_in_ties=True).tolist() == [-1, 1, 0, 0, 0, 0]
 
 
-def test_rewards_may_be_negative() -> None:
-    group, rewards = torch.tensor([0, 0, 1, 1]), torch.tensor([-3.0, -1.0, -2.0, -2.0])
-    assert advantages.best_and_worst(rewards, group).tolist() == [-1, 1, 0, 0]
-    assert advantages.group_statistics(rewards, group).zero_std_ratio == 0.5
-
-
 def test_a_sample_without_one_of_the_scores_has_none() -> None:
     group = torch.zeros(4).long()
     one, other = torch.tensor([0.0, 1.0, 2.0, 4.0]), torch.tensor([1.0, NAN, 0.0, 5.0])
@@ -180,3 +176,156 @@ def test_a_sample_at_the_mean_of_its_group_is_learnt_from() -> None:
     rewards, group = torch.tensor([0.0, 0.5, 1.0, NAN, 0.7, 0.7, 0.2]), torch.tensor([0, 0, 0, 0, 1, 1, 2])
     assert advantages.group_advantages(rewards, group, scale="group")[1] == 0
     assert advantages.informative(rewards, group).tolist() == [True] * 3 + [False] * 4
+
+
+# -- Several rewards to one: golden trainers_paco_log_tame, and properties
+
+
+def test_golden_columns_aggregation(golden) -> None:
+    """Left out: means of other kinds, which nothing here has."""
+    a = Arrays(golden("trainers_paco_log_tame"))
+    rewards, weights, group = list(a.given("in_rewards")), a.given("in_weights").tolist(), a.given("in_group_id")
+    weighted = sum(w * reward for w, reward in zip(weights, rewards, strict=True))
+    floor = {"eps": 1e-6, "eps_mode": "floor"}
+    a.check("out_cv", [aggregation.coefficient_of_variation(r) for r in rewards])
+    released = aggregation.log_tame_advantages(rewards, weights, group, variant="released")
+    a.check("out_tracker_with_log_tame_fn", released)
+    name = "out_released_default_weighted_sum_global"
+    a.check(name, advantages.group_advantages(weighted, group, scale="global", **floor))
+    for found in a.matches(r"out_log_tame_mean_then_grpo_(group|global)"):
+        a.check(found[0], aggregation.log_tame_advantages(rewards, weights, group, scale=found[1]))
+    for found in a.matches(r"out_weighted_advantage_sum_(group|global)"):
+        parts = [advantages.group_advantages(reward, group, scale=found[1], **floor) for reward in rewards]
+        a.check(found[0], sum(w * part for w, part in zip(weights, parts, strict=True)))
+    for found in a.matches(r"out_log_tame_(mean|median|[\dp]+)"):
+        threshold = found[1] if found[1].startswith("m") else float(found[1].replace("p", "."))
+        a.check(found[0], aggregation.log_tame(rewards, weights, threshold=threshold))
+    a.all_used("out_.*", but="out_(geometric|harmonic)_mean")
+
+
+TWO = st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)), min_size=2, max_size=10)
+
+
+@given(TWO, st.floats(0.01, 5.0))
+def test_a_reward_is_tamed_exactly_where_it_varies_more_than_the_threshold(
+    scores: list[tuple[float, float]], threshold: float
+) -> None:
+    rewards = [torch.tensor(column, dtype=torch.float64) for column in zip(*scores, strict=True)]
+    got = aggregation.log_tame(rewards, [1.0, 2.0], threshold=threshold)
+    want = torch.zeros_like(got)
+    for weight, reward in zip((1.0, 2.0), rewards, strict=True):
+        tamed = reward.std(unbiased=False) / (reward.mean() + 1e-6) > threshold
+        want += weight * (torch.log(1 + reward) if tamed else reward)
+    assert torch.allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_a_monitor_changes_nothing_and_a_missing_score_leaves_the_sample_out() -> None:
+    group = torch.zeros(4).long()
+    one, other = torch.tensor([0.1, 0.9, 0.2, 0.3]), torch.tensor([3.0, NAN, 3.5, 3.0])
+    wild = torch.tensor([0.0, 1e6, NAN, -9.0])
+    without = aggregation.log_tame([one, other], [1.0, 1.0])
+    assert torch.equal(aggregation.log_tame([one, other, wild], [1.0, 1.0, 0.0])[[0, 2, 3]], without[[0, 2, 3]])
+    assert without[1].isnan()
+    for variant in ("paper", "released"):
+        got = aggregation.log_tame_advantages([one, other], [1.0, 1.0], group, variant=variant)
+        assert got[1] == 0 and got.isfinite().all()
+
+
+def test_what_cannot_be_tamed_is_refused() -> None:
+    wide = torch.tensor([-1.5, 4.0], dtype=torch.float64)
+    with pytest.raises(ValueError, match="reward 0 varies enough"):
+        aggregation.log_tame([wide], [1.0], threshold=0.5)
+    with pytest.raises(ValueError, match="'mean', 'median' or a number"):
+        aggregation.log_tame([wide], [1.0], threshold="max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'paper' or 'released'"):
+        aggregation.log_tame_advantages([wide], [1.0], torch.zeros(2).long(), variant="code")  # type: ignore[arg-type]
+
+
+# -- DDPO's per-prompt statistics: golden ddpo_prompt_tracker, and properties
+
+
+def test_golden_successive_calls(golden) -> None:
+    data = golden("ddpo_prompt_tracker")
+    sizes = {"buffer_size": int(data["buffer_size"]), "min_count": int(data["min_count"])}
+    history: History = {}
+    for prompts, rewards, want in zip(data["prompt_id"], data["rewards"], data["advantages"], strict=True):
+        names = [str(p) for p in prompts.tolist()]
+        got, history = prompt_advantages(torch.from_numpy(rewards), names, history, **sizes)
+        assert (got - torch.from_numpy(want)).abs().max() <= 1e-9 * max(1.0, abs(want).max())
+        history = json.loads(json.dumps(history))  # what a checkpoint does to it
+
+
+CALLS = st.lists(
+    st.lists(st.tuples(st.sampled_from("abc"), st.one_of(st.floats(-9, 9), st.just(NAN))), min_size=1, max_size=6),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(CALLS, st.integers(1, 5), st.integers(1, 5))
+def test_it_is_the_definition_prompt_statistics(
+    calls: list[list[tuple[str, float]]], buffer_size: int, min_count: int
+) -> None:
+    history: History = {}
+    seen: dict[str, list[float]] = {}
+    for call in calls:
+        rewards = torch.tensor([r for _, r in call], dtype=torch.float64)
+        before = json.dumps(history)
+        got, new = prompt_advantages(
+            rewards, [p for p, _ in call], history, buffer_size=buffer_size, min_count=min_count
+        )
+        assert json.dumps(history) == before
+        history = new
+        for prompt, reward in call:
+            if reward == reward:
+                seen.setdefault(prompt, []).append(reward)
+        everyone = [r for _, r in call if r == r]
+        for value, (prompt, reward) in zip(got.tolist(), call, strict=True):
+            recent = seen.get(prompt, [])[-buffer_size:]
+            pool = torch.tensor(recent if len(recent) >= min_count else everyone, dtype=torch.float64)
+            want = 0.0
+            if reward == reward:
+                want = float((reward - pool.mean()) / (pool.std(unbiased=False) + 1e-6))
+            assert value == pytest.approx(want, rel=1e-6, abs=1e-6)
+        assert {p: r[-buffer_size:] for p, r in seen.items()} == history
+
+
+def test_equal_rewards_give_exactly_zero_prompt_statistics() -> None:
+    got, _ = prompt_advantages(torch.full((7,), 0.1), ["a"] * 7, {"a": [0.1] * 0}, min_count=3)
+    assert (got == 0).all()
+
+
+def test_wrong_input_is_refused_prompt_statistics() -> None:
+    with pytest.raises(ValueError, match="one prompt per reward"):
+        prompt_advantages(torch.zeros(2), ["a"], {})
+    with pytest.raises(ValueError, match=r"samples \[1\] are infinite"):
+        prompt_advantages(torch.tensor([0.0, math.inf]), ["a", "b"], {})
+    with pytest.raises(ValueError, match="at least 1"):
+        prompt_advantages(torch.zeros(1), ["a"], {}, buffer_size=0)
+
+
+# -- Masks, returns and groups of episodes (their golden arrays: test_gae)
+
+
+def test_the_row_after_a_done_is_no_transition() -> None:
+    done = torch.tensor([[False, True], [True, False], [False, False], [False, True]])
+    valid = episodes.valid_transitions(done, carried=torch.tensor([True, False]))
+    assert valid.tolist() == [[False, True], [True, False], [False, True], [True, True]]
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=8, max_size=8))
+def test_groups_that_always_or_never_succeed_are_left_out(returns: list[float]) -> None:
+    value, group = torch.tensor(returns), torch.arange(8) // 4
+    kept = episodes.informative_groups(value, group, low=0.1, high=0.9)
+    advantage = episodes.episode_group_advantages(value, group)
+    for g in range(2):
+        members = group == g
+        assert kept[members].all() == (0 < value[members].mean() < 1) and kept[members].any() == kept[members].all()
+        assert advantage[members].sum().abs() < 1e-9
+        assert (advantage[members] != 0).any() == kept[members].any()
+
+
+def test_bounds_of_the_filter_count_in() -> None:
+    value, group = torch.full((10,), 0.9), torch.zeros(10, dtype=torch.long)
+    assert episodes.informative_groups(value, group, low=0.1, high=0.9).all()
+    assert not episodes.informative_groups(value, group, low=0.1, high=0.89).any()

@@ -1,6 +1,6 @@
 """Chunk and step GAE against the golden arrays and against sums written out.
 
-Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_feasibility), and the GAE of vla_dppo.
+Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_actor_critic), the GAE of vla_dppo.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_reference(golden) -> None:
             "returns": (error(ours.returns, case["returns"]), 1e-9),
         }
 
-    check_all(golden("vla_reference"), check, lambda case: case.fn == "fisor")  # test_feasibility
+    check_all(golden("vla_reference"), check, lambda case: case.fn == "fisor")  # test_actor_critic
 
 
 def test_dppo(golden) -> None:

@@ -1,7 +1,5 @@
 """AWM, DGPO and CRD: golden trainers_awm, trainers_dgpo and trainers_crd, and their properties."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

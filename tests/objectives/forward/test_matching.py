@@ -1,15 +1,21 @@
 """DiffusionNFT: golden trainers_diffusion_nft and trainers_schedules, and its properties."""
 
-from __future__ import annotations
+import math
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.polynomial.hermite_e import hermegauss
+from torch import Tensor, nn
 
+from genrl.diffusion.forward import direct as direct_reward
 from genrl.mdp import noise
-from genrl.objectives.forward import matching
+from genrl.objectives.forward import adversarial, diff_instruct, matching
 from genrl.objectives.surrogates import policy_losses
+from genrl_rewards.scorers.preference.adversary import top_patches
 from tests.golden_cases import Arrays
+from tests.reference.adv_grpo import adversarial_reward
 
 
 def test_golden_losses_and_gradients(golden) -> None:
@@ -55,20 +61,6 @@ def sample(seed: int) -> dict[str, Tensor]:
     return {name: noise.keyed_noise(shape, seed, name).double() for name in names}
 
 
-def test_sigma_may_differ_per_sample() -> None:
-    s = sample(1)
-    sigmas = torch.tensor([0.9, 0.5, 0.3, 0.1], dtype=torch.float64)
-    noisy = (1 - sigmas)[:, None, None] * s["clean"] + sigmas[:, None, None] * s["noise"]
-    weight = torch.tensor([0.2, 0.4, 0.6, 0.8], dtype=torch.float64)
-    together = matching.diffusion_nft_loss(s["velocity"], s["old"], noisy, s["clean"], sigmas, weight, beta=0.5)
-    for i in range(4):
-        row = slice(i, i + 1)
-        alone = matching.diffusion_nft_loss(
-            s["velocity"][row], s["old"][row], noisy[row], s["clean"][row], sigmas[i], weight[row], beta=0.5
-        )
-        assert alone.item() == pytest.approx(together[i].item(), rel=1e-12)
-
-
 def test_gradient_flows_through_the_new_velocity_only() -> None:
     leaves = [value.clone().requires_grad_() for value in sample(2).values()]
     clean, noisy, velocity, old = leaves
@@ -108,3 +100,193 @@ def test_wrong_settings_are_refused() -> None:
 def test_the_weight_is_the_clipped_advantage_between_0_and_1() -> None:
     weight = matching.nft_reward_weight(torch.tensor([-9.0, -2.5, 0.0, 2.5, 9.0]))
     assert weight.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+# -- Adv-GRPO: golden trainers_adv_disc and trainers_adv_pickscore_criterion, and properties
+
+
+def test_golden_discriminator(golden) -> None:
+    """One head (linear, GELU, linear) on the class token, which comes first, and on drawn patches."""
+    a = Arrays(golden("trainers_adv_disc"))
+    hidden, width = a.given("in_head_0_weight").shape
+    head = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, 1))
+    head.load_state_dict({name: a.given(f"in_head_{name.replace('.', '_')}") for name in head.state_dict()})
+    share = a.number("in_patch_weight")
+
+    def logits(features: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
+        every: Tensor = head(features)[..., 0]
+        return every[:, 0], every[:, 1:].gather(1, patches)
+
+    fake = a.given("in_feat_fake")
+    with torch.no_grad():  # the released reward sees features of unit length, its discriminator raw ones
+        cls, patch = logits(fake / (fake.norm(dim=-1, keepdim=True) + 1e-6), a.given("in_idx_reward"))
+        a.near("out_reward_cls", cls)
+        a.near("out_reward_patch", patch)
+        a.near("out_reward", adversarial_reward(cls, patch, patch_weight=share))
+        a.near("out_reward_multi_top20_sigmoid", torch.sigmoid(top_patches(head(fake)[:, 1:, 0]) / 0.2))
+    sides = [logits(a.given(f"in_feat_{side}"), a.given(f"in_idx_{side}")) for side in ("real", "fake")]
+    out = adversarial.adversary_loss(*sides, patch_weight=share)
+    optimizer = torch.optim.Adam(head.parameters(), lr=a.number("in_lr"), betas=tuple(a.given("in_betas").tolist()))
+    out.loss.backward()
+    a.near("out_d_loss", out.loss.detach())
+    a.near("out_d_accuracy", torch.tensor(out.accuracy))
+    optimizer.step()
+    for name, parameter in head.named_parameters():
+        a.near(f"out_grad_{name.replace('.', '_')}", parameter.grad)
+        a.near(f"out_updated_{name.replace('.', '_')}", parameter.detach())
+    a.all_used("out_.*")
+
+
+def test_golden_preference_criterion(golden) -> None:
+    a = Arrays(golden("trainers_adv_pickscore_criterion"))
+    scale, text = a.given("in_logit_scale"), a.given("in_text")
+    sides = ("reference", "generated")
+    images = [a.given(f"in_img_{side}").requires_grad_() for side in sides]
+    for ties, name in ((False, "ref_preferred"), (True, "tie")):
+        scores = (scale * (text * image).sum(-1) for image in images)
+        loss = adversarial.preference_loss(*scores, ties=ties).mean()
+        a.near(f"out_loss_{name}", loss)
+        for side, gradient in zip(sides, torch.autograd.grad(loss, images), strict=True):
+            a.near(f"out_grad_{side}_{name}", gradient)
+    a.all_used("out_.*")
+
+
+LOGITS = st.lists(st.floats(-5, 5), min_size=1, max_size=6)
+
+
+@given(LOGITS, LOGITS)
+def test_the_losses_are_the_definitions(real: list[float], fake: list[float]) -> None:
+    """Real and fake images need not be equally many; the released code cuts the longer list."""
+    sides = torch.tensor(real, dtype=torch.float64), torch.tensor(fake, dtype=torch.float64)
+    hinge = sum(max(0, 1 - r) for r in real) / len(real) + sum(max(0, 1 + f) for f in fake) / len(fake)
+    assert adversarial.discriminator_loss(*sides).item() == pytest.approx(hinge / 2, rel=1e-9, abs=1e-12)
+    entropy = sum(math.log1p(math.exp(-r)) for r in real) / len(real)
+    entropy += sum(math.log1p(math.exp(f)) for f in fake) / len(fake)
+    got = adversarial.discriminator_loss(*sides, kind="bce").item()
+    assert got == pytest.approx(entropy / 2, rel=1e-9)
+
+
+def test_only_the_best_patches_count() -> None:
+    logits = torch.tensor([[3.0, -50.0, 1.0, -50.0, -50.0, -50.0, -50.0, -50.0, -50.0, -50.0]])
+    assert top_patches(logits).item() == 2.0  # a fifth of ten
+    assert top_patches(logits[:, 1:4]).item() == 1.0  # at least one
+
+
+def test_a_preference_model_that_rates_both_the_same_costs_log_two_or_nothing() -> None:
+    scores = 100 * noise.keyed_noise((3,), "s")
+    assert torch.allclose(adversarial.preference_loss(scores, scores), torch.full((3,), math.log(2.0)))
+    assert adversarial.preference_loss(scores, scores, ties=True).abs().max() < 1e-6
+
+
+def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None:
+    high, low = torch.tensor([2.0, float("nan")]), torch.tensor([1.0, 1.5, float("nan")])
+    assert adversarial.reward_model_lags(low, high) and not adversarial.reward_model_lags(high, low)
+    assert not adversarial.reward_model_lags(low, low)
+    with pytest.raises(ValueError, match="'hinge' or 'bce'"):
+        adversarial.discriminator_loss(low, low, kind="wgan")  # type: ignore[arg-type]
+
+
+# -- Diff-Instruct*: golden onestep_diff_instruct_star, and the identity that the loss rests on
+
+
+def toy_nodes(tau: float, t: float) -> tuple[Tensor, Tensor, Tensor]:
+    """z, e [K] and their mass [K]. x_t = (1 - t) mu + s u, u standard normal: fine along u, along which the integrand
+    bends where the scores are equal; across u it is a polynomial of low degree."""
+    spread, step = math.hypot((1 - t) * tau, t), 2e-4
+    u = torch.arange(-13.0, 13.0, step, dtype=torch.float64)[:, None]
+    across, weights = map(torch.from_numpy, hermegauss(6))
+    mass = weights * step * (-(u**2) / 2).exp() / (2 * math.pi)
+    z, e = ((1 - t) * tau * u - t * across) / spread, (t * u + (1 - t) * tau * across) / spread
+    return z.reshape(-1, 1), e.reshape(-1, 1), mass.reshape(-1)
+
+
+def test_golden_toys(golden) -> None:
+    """1-D Gaussians by quadrature over x_0 = mu + tau z and the noise e: generator N(mu, tau^2), reference N(m, v)."""
+    rows = torch.from_numpy(golden("onestep_diff_instruct_star")["toy_mu_tau_m_v_t_c_w_div_gradmu_gradtau_lossvalue"])
+    assert len(rows)
+    for row in rows:
+        mu, tau = row[0].clone().requires_grad_(), row[1].clone().requires_grad_()
+        m, v, t, c, w, *want = row[2:].tolist()
+        z, e, mass = toy_nodes(float(row[1]), t)
+        noisy = (1 - t) * (mu + tau * z) + t * e
+        # frozen parameters, open graph through x_t
+        variance = (1 - t) ** 2 * row[1] ** 2 + t**2
+        score = -(noisy - (1 - t) * row[0]) / variance
+        ref_score = -(noisy - (1 - t) * m) / ((1 - t) ** 2 * v + t**2)
+        conditional = diff_instruct.score_from_noise(e, t)
+        divergence = diff_instruct.score_divergence(score, ref_score, weight=w, huber_c=c)
+        loss = diff_instruct.diff_instruct_star_loss(score, ref_score, conditional, weight=w, huber_c=c)
+        value = (mass * loss).sum()
+        ours = [(mass * divergence).sum(), *torch.autograd.grad(value, (mu, tau)), value]
+        assert torch.stack(ours).tolist() == pytest.approx(want, rel=1e-9, abs=1e-10)
+
+
+def test_golden_linear_generator(golden) -> None:
+    a = Arrays(golden("onestep_diff_instruct_star"))
+    matrix, bias = a.given("lin_A").requires_grad_(), a.given("lin_b").requires_grad_()
+    e, t, weight, huber_c = (*(a.given(f"lin_{name}") for name in ("eps", "t", "wt")), a.number("lin_huber_c"))
+    alpha_reward, alpha_cfg, scale = a.given("lin_arew_acfg_guidance").tolist()
+    sample = a.given("lin_z") @ matrix.T + bias
+    noisy = (1 - t)[:, None] * sample + t[:, None] * e
+    score = noisy @ a.given("lin_Wphi").T + a.given("lin_cphi")
+    ref_score = noisy @ a.given("lin_Wref").T + a.given("lin_cref")
+    unconditional = noisy @ a.given("lin_Wuncond").T
+    conditional = diff_instruct.score_from_noise(e, t)
+
+    def regulariser(reference: Tensor) -> Tensor:
+        loss = diff_instruct.diff_instruct_star_loss(score, reference, conditional, weight=weight, huber_c=huber_c)
+        return loss.mean()
+
+    terms = {
+        "reg": regulariser(ref_score),
+        "reg_cfg_in": regulariser(diff_instruct.guided_score(unconditional, ref_score, scale)),
+        "reward": -alpha_reward * torch.tanh(sample @ a.given("lin_reward_dir")).mean(),
+    }
+    terms["total_in"] = terms["reg_cfg_in"] + terms["reward"]
+    matching = diff_instruct.score_matching_loss(score.detach(), conditional, weight=weight).mean()
+    a.check("lin_ta_dsm_loss", matching)
+    for name, loss in terms.items():
+        a.check(f"lin_{name}_loss", loss)
+        for part, gradient in zip("Ab", torch.autograd.grad(loss, (matrix, bias), retain_graph=True), strict=True):
+            a.check(f"lin_{name}_grad{part}", gradient)
+    a.all_used("lin_.*(_loss|_grad[Ab])", but="lin_(cfg|total)_out.*")
+
+
+@given(st.integers(0, 99), st.floats(0.05, 0.95))
+def test_scores_of_velocity_and_noise_are_one(seed: int, sigma: float) -> None:
+    clean, e = (noise.keyed_noise((3, 2, 4), seed, name).double() for name in ("clean", "noise"))
+    noisy = (1 - sigma) * clean + sigma * e
+    levels = torch.tensor([sigma, 0.5, sigma], dtype=torch.float64)
+    of_velocity = diff_instruct.score_from_velocity(noisy, e - clean, sigma)
+    assert torch.allclose(of_velocity, diff_instruct.score_from_noise(e, sigma), rtol=1e-9, atol=1e-9)
+    assert torch.allclose(of_velocity, -(noisy - (1 - sigma) * clean) / sigma**2, rtol=1e-6, atol=1e-9)
+    each = diff_instruct.score_from_noise(e, levels)
+    assert torch.allclose(each[1], -2 * e[1]) and torch.allclose(each[0], of_velocity[0])
+
+
+def test_the_direction_is_bounded() -> None:
+    """Pseudo-Huber: a large score difference counts by its direction alone."""
+    y = 1e6 * noise.keyed_noise((4, 3), "y").double()
+    zero = torch.zeros_like(y)
+    unit = diff_instruct.diff_instruct_star_loss(y, zero, y - y / y.norm(dim=1, keepdim=True), weight=1.0, huber_c=0.1)
+    assert torch.allclose(unit, -torch.ones(4).double(), rtol=1e-6)
+    assert diff_instruct.huber_constant(10_000) == pytest.approx(0.054)
+    assert torch.equal(diff_instruct.guided_score(zero, y, 1.0), y)
+
+
+# -- Losses of direct reward back-propagation
+
+
+def test_a_reward_is_raised_up_to_its_margin() -> None:
+    rewards = torch.tensor([-1.0, 1.0, 3.0], requires_grad=True)
+    direct_reward.reward_loss(rewards).sum().backward()
+    assert rewards.grad is not None and rewards.grad.tolist() == [-1.0, -1.0, -1.0]
+    rewards.grad = None
+    loss = direct_reward.reward_loss(rewards, margin=2.0)
+    loss.sum().backward()
+    assert loss.tolist() == [3.0, 1.0, 0.0] and rewards.grad.tolist() == [-1.0, -1.0, 0.0]
+
+
+def test_a_reward_without_a_gradient_is_refused() -> None:
+    with pytest.raises(ValueError, match="differentiable reward"):
+        direct_reward.reward_loss(torch.ones(2))

@@ -3,8 +3,6 @@
 Covered: all of vla_losses, the losses of vla_dppo, all of vla_reinflow: losses, metrics and gradients.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -18,6 +16,8 @@ from genrl.mdp.chains import Chain
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.gae import normalise_advantages
 from genrl.objectives.surrogates import actor_critic as ac
+from genrl.objectives.surrogates import iql
+from genrl.objectives.surrogates import iql as feasibility
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate, staleness_weight, truncated_weight
 from tests.golden_cases import Case, check_all, error
 from tests.reference.dppo import quantile_clip
@@ -281,3 +281,67 @@ def test_what_cannot_be_is_refused() -> None:
         ac.dual_clip(torch.ones(1), torch.ones(1), 1.0)
     with pytest.raises(ValueError, match="old_values"):
         ac.value_loss(torch.ones(1), torch.ones(1), clip=0.2)
+
+
+# -- FISOR against the golden arrays (its cases of vla_reference) and what its weights promise
+
+
+def test_fisor(golden) -> None:
+    def check(case: Case) -> dict[str, tuple[float, float]]:
+        options = case.params
+        weights = feasibility.cloning_weights(
+            case["q"],
+            case["v"],
+            case["qc"],
+            case["vc"],
+            reward_temperature=options["reward_temperature"],
+            cost_temperature=options["cost_temperature"],
+            largest_reward_weight=options["reward_ub"],
+            largest_cost_weight=options["cost_ub"],
+        )
+        target = iql.q_target(case["rewards"], case["next_v"], case["mask"] == 0, options["gamma"])
+        reach = feasibility.feasibility_target(case["h"], case["next_vc"], case["mask"], options["gamma"])
+        value = feasibility.expectile_loss(case["q"] - case["v"], options["expectile"]).mean()
+        violation = feasibility.reversed_expectile_loss(case["qc"] - case["vc"], options["cost_expectile"]).mean()
+        ours = {
+            "target_q": target,
+            "target_qc": reach,
+            "v_loss": value,
+            "vc_loss": violation,
+            "weights": weights,
+            "actor_loss": feasibility.weighted_noise_loss(case["eps_pred"], case["eps"], weights),
+        }
+        return {name: (error(got, case[name]), 1e-9) for name, got in ours.items()}
+
+    check_all(golden("vla_reference"), check, lambda case: case.fn != "fisor")  # GAE: test_gae
+
+
+def test_infeasible_actions_of_feasible_states_are_never_cloned() -> None:
+    violation_q, violation_value = torch.tensor([1.0, -1.0, 1.0, 1.0]), torch.tensor([-1.0, -1.0, 2.0, 0.5])
+    q, value = torch.tensor([9.0, 1.0, 0.0, 9.0]), torch.tensor([0.0, 1.0, 9.0, 0.0])
+    weights = feasibility.cloning_weights(q, value, violation_q, violation_value)
+    assert weights[0] == 0 and weights[1] == 1
+    assert weights[2] == pytest.approx(torch.tensor(5.0).exp().item())
+    assert weights[3] < 1  # worse than what the state allows, whatever its reward
+
+
+def test_a_terminal_state_keeps_its_own_violation() -> None:
+    h, ahead = torch.tensor([25.0, -1.0]), torch.tensor([99.0, 99.0])
+    target = feasibility.feasibility_target(h, ahead, torch.tensor([0.0, 1.0]), 0.99)
+    assert target.tolist() == pytest.approx([25.0, 0.01 * -1 + 0.99 * 99])
+
+
+# -- Implicit Q-learning: cases worked out by hand, and what the losses promise.
+
+
+def test_targets() -> None:
+    rewards, values = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 2.0], requires_grad=True)
+    target = iql.q_target(rewards, values, torch.tensor([False, True, False]), torch.tensor([0.9, 0.9, 0.81]))
+    assert target.tolist() == pytest.approx([0.45, 1.0, 1.62]) and not target.requires_grad
+
+
+def test_weights_by_hand() -> None:
+    weights = iql.advantage_weights(torch.tensor([1.0, 9.0]), torch.tensor([0.5, 0.0]), temperature=2.0, largest=50.0)
+    assert weights.tolist() == pytest.approx([math.e, 50.0])
+    with pytest.raises(ValueError, match="negative temperature"):
+        iql.advantage_weights(torch.ones(1), torch.ones(1), temperature=-1.0, largest=1.0)

@@ -1,7 +1,5 @@
 """Dynamic-TreeRPO's supervised part: bounds and weights at their ends, and gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Cases of the golden files of token policies, and their comparison."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,16 +1,16 @@
 """The golden advantages, rewards and weights of token policies: `vlm_*` files without a loss, and `ar_audio_3d_rl`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from genrl.objectives.advantages import reward_shaping
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.forward import adversarial
-from genrl.objectives.tokens import token_advantages, token_credit, token_regularisers
+from genrl.objectives.tokens import group_losses, token_advantages, token_credit, token_regularisers, token_trust
 from genrl.objectives.tokens.token_aggregation import aggregate
 from genrl.vlm.methods.music_rl import train as audio_tokens
 from genrl_rewards.scorers.texts.verifiable import rating
@@ -166,3 +166,134 @@ def test_golden_audio_and_3d(golden) -> None:
     a.check("hps_max_view", reward_shaping.over_views(views, "max"))
     a.check("unified_sum_view", reward_shaping.over_views(views, "sum"))
     a.all_used()
+
+
+# -- Golden arrays of token trust regions (UniRL's DPPO, CPPO, DRPO) and of small presets (authors' functions), and
+# what each rule means where the answer is known
+
+
+def packed(data: Arrays) -> Callable[[str], Tensor]:
+    """From tokens of all rows one after the other to [B, T], NaN where there is none."""
+    lengths = data.given("lengths").tolist()
+
+    def rows(name: str) -> Tensor:
+        parts = data.given(name).split(lengths)
+        return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True, padding_value=torch.nan)
+
+    return rows
+
+
+def test_probability_masks_and_the_quadratic(golden: Any) -> None:
+    data = Arrays(golden("divergence_masks"))
+    rows = packed(data)
+    old, advantage = rows("old_logp"), rows("advantages")
+    new = rows("new_logp").requires_grad_()
+    mask = ~old.isnan()
+    terms = (new, old, advantage, mask)
+    for delta in (0.15, 0.05):
+        found = token_trust.probability_mask_surrogate(*terms, delta=delta)
+        data.check(f"dppo_keep_delta{delta}", ~found.clipped[mask])
+    data.check("masked_loss_dppo0.15", token_trust.probability_mask_surrogate(*terms).loss[mask].detach())
+    for name in data.tags(r"cppo_keep_(.+)"):
+        delta, last, slack = map(float, name.split("_"))
+        found = token_trust.cumulative_mask_surrogate(*terms, delta=delta, last=last, slack=slack)
+        data.check(f"cppo_keep_{name}", ~found.clipped[mask])
+    found = token_trust.quadratic_surrogate(*terms, width=data.number("drpo_epsilon"))
+    data.check("drpo_loss_mu", found.loss[mask].detach())
+    data.check("drpo_grad_mu", torch.autograd.grad(found.loss[mask].sum(), new)[0][mask])
+    data.all_used(but=r"drpo_\w+_spo")  # without the old probability: plain SPO, which is no preset
+
+
+def test_lp_reg(golden: Any) -> None:
+    data = Arrays(golden("small_presets"))
+    proxy = token_trust.min_p_log_prob(
+        data.given("lpreg_old_logits"), data.given("lpreg_tokens"), kappa=data.number("lpreg_kappa")
+    )
+    # of what is removed they have -1e4, which is never more than a log-probability either
+    data.check("lpreg_proxy_logp", torch.where(proxy.isinf(), data.given("lpreg_proxy_logp"), proxy))
+    new, mask = data.given("lpreg_new_logp").requires_grad_(), data.given("lpreg_mask")
+    old, advantage = data.given("lpreg_old_logp"), data.given("lpreg_advantages")
+    chosen = token_trust.lowest_share(new, mask.bool() & (advantage < 0), share=data.number("lpreg_share"))
+    found = token_trust.low_probability_surrogate(new, old, advantage, mask, proxy, chosen)
+    loss = aggregate(found.loss, mask, "token_mean_global")
+    data.check("lpreg_loss", loss.detach())
+    data.check("lpreg_grad", torch.autograd.grad(loss, new)[0])
+    data.all_used("lpreg_.*")
+
+
+def test_lp_reg_without_a_share_is_ppo_between_0_and_10() -> None:
+    generator = torch.Generator().manual_seed(0)
+    new, old, advantage = (torch.randn(3, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask, none = torch.ones(3, 6), torch.zeros(3, 6, dtype=torch.bool)
+    found = token_trust.low_probability_surrogate(new, old, advantage, mask, old, none).loss
+    ratio = (new - old).exp()
+    torch.testing.assert_close(found, -torch.minimum(ratio * advantage, ratio.clamp(0, 10) * advantage))
+
+
+def test_hapo_as_intended(golden: Any) -> None:
+    data = Arrays(golden("small_presets"))
+    mask, ratio = data.given("rein_mask"), data.given("hapo_ratio")
+    height = token_trust.relative_entropy(data.given("hapo_entropy"), mask)
+    found = token_trust.entropy_adaptive(
+        ratio.log(), torch.zeros(ratio.shape), data.given("hapo_advantage_in"), mask, height
+    )
+    for name, got in zip(("h", "clip_low", "clip_high", "advantage"), (height, *found), strict=True):
+        data.check(f"hapo_signed_{name}", torch.where(mask, got, data.given(f"hapo_signed_{name}")))
+    assert float(height.min()) == -1 and float(height.max()) == 1
+
+
+def test_statistics_over_tokens_are_those_of_rows_repeated() -> None:
+    rewards, lengths = torch.tensor([1.0, 0, 0, 1, 0, 1]), torch.tensor([3, 1, 2, 40, 1, 1])
+    group = torch.tensor([0, 0, 0, 1, 1, 1])
+    found = token_advantages.over_tokens(rewards, lengths, group)
+    tokens = torch.tensor([1.0, 1, 1, 0, 0, 0])
+    want = (rewards[:3] - tokens.mean()) / tokens.std()
+    torch.testing.assert_close(found[:3].float(), want, rtol=1e-5, atol=0)
+    # one wrong token among 41 right ones would count more than 5: GRPO's instead
+    torch.testing.assert_close(found[3:], group_advantages(rewards, group, scale="group", eps=1e-6, ddof=1)[3:])
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_signed_rewards(golden: Any, share: float) -> None:
+    data = Arrays(golden("small_presets"))
+    mask, right = data.given("rein_mask"), data.given("rein_score")
+    lengths = mask.sum(1)
+    data.check(
+        f"w_reinforce_{share}", token_advantages.signed(right, lengths, positive=share, negative=-1)[:, None] * mask
+    )
+    # rows of 0 are removed there: the mean over the tokens of the others
+    log_prob = torch.randn(mask.shape, dtype=torch.float64)
+    for name, values in {"psr_rows_right_only": (1, 0), "nsr_rows_wrong_only": (0, -1)}.items():
+        theirs = data.given(name)
+        mean = (theirs * log_prob).sum() / (theirs != 0).sum()
+        ours = token_advantages.signed(right, lengths, positive=values[0], negative=values[1])[:, None]
+        torch.testing.assert_close(aggregate(ours * log_prob, mask, "token_mean_global"), mean)
+
+
+def test_a_grae(golden: Any) -> None:
+    data = Arrays(golden("small_presets"), double=True)
+    right, group = data.given("agrae_score"), data.given("agrae_group")
+    plain = group_advantages(right, group, scale="group", eps=1e-6, ddof=1)
+    data.near("agrae_off", plain)
+    data.near("agrae_on", token_advantages.asymmetric(plain, right, group))
+    # half of all right, in a group of half: (1/2 + 1/2) / 2 / sqrt(1/2) or its complement, and praise counts in full
+    right, group = torch.tensor([1.0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
+    found = token_advantages.asymmetric(torch.tensor([1.0, -1, -1, 1]), right, group, alpha=0.5)
+    root = 0.5**0.5
+    torch.testing.assert_close(
+        found.abs(), torch.full((4,), 0.25 / (1 - root) + 0.25 / root).double(), rtol=1e-5, atol=0
+    )
+
+
+@pytest.mark.parametrize("compare", ["rloo", "grpo", "naive"])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_pacs(golden: Any, compare: str, balanced: bool) -> None:
+    data = Arrays(golden("small_presets"))
+    new, right = data.given("pacs_new_logp").requires_grad_(), data.given("pacs_score") > 0
+    score = (new - data.given("pacs_old_logp")).sum(1)
+    group = torch.arange(len(right)) // int(data.number("pacs_group_size"))
+    way: Any = {"rloo": "others", "grpo": "group", "naive": "none"}[compare]
+    loss = group_losses.right_answer_loss(score, right, group, compare=way, balanced=balanced).mean()
+    name = f"pacs_{compare}_{'weighted' if balanced else 'plain'}"
+    data.near(name, loss.detach())
+    data.near(f"{name}_grad", torch.autograd.grad(loss, new)[0])

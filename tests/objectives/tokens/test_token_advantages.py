@@ -1,6 +1,4 @@
-"""Advantage estimators of token policies: closed forms and invariants (golden arrays: test_surrogate_golden)."""
-
-from __future__ import annotations
+"""Advantage estimators of token policies: closed forms and invariants (golden arrays: test_token_surrogates)."""
 
 import math
 
@@ -11,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from genrl.objectives.advantages import groups as group_filters
+from genrl.objectives.tokens import group_losses
 from genrl.objectives.tokens import token_advantages as ta
+from genrl.objectives.tokens import token_weights as tw
+from genrl.objectives.tokens.token_credit import (
+    critic_losses,
+    step_gae,
+    token_gae,
+    turn_leave_one_out,
+    turn_returns,
+    utterance_advantages,
+    utterance_loss,
+)
 
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1])
 REWARDS = st.lists(st.integers(-4, 4), min_size=6, max_size=6).map(lambda values: torch.tensor(values).double() / 2)
@@ -144,3 +154,216 @@ def test_the_coarse_step_answers_for_the_fine_one() -> None:
     output = ta.hierarchical_advantages(high, low, group)
     assert torch.allclose(output.high, output.low) and bool(output.high[1] > 0)
     assert ta.hierarchical_advantages(high, low, group, share=0.0).high.tolist() == [0.0, 0.0]
+
+
+# -- Which groups are kept
+
+
+NAN = float("nan")
+GROUP_GROUP_FILTERS = torch.tensor([7, 7, 2, 2, 5, 5, 9, 9])
+ACCURACY = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, NAN, NAN])
+
+
+def test_always_and_never_solved_groups_are_dropped() -> None:
+    kept = [False, False, False, False, True, True, False, False]
+    assert group_filters.within(ACCURACY, GROUP_GROUP_FILTERS).tolist() == kept
+    assert group_filters.with_spread(ACCURACY, GROUP_GROUP_FILTERS).tolist() == kept
+    assert group_filters.within(ACCURACY, GROUP_GROUP_FILTERS, low=-1.0).tolist() == [
+        False,
+        False,
+        *[True] * 4,
+        False,
+        False,
+    ]
+    with pytest.raises(ValueError, match="low < high"):
+        group_filters.within(ACCURACY, GROUP_GROUP_FILTERS, low=1.0, high=0.5)
+
+
+def test_equal_rewards_that_are_not_numbers_of_the_machine_have_no_spread() -> None:
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.1 + 1e-6])
+    group = torch.tensor([0, 0, 1, 1])
+    assert group_filters.with_spread(rewards, group).tolist() == [False, False, True, True]
+
+
+def test_a_missing_score_leaves_the_mean_to_the_others() -> None:
+    means = group_filters.group_means(torch.tensor([1.0, NAN, 3.0]), torch.zeros(3).long())
+    assert means.tolist() == [2.0] * 3
+
+
+# -- Losses of whole groups: closed forms and gradients (golden arrays: test_token_surrogates)
+
+
+def test_the_first_update_has_a_finite_gradient_of_one_over_epsilon() -> None:
+    score = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    advantage = torch.tensor([-1.0, 0.0, 1.0])
+    loss = group_losses.regression_loss(score, advantage, torch.zeros(3).long(), eps=1e-3).sum()
+    (gradient,) = torch.autograd.grad(loss, score)
+    assert torch.allclose(gradient, -2 * advantage.double() / 1e-3)
+    alone = group_losses.regression_loss(score[:1], torch.tensor([0.5]), torch.zeros(1).long())
+    assert alone.tolist() == [0.25]
+
+
+def test_temperatures_are_positive() -> None:
+    with pytest.raises(ValueError, match="tau must be positive, got 0"):
+        group_losses.classification_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2).long(), tau=0.0)
+
+
+# -- ArCHer's losses against NumPy
+
+
+def test_critics_and_advantages_are_those_of_the_formulas() -> None:
+    rng = np.random.default_rng(0)
+    q, v, slow_q, slow_v = (rng.normal(size=(2, 5)) for _ in range(4))
+    rewards, ended = rng.normal(size=5), np.array([0, 1, 0, 0, 1])
+    wanted_q = sum(np.mean((q[c] - rewards - 0.9 * (1 - ended) * slow_v[c]) ** 2) for c in range(2))
+    wanted_v = sum(np.mean((v[c] - slow_q[c]) ** 2) for c in range(2))
+    tensors = [torch.tensor(one, requires_grad=True) for one in (q, v, slow_q, slow_v)]
+    found = critic_losses(*tensors, torch.tensor(rewards), torch.tensor(ended).bool(), gamma=0.9)
+    assert float(found.q.detach()) == pytest.approx(wanted_q) and float(found.v.detach()) == pytest.approx(wanted_v)
+    (found.q + found.v).backward()
+    assert tensors[0].grad is not None and tensors[2].grad is None and tensors[3].grad is None
+    advantages = utterance_advantages(tensors[0], tensors[1])
+    np.testing.assert_allclose(advantages.numpy(), q.min(0) - v.min(0))
+    assert not advantages.requires_grad
+
+
+def test_all_tokens_of_an_utterance_have_its_advantage() -> None:
+    log_prob = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -0.25, -0.25]], requires_grad=True)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    loss = utterance_loss(log_prob, mask, torch.tensor([2.0, -1.0]))
+    assert float(loss.detach()) == pytest.approx((2.0 * 3.0 - 1.0) / 2)
+    loss.backward()
+    wanted = torch.tensor([[-1.0, -1.0, 0.0], [0.5, 0.5, 0.5]])
+    torch.testing.assert_close(log_prob.grad, wanted)
+
+
+# -- TRLOO's advantages against loops over the formula, and cases that can be reckoned in the head
+
+
+def test_a_turn_is_worth_what_follows() -> None:
+    found = turn_returns(torch.tensor([[1.0, 2.0, 4.0], [3.0, NAN, NAN]]), gamma=0.5)
+    wanted = torch.tensor([[3.0, 4.0, 4.0], [3.0, NAN, NAN]], dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def test_a_turn_that_no_other_has_keeps_its_return() -> None:
+    rewards = torch.tensor([[1.0, 2.0], [5.0, NAN], [7.0, NAN]])
+    found = turn_leave_one_out(rewards, torch.tensor([4, 4, 9]), gamma=1.0)
+    assert found.tolist() == [[-2.0, 2.0], [2.0, 0.0], [7.0, 0.0]]
+
+
+def test_turns_of_equal_returns_have_exactly_no_advantage() -> None:
+    found = turn_leave_one_out(torch.full((3, 2), 0.1), torch.zeros(3, dtype=torch.int64), gamma=0.9)
+    assert (found == 0).all()
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.7, 0.0])
+def test_advantages_are_those_of_the_formula(gamma: float) -> None:
+    rng = np.random.default_rng(0)
+    lengths, group = [4, 2, 4, 3, 1, 4, 0], np.array([0, 0, 0, 1, 1, 1, 1])
+    rewards = [rng.normal(size=n) for n in lengths]
+    worth = [[sum(gamma ** (j - k) * r[j] for j in range(k, len(r))) for k in range(len(r))] for r in rewards]
+    table, wanted = np.full((7, 4), NAN), np.zeros((7, 4))
+    for row, n in enumerate(lengths):
+        table[row, :n] = rewards[row]
+        for k in range(n):
+            others = [worth[o][k] for o in range(7) if o != row and group[o] == group[row] and lengths[o] > k]
+            wanted[row, k] = worth[row][k] - (np.mean(others) if others else 0.0)
+    found = turn_leave_one_out(torch.tensor(table), torch.tensor(group), gamma=gamma)
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-12)
+
+
+# -- Credit from a critic: closed forms (golden arrays: test_token_surrogates)
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_nothing_passes_the_end_of_an_episode() -> None:
+    rewards, values = random(0, 4, 2), random(1, 4, 2)
+    done = torch.tensor([[0, 0], [1, 0], [0, 0], [0, 0]])
+    both = step_gae(rewards, values, done, torch.zeros(4, 2), random(2, 2), gamma=0.9)
+    alone = step_gae(rewards[:2], values[:2], done[:2], torch.zeros(2, 2), 99 * torch.ones(2), gamma=0.9)
+    assert torch.allclose(both.advantages[:2, 0], alone.advantages[:, 0])  # environments do not mix either
+    assert not torch.allclose(both.advantages[:2, 1], alone.advantages[:, 1])
+
+
+def test_a_time_limit_teaches_nothing_and_starts_anew() -> None:
+    rewards, values = random(3, 3), random(4, 3)
+    truncated = torch.tensor([0, 1, 0])
+    credit = step_gae(rewards, values, torch.zeros(3), truncated, torch.tensor(0.5), gamma=0.9, lam=0.8)
+    assert credit.advantages[1] == 0.0 and credit.returns[1] == values[1]
+    assert torch.allclose(credit.advantages[0], rewards[0] + 0.9 * values[1] - values[0])
+
+
+def test_wrong_shapes_say_what_is_needed() -> None:
+    with pytest.raises(ValueError, match=r"2 actions need values \[3, L\] and lengths in 1 .. L"):
+        token_gae(torch.zeros(3, 3), torch.tensor([4, 1]), torch.zeros(2), torch.zeros(2), gamma=0.9)
+
+
+# -- Token weights: which tokens they keep (golden arrays: test_token_surrogates)
+
+
+def drawn(seed: int, rows: int = 4, length: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, length, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(1, length + 1, (rows,), generator=generator)
+    return values, torch.arange(length) < lengths[:, None]
+
+
+@given(st.integers(0, 99), st.sampled_from([0.1, 0.2, 0.4, 1.0]))
+def test_the_highest_of_the_batch_and_of_each_row(seed: int, share: float) -> None:
+    scores, mask = drawn(seed)
+    junk = torch.where(mask, scores, torch.inf)
+    batch = tw.top_entropy(junk, mask, share=share)
+    threshold = np.quantile(scores[mask].numpy(), 1 - share)
+    assert torch.equal(batch.bool(), mask & (scores >= threshold))
+    rows = tw.top_of_row(junk, mask, share=share).bool()
+    assert not bool((rows & ~mask).any())
+    for row, kept, valid in zip(scores, rows, mask, strict=True):
+        count = math.ceil(round(share * int(valid.sum()), 9))
+        assert int(kept.sum()) == count
+        assert bool((row[kept].min() >= row[valid & ~kept]).all())
+
+
+def test_an_exact_share_is_not_rounded_up() -> None:
+    """.4 times 5 is 2.0000000000000004 in some orders of evaluation; .07 times 100 is 7.000000000000001."""
+    assert int(tw.top_of_row(torch.arange(5.0)[None], torch.ones(1, 5), share=0.4).sum()) == 2
+    assert int(tw.top_of_row(torch.arange(100.0)[None], torch.ones(1, 100), share=0.07).sum()) == 7
+    assert tw.top_of_row(torch.ones(1, 4), torch.ones(1, 4), share=0.5).tolist() == [[1.0, 1.0, 0.0, 0.0]]
+    assert tw.top_entropy(torch.ones(1, 2), torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
+
+
+@given(st.integers(0, 99))
+def test_no_mismatch_is_weight_one_and_bounds_hold(seed: int) -> None:
+    old, mask = drawn(seed)
+    sampler = old + 0.5 * torch.randn(old.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    for level in ("token", "sequence", "sequence_geo"):
+        assert bool((tw.mismatch_weights(old, old, mask, level=level) == 1).all())
+        truncated = tw.mismatch_weights(old, sampler, mask, level=level, mode="truncate", low=0.5, high=2.0)
+        kept = tw.mismatch_weights(old, sampler, mask, level=level, mode="mask", low=0.5, high=2.0)
+        assert bool((truncated >= 0.5).all()) and bool((truncated <= 2).all())
+        assert bool(((kept == truncated) | (kept == 0)).all())
+    token = tw.mismatch_weights(old, sampler, mask, level="token", mode="truncate", high=1e9)
+    sequence = tw.mismatch_weights(old, sampler, mask, level="sequence", mode="truncate", high=1e9)
+    geometric = tw.mismatch_weights(old, sampler, mask, level="sequence_geo", mode="truncate", high=1e9)
+    assert torch.allclose(token.prod(dim=1, keepdim=True), sequence)
+    assert torch.allclose(geometric ** mask.sum(dim=1, keepdim=True), sequence)
+
+
+def test_unknown_levels_and_modes() -> None:
+    ones = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="sequence_geo"):
+        tw.mismatch_weights(ones, ones, ones, level="batch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="truncate"):
+        tw.mismatch_weights(ones, ones, ones, mode="clip")  # type: ignore[arg-type]
+
+
+def test_only_bad_rows_that_drifted_away_are_left_out() -> None:
+    log_prob = torch.tensor([[-1.0, -1.0], [-3.0, -3.0], [-3.0, -3.0], [-3.0, torch.nan]])
+    sampler = torch.full((4, 2), -1.0)
+    mask = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0]])
+    advantage = torch.tensor([-1.0, -1.0, 1.0, -1.0])
+    keep = tw.off_policy_mask(log_prob, sampler, advantage, mask, threshold=1.0)
+    assert keep.tolist() == [[1.0], [0.0], [1.0], [0.0]]

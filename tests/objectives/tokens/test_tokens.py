@@ -1,11 +1,26 @@
 """Masks, means and log-ratios of token sequences."""
 
-from __future__ import annotations
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
+from genrl.objectives.surrogates.policy_losses import kl_k2, kl_k3
+from genrl.objectives.tokens import token_regularisers as tr
+from genrl.objectives.tokens import token_weights as tc
 from genrl.objectives.tokens import tokens
+from genrl.objectives.tokens.flow_rewards import flow_returns, unlikely_tokens, velocity_deviation, velocity_error
+from genrl.objectives.tokens.group_losses import linear_bound_loss
+from genrl.objectives.tokens.token_aggregation import aggregate
+from genrl.objectives.tokens.token_credit import semi_online_advantages, semi_online_returns
+from genrl.objectives.tokens.token_distillation import gap_advantage, generalised_divergence, with_rest
+from genrl.objectives.tokens.tokens import masked
+from genrl.vlm.methods.music_rl.train import music_rl_loss
+from tests.golden_cases import Arrays
 
 MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
 VALUES = torch.tensor([[1.0, 3.0, float("nan")], [float("inf")] * 3, [2.0, 4.0, 9.0]])
@@ -37,3 +52,360 @@ def test_one_value_per_row_or_per_token() -> None:
     assert tokens.per_token(VALUES, MASK)[1].tolist() == [0.0] * 3
     with pytest.raises(ValueError, match=r"per row or per token of \[3, 3\] is needed, got \[4\]"):
         tokens.per_token(torch.ones(4), MASK)
+
+
+# -- Aggregation rules by hand, and which of them do not depend on micro-batches
+
+
+TERM = torch.tensor([[1.0, 2.0, 3.0, 6.0], [4.0, torch.nan, torch.nan, torch.nan], [torch.nan] * 4])
+MASK_TOKEN_AGGREGATION = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
+RULES = ("seq_mean", "token_mean_global", "const", "seq_sum")
+
+
+def test_by_hand() -> None:
+    wanted = {
+        "seq_mean": (3 + 4 + 0) / 3,
+        "token_mean": 16 / 5,
+        "token_mean_global": 16 / 5,
+        "const": 16 / (3 * 8),
+        "seq_sum": 16 / 3,
+    }
+    for rule, value in wanted.items():
+        assert aggregate(TERM, MASK_TOKEN_AGGREGATION, rule, length=8).item() == pytest.approx(value), rule
+    assert aggregate(TERM, MASK_TOKEN_AGGREGATION, "token_mean_global", tokens=8).item() == pytest.approx(2.0)
+
+
+def test_a_term_per_row_stands_for_each_of_its_tokens() -> None:
+    term = torch.tensor([[2.0], [3.0], [torch.nan]])
+    assert aggregate(term, MASK_TOKEN_AGGREGATION, "seq_mean").item() == pytest.approx(5 / 3)
+    assert aggregate(term, MASK_TOKEN_AGGREGATION, "seq_sum").item() == pytest.approx(
+        11 / 3
+    )  # times the row's length: LUSPO
+    assert aggregate(term, MASK_TOKEN_AGGREGATION, "token_mean").item() == pytest.approx(11 / 5)
+
+
+@given(st.integers(0, 99), st.sampled_from([1, 2, 3, 4]))
+def test_micro_batches_add_up(seed: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    term = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    mask = torch.rand(8, 5, generator=generator) < 0.7
+    totals = {"rows": 8, "tokens": int(mask.sum()), "length": 9}
+    for rule in RULES:
+        parts = [aggregate(t, m, rule, **totals) for t, m in zip(term.split(size), mask.split(size), strict=True)]
+        assert torch.allclose(torch.stack(parts).sum(), aggregate(term, mask, rule, length=9)), rule
+    if int(mask.sum()) and 8 % size == 0:
+        # the local rules add up to the mean of the parts
+        local = [aggregate(t, m, "token_mean", rows=8) for t, m in zip(term.split(size), mask.split(size), strict=True)]
+        alone = [aggregate(t, m, "token_mean") for t, m in zip(term.split(size), mask.split(size), strict=True)]
+        assert torch.allclose(torch.stack(local).sum(), torch.stack(alone).mean())
+
+
+def test_nothing_valid_is_zero_with_a_zero_gradient() -> None:
+    term = torch.full((2, 3), torch.nan, requires_grad=True)
+    for rule in (*RULES, "token_mean"):
+        loss = aggregate(term, torch.zeros(2, 3), rule, length=3)
+        (gradient,) = torch.autograd.grad(loss, term)
+        assert loss == 0 and bool((gradient == 0).all())
+
+
+def test_what_a_rule_lacks_and_unknown_rules() -> None:
+    with pytest.raises(ValueError, match="longest allowed completion: got length None"):
+        aggregate(TERM, MASK_TOKEN_AGGREGATION, "const")
+    with pytest.raises(ValueError, match="unknown aggregation 'mean'; known: seq_mean, token_mean"):
+        aggregate(TERM, MASK_TOKEN_AGGREGATION, "mean")  # type: ignore[arg-type]
+
+
+# -- Which tokens Clip-Cov and KL-Cov choose, against NumPy's covariance
+
+
+def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]
+    old = torch.where(mask, 3.0 * torch.randn(4, 6, generator=generator), torch.nan)
+    return old, torch.randn(4, generator=generator, dtype=torch.float64), mask
+
+
+@given(st.integers(0, 99))
+def test_the_mean_of_the_terms_is_the_covariance(seed: int) -> None:
+    old, advantage, mask = drawn(seed)
+    found = tc.token_covariance(old, advantage, mask)
+    by_token = advantage[:, None].expand(4, 6)
+    wanted = np.cov(old[mask].double().numpy(), by_token[mask].numpy(), bias=True)[0, 1]
+    assert np.isclose(float(found[mask].mean()), wanted) and bool((found[~mask] == 0).all())
+    assert torch.equal(found, tc.token_covariance(old, by_token, mask))
+
+
+@given(st.integers(0, 99))
+def test_kl_cov_takes_the_largest(seed: int) -> None:
+    old, advantage, mask = drawn(seed)
+    covariance = tc.token_covariance(old, advantage, mask)
+    chosen = tc.kl_cov_tokens(covariance, mask, share=0.25)  # of 14 tokens: 3
+    largest = np.sort(covariance[mask].numpy())[::-1]
+    assert float(chosen.sum()) == 3 and np.allclose(np.sort(covariance[chosen.bool()].numpy())[::-1], largest[:3])
+    assert float(tc.kl_cov_tokens(covariance, mask, share=1e-4).sum()) == 1  # the paper rounds down to none
+    assert torch.equal(tc.kl_cov_tokens(covariance, mask, share=1.0), mask.double())
+
+
+def test_clip_cov_takes_those_drawn_first_within_the_band() -> None:
+    covariance = torch.tensor([[0.5, 1.5, 4.0, 6.0, 2.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
+    draw = torch.tensor([[0.0, 0.9, 0.2, 0.1, 0.5, 0.0]])
+    assert tc.clip_cov_weight(covariance, draw, mask).tolist() == [[1, 1, 0, 1, 1, 1]]
+    assert tc.clip_cov_weight(covariance, draw, mask, share=0.4).tolist() == [[1, 1, 0, 1, 0, 1]]
+    assert tc.clip_cov_weight(covariance, draw, mask, low=7.0, high=8.0).tolist() == [[1] * 6]  # none in the band
+
+
+# -- Distances of a student from a teacher: TRL's GKD and SDPO, ms-swift's advantages, and a table in closed form
+
+
+def test_gkd(golden: Any) -> None:
+    data = Arrays(golden("gkd"))
+    student, kept = data.given("student_logits").requires_grad_(), data.given("labels") != -100
+    for name in data.tags(r"loss_(beta.+)"):
+        beta, temperature, *divided = name.removeprefix("beta").replace("_T", "_").split("_")
+        rows = [(logits / float(temperature)).log_softmax(-1) for logits in (student, data.given("teacher_logits"))]
+        far = generalised_divergence(*rows, float(beta))[kept]
+        loss = far.sum() / int(divided[0].removeprefix("items")) if divided else far.mean()
+        data.check(f"loss_{name}", loss.detach())
+        if not divided:
+            data.check(f"grad_{name}", torch.autograd.grad(loss, student)[0])
+    data.all_used()
+
+
+def test_whole_distributions_and_those_of_the_likeliest_tokens_with_the_rest(golden: Any) -> None:
+    data = Arrays(golden("self_distillation"))
+    student = data.given("student_logits").requires_grad_()
+    log_p, log_t = student.log_softmax(-1), data.given("teacher_logits").log_softmax(-1)
+    ids = log_p.topk(int(data.number("topk")), -1).indices
+    some = [with_rest(rows.gather(-1, ids)) for rows in (log_p, log_t)]
+    for name in data.tags(r"full_alpha(0|0\.5|1)"):
+        for rows, key in (((log_p, log_t), f"full_alpha{name}"), (some, f"top_alpha{name}_tail")):
+            found = generalised_divergence(*rows, float(name))
+            data.check(key, found.detach())
+            data.check(f"{key}_grad", torch.autograd.grad(found.sum(), student, retain_graph=True)[0])
+    data.all_used(r"(full|top)_.*", but=r".*renorm.*")  # renormalising over the likeliest is not offered
+
+
+def test_the_gap_as_an_advantage(golden: Any) -> None:
+    data = Arrays(golden("token_opd"))
+    policy, teacher, mask = data.given("policy_logp"), data.given("teacher_logp"), data.given("mask")
+    advantage = data.given("advantages")
+    for coef in data.tags(r"per_token_advantage_coef(.+)"):
+        data.check(
+            f"per_token_advantage_coef{coef}",
+            gap_advantage(advantage, policy, teacher, mask, coef=float(coef)).expand(mask.shape),
+        )
+    data.check("teacher_k3", masked(kl_k3(policy, teacher), mask))
+
+
+def test_the_policy_gradient_of_the_gap_is_that_of_the_reverse_kl() -> None:
+    """On a table: the expectation over all answers of one token, by its probability."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
+    log_t = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(-1)
+    log_p, mask = logits.log_softmax(-1), torch.ones(5, 1)
+    gap = gap_advantage(torch.zeros(5, dtype=torch.float64), log_p[:, None].detach(), log_t[:, None], mask)[:, 0]
+    surrogate = -(log_p.exp().detach() * gap * log_p).sum()
+    exact = generalised_divergence(log_p, log_t, 1.0)
+    torch.testing.assert_close(*(torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (surrogate, exact)))
+
+
+@pytest.mark.parametrize("beta", [1e-3, 0.999])
+def test_what_vanishes_near_the_ends_is_refused(beta: float) -> None:
+    rows = torch.zeros(2).log_softmax(-1)
+    with pytest.raises(ValueError, match="not the KL of the limit"):
+        generalised_divergence(rows, rows, beta)
+
+
+# -- KL estimates, entropy, perception and value terms
+
+
+@given(st.integers(0, 99))
+def test_estimates_have_the_mean_they_estimate(seed: int) -> None:
+    """Over all tokens with their probabilities, k1 and k3 are the exact KL; k2 has its gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    rows, reference = logits.log_softmax(-1), torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(-1)
+    probability = rows.exp().detach()
+    exact = tr.kl_categorical(rows, reference)
+    for estimate in (tr.kl_k1, kl_k3):
+        assert torch.allclose((probability * estimate(rows, reference)).sum(), exact)
+    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    (k2,) = torch.autograd.grad((probability * kl_k2(rows, reference)).sum(), logits, retain_graph=True)
+    (k1,) = torch.autograd.grad((probability * tr.kl_k1(rows, reference)).sum(), logits)
+    assert torch.allclose(k2, wanted) and torch.allclose(k1, torch.zeros(6).double(), atol=1e-12)
+
+
+@given(st.floats(-8, 8))
+def test_the_clamped_estimate_is_k3_within_its_limits(difference: float) -> None:
+    log_prob = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor(-1.0 + difference, dtype=torch.float64)
+    plain, clamped = kl_k3(log_prob, reference), tr.kl_k3_clamped(log_prob, reference)
+    assert torch.allclose(clamped, plain.clamp(max=10.0))
+    (gradient,) = torch.autograd.grad(clamped, log_prob)
+    assert torch.allclose(gradient, torch.autograd.grad(plain, log_prob)[0]) if plain < 10 else gradient == 0
+
+
+def test_far_away_nothing_overflows() -> None:
+    assert tr.kl_k3_clamped(torch.tensor(-1e4), torch.tensor(0.0)) == 10.0
+    assert tr.kl_k3_clamped(torch.tensor(0.0), torch.tensor(-1e4)) == 10.0
+
+
+def test_the_entropy_estimate_and_its_band() -> None:
+    log_prob, mask = torch.tensor([[-1.0, -3.0], [-2.0, torch.nan]]), torch.tensor([[1, 1], [1, 0]])
+    assert tr.sampled_entropy(log_prob, mask) == 2.0
+    entropy = torch.tensor([0.1, 0.5, 2.0], requires_grad=True)
+    cost = tr.entropy_band(entropy, 0.2, 1.0)
+    cost.sum().backward()
+    assert torch.allclose(cost, torch.tensor([0.1, 0.0, 1.0])) and entropy.grad.tolist() == [-1.0, 0.0, 1.0]
+    with pytest.raises(ValueError, match="low <= high"):
+        tr.entropy_band(entropy, 1.0, 0.2)
+
+
+def test_perception_pulls_away_from_the_degraded_answer_and_ignores_rows_without_twin() -> None:
+    log_prob = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    degraded = torch.tensor([[-1.5, -0.5], [torch.nan, torch.nan]])
+    mask = torch.tensor([[1, 1], [0, 0]])
+    loss = tr.perception_loss(log_prob, degraded, mask, gamma=1.0, eta=0.0)
+    (gradient,) = torch.autograd.grad(loss, log_prob)
+    assert loss < 0 and bool(gradient[0, 0] < 0 < gradient[0, 1]) and gradient[1].tolist() == [0.0, 0.0]
+    alone = tr.perception_loss(log_prob[:1], degraded[:1], mask[:1], gamma=1.0, eta=0.5)
+    assert torch.allclose(
+        tr.perception_loss(log_prob[:1], degraded[:1], mask[:1], gamma=1.0, eta=0.5, rows=4), alone / 4
+    )
+
+
+def test_the_value_is_clipped_around_the_old_one() -> None:
+    value = torch.tensor([0.05, 0.5, -0.5], requires_grad=True)
+    loss = tr.clipped_value_loss(value, torch.zeros(3), torch.full((3,), 1.0))
+    loss.sum().backward()
+    assert torch.allclose(loss, torch.tensor([0.95**2, 0.9**2, 1.5**2]))
+    # past the clip and nearer to the target: no gradient; past it and farther: all of it
+    assert torch.allclose(value.grad, torch.tensor([-1.9, 0.0, -3.0]))
+
+
+# -- BGPO: a bound, exact on policy, and a sum over masks
+
+
+def test_masks_can_be_run_one_at_a_time() -> None:
+    old, elbo = torch.randn(3, 4), torch.randn(3, 4)
+    advantage = torch.tensor([1.0, -1.0, 0.0])
+    whole = linear_bound_loss(elbo, old, advantage)
+    parts = [linear_bound_loss(elbo[:, j : j + 1], old[:, j : j + 1], advantage) / 4 for j in range(4)]
+    assert torch.allclose(torch.stack(parts).sum(0), whole)
+
+
+# -- MusicRL: its gradient is REINFORCE with a baseline and an exact KL (golden arrays: test_token_surrogates)
+
+
+def test_masked_tokens_count_for_nothing_and_the_parts_have_their_own_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 5, generator=generator, requires_grad=True)
+    reference = torch.randn(2, 3, 5, generator=generator).log_softmax(-1)
+    value = torch.randn(2, 3, generator=generator, requires_grad=True)
+    ids, mask = torch.tensor([[0, 4, 1], [2, 3, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    reward = torch.tensor([1.0, -1.0])
+    output = music_rl_loss(logits.log_softmax(-1), reference, ids, reward, value, mask, alpha=0.2)
+    assert torch.allclose(output.loss, -0.8 * output.policy + 0.2 * output.kl) and output.kl > 0
+    assert torch.autograd.grad(output.loss, value, retain_graph=True, allow_unused=True)[0] is None
+    (gradient,) = torch.autograd.grad(output.loss, logits, retain_graph=True)
+    assert bool((gradient[1, 1:] == 0).all()) and bool((gradient[0] != 0).all())
+    (to_value,) = torch.autograd.grad(output.value_loss, value)
+    wanted = torch.where(mask.bool(), -2 * (reward[:, None] - value.detach()) / 4, 0.0)
+    assert torch.allclose(to_value, wanted)
+
+
+# -- RLFR's flow rewards: the velocity error of known fields, and what tokens are charged, by hand
+
+
+def test_the_velocity_of_one_point_has_no_error_and_a_shifted_one_that_of_the_shift() -> None:
+    """All data at c: x_t = t c + (1 - t) n, so that the velocity c - n is (c - x_t) / (1 - t)."""
+    torch.manual_seed(0)
+    c, noise, t = torch.tensor([0.5, -2.0, 1.0]), torch.randn(6, 3), torch.linspace(0.1, 0.9, 6)
+    data = c.expand(6, 3)
+    exact = velocity_error(lambda x, t: (c - x) / (1 - t[:, None]), data, noise, t)
+    assert float(exact.max()) < 1e-10
+    shifted = velocity_error(lambda x, t: (c - x) / (1 - t[:, None]) + torch.tensor([3.0, 0.0, 0.0]), data, noise, t)
+    torch.testing.assert_close(shifted, torch.full((6,), 3.0))  # 9 / 3 dimensions
+    still = velocity_error(lambda x, t: torch.zeros_like(x), data, noise, t)
+    torch.testing.assert_close(still, (data - noise).square().mean(1))
+
+
+def test_scores_weigh_times_by_t_over_1_minus_t() -> None:
+    data, noise = torch.tensor([[1.0, 1.0]]), torch.zeros(1, 2)
+    found = velocity_deviation(lambda x, t: x, data, noise, (0.5, 0.8))  # v = t at x_t = t, off by 1 - t
+    assert float(found.error) == pytest.approx((0.25 + 0.04) / 2)
+    assert float(found.score) == pytest.approx((1 * 0.25 + 4 * 0.04) / 2)
+
+
+def test_charges_by_hand() -> None:
+    score = torch.tensor([[1.0, 5.0, 4.5, 3.0, 99.0], [2.0, 2.0, 2.0, 7.0, 7.0], [0.0, 10.0, 9.0, 8.0, 7.0]])
+    mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    found = unlikely_tokens(score, mask, threshold=0.6, most=2)
+    wanted = [[0, 1.0, 0.875, 0, 0], [0] * 5, [0, 1.0, 0.9, 0, 0]]
+    assert found.tolist() == wanted
+    every = unlikely_tokens(score, mask, threshold=0.6, most=None)
+    assert every[2].tolist() == [0, 1.0, 0.9, 0.8, 0.7] and torch.equal(every[:2], found[:2])
+    paid = flow_returns(found, mask, coefficient=0.5)
+    torch.testing.assert_close(paid[0], torch.tensor([-0.9375, -0.9375, -0.4375, 0, 0], dtype=torch.float64))
+    assert (paid[1] == 0).all()
+
+
+def test_what_is_masked_does_not_matter() -> None:
+    mask = torch.tensor([[True, True, False]])
+    clean = unlikely_tokens(torch.tensor([[0.0, 1.0, 0.0]]), mask, threshold=0.0, most=1)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        odd = unlikely_tokens(torch.tensor([[0.0, 1.0, value]]), mask, threshold=0.0, most=1)
+        assert torch.equal(odd, clean)
+
+
+# -- UI-S1's credit against loops over the formulas
+
+
+NAN = float("nan")
+
+
+def test_a_turn_gets_what_follows_up_to_the_next_mismatch() -> None:
+    rewards = torch.tensor([[1.0, 0.1, 1.0, 1.0], [1.0, 1.0, 0.5, NAN]])
+    matched = torch.tensor([[True, False, True, True], [True, True, False, False]])
+    wanted = [[1.0, 0.1, 1.5, 1.0], [1.5, 1.0, 0.5, NAN]]
+    found = semi_online_returns(rewards, matched, gamma=0.5)
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
+
+
+@pytest.mark.parametrize(("gamma", "episode", "step"), [(0.5, 1.0, 1.0), (0.0, 0.0, 1.0), (0.9, 0.7, 2.0)])
+def test_advantages_are_those_of_the_formulas(gamma: float, episode: float, step: float) -> None:
+    rng = np.random.default_rng(0)
+    lengths = [4, 2, 4, 3, 1, 4, 0]
+    group = np.array([0, 0, 0, 1, 1, 1, 1])
+    rewards = [rng.choice([0.0, 0.1, 0.5, 1.0], n) for n in lengths]
+    matched = [r > 0.4 for r in rewards]
+    returns = []
+    for r, m in zip(rewards, matched, strict=True):
+        own = []
+        for k in range(len(r)):
+            total, power, j = r[k], gamma, k + 1
+            while m[k] and j < len(r) and m[j]:
+                total, power, j = total + power * r[j], power * gamma, j + 1
+            own.append(total)
+        returns.append(own)
+
+    def score(value: float, others: list[float]) -> float:
+        if len(others) < 2 or len(set(others)) == 1:
+            return 0.0
+        return (value - np.mean(others)) / (np.std(others, ddof=1) + 1e-6)
+
+    table, flags = np.full((7, 4), NAN), np.zeros((7, 4), bool)
+    wanted = np.zeros((7, 4))
+    for row, n in enumerate(lengths):
+        table[row, :n], flags[row, :n] = rewards[row], matched[row]
+        alike = [other for other in range(7) if group[other] == group[row] and lengths[other]]
+        whole = score(rewards[row].sum(), [rewards[other].sum() for other in alike])
+        for k in range(n):
+            own = score(returns[row][k], [returns[other][k] for other in alike if lengths[other] > k])
+            wanted[row, k] = episode * whole + step * own
+    found = semi_online_advantages(
+        torch.tensor(table), torch.tensor(flags), torch.tensor(group), gamma=gamma, episode=episode, step=step
+    )
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-9)
+    assert np.abs(wanted).max() > 0.5

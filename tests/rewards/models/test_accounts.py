@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import genrl_rewards
 from genrl_rewards.models.accounts import accounted
 from genrl_rewards.models.checkpoints import pretrained, tokenizer_of, transformers
+from genrl_rewards.models.qwen_video import chosen
 
 ASSETS = Path(__file__).parents[3] / "assets"
 
@@ -118,3 +124,52 @@ def test_what_a_library_raises_is_told_with_the_key() -> None:
         accounted("model.path: 'a'"),
     ):
         raise KeyError("x")
+
+
+# -- Which frames of a video Qwen's models read
+
+
+def test_frames_are_chosen_by_time() -> None:
+    assert len(chosen(81, 16.0, 2.0, "r")) == 10 and chosen(81, 16.0, 2.0, "r")[::9] == [0, 80]
+    assert chosen(16, 16.0, 2.0, "r") == [0, 5, 10, 15]  # one second: four all the same
+    assert len(chosen(121, 16.0, 2.0, "r")) == 16 and len(chosen(121, 16.0, 2.0, "r", down=True)) == 14
+    assert chosen(3, 16.0, 2.0, "r") == [0, 2]  # an even number of them
+    with pytest.raises(ValueError, match="r reads videos of two frames or more; this is a picture"):
+        chosen(1, 16.0, 2.0, "r")
+
+
+# -- A torchvision that does not fit this torch breaks transformers; the shim mends that. In a process of its own
+
+
+ROOT = str(Path(genrl_rewards.__file__).parents[1])
+SHIM = "from genrl_rewards.models.torchvision_compat import ensure\nfound = ensure()\nassert ensure() == found\n"
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed here")
+def test_without_torchvision_nothing_is_declared() -> None:
+    done = run(SHIM + "import torch\nassert found == 'absent'\ntorch.ops.torchvision.nms")
+    assert done.stderr.strip().endswith("object has no attribute 'nms'"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed here")
+def test_transformers_imports_beside_whatever_torchvision_is_installed() -> None:
+    plain = run("from transformers import CLIPModel")
+    mended = run(
+        "from genrl_rewards.scorers.preference import clipscore, pickscore\n"  # without help
+        + SHIM
+        + "from transformers import CLIPModel, CLIPImageProcessorPil\n"
+        "import torch, torchvision\n"
+        "from torchvision.transforms import v2\n"
+        "assert v2.Resize(4)(torch.rand(3, 8, 8)).shape == (3, 4, 4)\n"
+        "print(found)"
+    )
+    assert mended.returncode == 0, mended.stderr
+    assert mended.stdout.split()[-1] == ("works" if plain.returncode == 0 else "declared")

@@ -222,18 +222,6 @@ def test_a_run_that_is_to_end_waits_for_no_server(policy: str, kind: str) -> Non
     assert not scores.failures
 
 
-def test_a_server_that_comes_back_before_the_deadline() -> None:
-    """The call waits, and goes on by itself."""
-    port = free_port()
-    with servers.live(plain_rewards.mean, port=port) as url:
-        remote = Remote(url, outage=Outage(timeout_s=5, deadline_s=60))
-    with ExitStack() as stack:
-        back = threading.Timer(0.6, lambda: stack.enter_context(servers.live(plain_rewards.mean, port=port)))
-        back.start()
-        assert score(remote) == score(plain_rewards.mean)
-        back.join()
-
-
 def test_several_servers_share_the_calls() -> None:
     """Calls of several threads go to those with the fewest; one that is gone is left alone until all have failed."""
 

@@ -1,7 +1,5 @@
 """Whatever happens during a save, a complete checkpoint is left, and readers never take a broken one."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

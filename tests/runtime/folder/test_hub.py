@@ -1,7 +1,5 @@
 """To the hub and from it, against a stand-in of its HTTP interface on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

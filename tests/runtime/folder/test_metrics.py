@@ -1,7 +1,5 @@
 """Every metric is documented, every row is readable, and equal runs write equal rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who may start, resume and write into a run folder, and what a reader finds in it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

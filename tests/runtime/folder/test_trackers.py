@@ -1,7 +1,5 @@
 """A resumed run goes on in the tracker; pictures, films and tables reach those that take them."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

@@ -1,7 +1,5 @@
 """A loop over two parameters, in groups of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

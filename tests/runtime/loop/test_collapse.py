@@ -1,7 +1,5 @@
 """A run that collapses: noticed, with no false alarm in healthy ones, and what is done about it."""
 
-from __future__ import annotations
-
 import math
 import random
 import shutil

@@ -1,7 +1,5 @@
 """What every training loop does: evaluations, saving and going on, leaving, undoing, smaller micro-batches."""
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path

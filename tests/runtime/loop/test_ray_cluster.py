@@ -1,7 +1,5 @@
 """Addresses at which no Ray cluster answers, and versions that differ: told in a bounded time, with what to do."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """A gradient that stops being finite, once per method: `genrl replay` computes to the bit what the run had computed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -54,7 +52,6 @@ def smaller(tree: brief_runs.Tree) -> brief_runs.Overrides:
     return small
 
 
-@pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]
 )
@@ -63,7 +60,6 @@ def test_a_planted_nan_is_replayed_exactly(name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_guidance_is_detached_in_the_replay_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"sampling.guidance_scale": 3, "trainer.guidance_in_training": "detached"}
     replay_of("flow_grpo.yaml", tmp_path, monkeypatch, changes)

@@ -1,7 +1,5 @@
 """One signal: save and leave. A second: leave. No progress: leave with the stacks on disk. All in real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -183,10 +181,3 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
         process.wait()
         assert killed_ranks(Run(tmp_path), 3) == [found]
     assert killed_ranks(Run(tmp_path), 1) == []
-
-
-def test_a_watchdog_that_was_not_needed_leaves_nothing(tmp_path: Path) -> None:
-    with Watchdog(Run(tmp_path), 60) as watchdog:
-        watchdog.beat("training", 3)
-        assert appeared(tmp_path / "heartbeat" / "rank-0.json")
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

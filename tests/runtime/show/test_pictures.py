@@ -1,7 +1,5 @@
 """Grids show every picture, unsmoothed if tiny, with its texts beside it and nothing cut."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The report is one offline page, of whatever is there, in which nothing from outside is markup."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -16,6 +14,7 @@ from genrl.runtime.folder import run as runs
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
 from genrl.runtime.show.curves import chart, labels, thin, ticks
+from genrl.runtime.show.intervals import Z_95, wilson
 from genrl.runtime.show.pictures import save_samples
 from genrl.runtime.show.report import write_report
 
@@ -198,3 +197,16 @@ def test_a_chart_is_well_formed_stays_in_its_frame_and_breaks_at_gaps() -> None:
     titles = [node.text for node in root.iter("title")]
     assert len(titles) == 9 and titles[0] == 'a<b>&", step 0: 0'
     assert "no finite value" in chart([("x", [(1.0, None)])])
+
+
+# -- Wilson's interval: known values, its defining equation, symmetry
+
+
+def test_published_values_and_impossible_counts() -> None:
+    """Newcombe 1998, table I: method 3."""
+    for counts, wanted in {(81, 263): (0.2553, 0.3662), (0, 20): (0.0, 0.1611), (1, 29): (0.0061, 0.1718)}.items():
+        assert wilson(*counts) == pytest.approx(wanted, abs=5e-5)
+    for successes, trials in ((0, 0), (-1, 3), (4, 3)):
+        with pytest.raises(ValueError, match=f"got {successes} of {trials}"):
+            wilson(successes, trials)
+    assert math.isclose(Z_95, 1.96, abs_tol=1e-4)

@@ -1,7 +1,5 @@
 """What the processes of the tests of checkpoints in shares run."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

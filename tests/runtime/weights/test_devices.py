@@ -1,7 +1,5 @@
 """Devices by torch's own interface: which one is taken, and what is asked of one that is not at hand here."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters compute in the precision of what they adapt."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Backward passes and steps of named groups: rates, clipping, guards, schedule."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every optimiser that can be named: made, stepped, saved and resumed to the bit; what does not fit is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A denoiser in shards over two processes (gloo), without training: see test_distributed for whole runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from safetensors.torch import load_file
 from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs, shards
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, target: Callable[..., None], *arguments: object) -> None:

@@ -1,7 +1,5 @@
 """Configurations of a policy's run: those that are shipped load, and what cannot work is refused with advice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Demonstrations under the names that people's data sets have, and what they cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """LeRobotDataset v3.0: what is written is read, in the published layout; what is broken is named."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

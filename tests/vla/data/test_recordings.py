@@ -1,7 +1,5 @@
 """Steps from files in the formats of DSRL and Minari, made here row by row; what is refused; decisions from steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Demonstrations beside the statistics that a policy normalises by: least spreads, other units, other widths."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

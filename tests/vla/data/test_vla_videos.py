@@ -1,7 +1,5 @@
 """Clips and contact sheets: the right frames, under the right words, in the right colour."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,25 +1,36 @@
 """Supervised training: the gradient of flow matching and of noise prediction, shared out or not."""
 
-from __future__ import annotations
-
+import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from genrl.config import ConfigError
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
+from genrl.playground.minitable import INSTRUCTIONS, State, expert_chunk
+from genrl.playground.minitable.world import TableWorld
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import frames_of
 from genrl.vla.data.frames import ACTION_IS_PAD
+from genrl.vla.methods.dagger import train as dagger
 from genrl.vla.methods.sft import train as sft
+from genrl.vla.methods.v_ptr import train as v_ptr
+from genrl.vla.methods.v_ptr.train import ICVF, draw, icvf_errors, order, train_icvf
 from genrl.vla.offline.imitation import imitation_loss, recorded_frames
-from genrl.vla.policies.policy import ACTION, rows
+from genrl.vla.offline.regression import wayward_data
+from genrl.vla.policies.encoder import LOOKS
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, rows
 from genrl.vla.setup import load_trained
 from genrl.vla.train import open_policy, train
 from tests.vla import vla_runs
-from tests.vla.tiny_policies import diffusion, flow, frames
+from tests.vla.methods.test_vla_offline_trainers import small
+from tests.vla.tiny_policies import SEES, diffusion, flow, frames
 
 DIFFUSION: dict[str, Any] = {
     "policy": {"path": None, "new": {"type": "diffusion_mlp", "image_size": 0, "train_steps": 20}},
@@ -147,3 +158,196 @@ def test_data_sets_hold_no_points(tmp_path: Path) -> None:
     (tmp_path / "meta" / "info.json").write_text("{}")
     with pytest.raises(ValueError, match="data sets hold no clouds of points"):
         open_policy(config(tmp_path, demonstrations=nowhere, **POINTS))
+
+
+# -- DAgger: what is labelled, by whom, who acts, and what is imitated in the end
+
+
+def config_of_dagger(folder: Path, **changes: Any) -> VLAConfig:
+    trainer = {**vla_runs.DAGGER["trainer"], **changes.pop("trainer", {})}
+    return vla_runs.config(folder, **{**vla_runs.DAGGER, **changes, "trainer": trainer})
+
+
+def table(frames: Batch, instructions: dict[tuple[int, ...], int]) -> State:
+    """The tables that the frames were seen on: a gripper that holds a disc is nearest to that one."""
+    gripper, discs = frames[STATE][:, :2].numpy(), frames[ENVIRONMENT].reshape(-1, 3, 2).numpy()
+    nearest = np.linalg.norm(discs - gripper[:, None], axis=-1).argmin(1)
+    told = np.array([instructions[tuple(row)] for row in frames[TOKENS].tolist()])
+    return State(gripper, discs, np.where(frames[STATE][:, 2].numpy() > 0, nearest, -1), told)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_every_state_that_is_visited_gets_the_experts_chunk_from_there(tmp_path: Path, beta: float) -> None:
+    with vla_runs.opened(config_of_dagger(tmp_path, environment={"tasks": ["put"]})) as run:
+        numbers = {tuple(run.policy.tokenise([text])[0].tolist()): n for n, text in enumerate(INSTRUCTIONS)}
+        found = dagger.visit(run, beta, 0)
+        wanted = expert_chunk(table(found.frames, numbers), 4)
+        np.testing.assert_array_equal(found.frames[ACTION].numpy(), wanted)
+        assert len(found.error) == len(wanted) > 16 and found.error.min() > 0
+        assert 4 * (len(wanted) - len(found.success)) <= found.steps <= 4 * len(wanted) and found.dropped == 0
+        again = dagger.visit(run, beta, 0)
+        assert all(torch.equal(value, again.frames[name]) for name, value in found.frames.items())
+        other = dagger.visit(run, beta, 1)
+        assert not torch.equal(found.frames[STATE][:8], other.frames[STATE][:8])
+
+
+def test_who_acts(tmp_path: Path) -> None:
+    """The expert alone touches every disc; the policy alone does what it does without being asked."""
+    with vla_runs.opened(config_of_dagger(tmp_path, environment={"num_envs": 32})) as run:
+        assert all(dagger.visit(run, 1.0, 0).success)
+        alone = dagger.visit(run, 0.0, 0).success
+        assert any(alone) and not all(alone)
+        mixed = [dagger.visit(run, beta, 0).error for beta in (0.0, 0.5, 1.0)]
+        assert len(mixed[1]) != len(mixed[0]) or not torch.equal(mixed[1], mixed[0])
+
+
+def test_two_processes_collect_what_one_does(tmp_path: Path) -> None:
+    """Each half of the slots, in the order of all of them; up to the rounding of other batches."""
+    parts = []
+    for name, slots, first in (("whole", 8, 0), ("left", 4, 0), ("right", 4, 4)):
+        settings = config_of_dagger(tmp_path, environment={"num_envs": slots}, output=str(tmp_path / name))
+        with vla_runs.opened(settings) as run:
+            run.first_slot = first
+            parts.append(dagger.visit(run, 0.5, 0))
+    whole, joined = dagger.in_order(parts[:1]), dagger.in_order(parts[1:])
+    assert torch.equal(whole[TOKENS], joined[TOKENS]) and len(whole[TOKENS]) > 12
+    for name in (STATE, ENVIRONMENT, ACTION):
+        torch.testing.assert_close(whole[name], joined[name], atol=1e-4, rtol=0.0)
+
+
+def test_the_union_of_demonstrations_and_all_labels_is_imitated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the expert tells is never padding, which a data set's ends may have."""
+    unions: list[Batch] = []
+    updates = dagger.imitation_updates
+
+    def watched(run: Any, settings: Any, frames: Batch, loss: Any) -> dict[str, float]:
+        unions.append(frames)
+        return updates(run, settings, frames, loss)
+
+    monkeypatch.setattr(dagger, "imitation_updates", watched)
+    settings = config_of_dagger(tmp_path, iterations=2, trainer={"beta": 0.5})
+    with vla_runs.opened(settings) as run:
+        shown = frames_of(settings, run.policy)[0]
+        shown = run.frames = shown | {ACTION_IS_PAD: torch.zeros(shown[ACTION].shape[:2], dtype=torch.bool)}
+        shown[ACTION_IS_PAD][:, 3:] = True
+        dagger.train(run, settings.trainer)  # type: ignore[arg-type]
+        logged = vla_runs.rows(run.process.run.folder)
+    first, second = unions
+    count = len(shown[ACTION])
+    for name in first:
+        assert torch.equal(first[name][:count], shown[name]), name
+        assert torch.equal(second[name][: len(first[name])], first[name]), name
+    labels = [len(union[ACTION]) - count for union in unions]
+    assert not second[ACTION_IS_PAD][count:].any()
+    assert 8 <= labels[0] < labels[1] and [row["dagger/labels"] for row in logged] == labels
+    assert [row["dagger/beta"] for row in logged] == [0.5, 0.25]
+    assert logged[1]["rollout/env_steps"] > logged[0]["rollout/env_steps"] and logged[0]["loss"] > 0
+
+
+def test_simulators_without_an_expert_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="maniskill has none; minitable, .*, fetch, reacher have one"):
+        config_of_dagger(tmp_path, environment={"name": "maniskill", "tasks": None})
+    with pytest.raises(ConfigError, match=r"dagger imitates: write `expert: N`, or `dataset: FOLDER`"):
+        config_of_dagger(tmp_path, demonstrations={"expert": None})
+
+
+def test_one_of_your_own_is_asked_before_anything_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config_of_dagger(tmp_path, evaluation={"every": 1})
+    with vla_runs.opened(settings) as run:
+        run.frames = frames_of(settings, run.policy)[0]
+        monkeypatch.delattr("genrl.playground.minitable.env.TableHost.advise")
+        monkeypatch.setattr(run, "judged", lambda iteration: pytest.fail("it was evaluated"))
+        with pytest.raises(ValueError, match="TableHost has no expert; minitable, metaworld, .* have one"):
+            dagger.train(run, settings.trainer)  # type: ignore[arg-type]
+
+
+# -- V-PTR: the value function of videos by its formula, what is drawn, what is kept of it, and whole runs
+
+
+def test_the_errors_are_those_of_the_formula() -> None:
+    """Worked by hand: a step towards the intent counts .9, one away from it .1; at a goal the value is 0 and ends."""
+    values = torch.tensor([[-2.0, -2.0, -1.0], [-3.0, -3.0, -1.0]], requires_grad=True)
+    following = torch.tensor([[-1.0, -1.0, -9.0], [-2.0, -2.0, -9.0]])
+    # advantages: -1 + .5 * min(-2, -4) - mean(-4, -6) = 2;  -1 + .5 * -8 - -4 = -1;  at the intent 0 - -1 = 1
+    next_intent = torch.tensor([[-2.0, -8.0, -5.0], [-4.0, -6.0, -5.0]])
+    intent = torch.tensor([[-4.0, -4.0, -1.0], [-6.0, -4.0, -1.0]])
+    there = torch.tensor([False, False, True])
+    found = icvf_errors(values, following, intent, next_intent, there, there, discount=0.5, expectile=0.9)
+    # targets: -1 + .5 * -1 = -1.5 and -1 + .5 * -2 = -2; at the goal 0
+    squares = torch.tensor([0.5**2 + 1.0**2, 0.5**2 + 1.0**2, 1.0 + 1.0])
+    torch.testing.assert_close(found, squares * torch.tensor([0.9, 0.1, 0.9]))
+    found.sum().backward()
+    assert values.grad is not None and values.grad[0].tolist() == pytest.approx([-0.9, -0.1, -1.8])
+
+
+def test_goals_are_the_frame_itself_a_later_one_or_one_of_another_video() -> None:
+    videos, frames, count = 50, 9, 4000
+    drawn = draw(videos, frames, count, generator(0, "x"))
+    assert torch.equal(drawn.following, drawn.now + 1)
+    assert torch.equal(drawn.now // frames, drawn.following // frames), "a step leaves its video"
+    assert torch.equal(drawn.now // frames, drawn.later // frames) and bool((drawn.later >= drawn.now).all())
+    assert set((drawn.later % frames).tolist()) == set(range(frames))
+    own = torch.arange(count)
+    for which in (drawn.goal, drawn.intent):
+        assert abs(float((which == own).float().mean()) - 0.2) < 0.03
+        assert abs(float((which == count + own).float().mean()) - 0.5) < 0.03
+        assert int(which.max()) < 2 * count
+    same = float((drawn.goal == drawn.intent).float().mean())
+    assert abs(same - (0.5 + 0.5 * (0.2**2 + 0.5**2))) < 0.03
+
+
+def crossing() -> torch.Tensor:
+    """A red square goes from left to right, at another height in every video."""
+    shown = torch.full((16, 13, 16, 16, 3), 230, dtype=torch.uint8)
+    for n in range(16):
+        for t in range(13):
+            shown[n, t, n % 12 : n % 12 + 4, t : t + 4] = torch.tensor([200, 40, 40], dtype=torch.uint8)
+    return shown
+
+
+def test_values_learn_what_is_near_and_move_what_looks() -> None:
+    """With these weights the end is worth less in the middle at first. What reads instructions stays."""
+    policy = flow(replace(SEES, image=16), seed=2)
+    torch.manual_seed(2)
+    icvf = ICVF(copy.deepcopy(policy.encoder))
+    assert order(icvf, crossing()) < 0.2
+    losses = list(train_icvf(icvf, crossing(), steps=25, seed=2))
+    assert order(icvf, crossing()) > 0.8 and len(losses) == 25 and all(0 < loss < 20 for loss in losses)
+    before = policy.encoder.state_dict()
+    moved = {name for name, value in icvf.encoder.state_dict().items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[0] + "." for name in moved} == set(LOOKS)
+
+
+def test_videos_are_pictures_of_play_alone() -> None:
+    shown = v_ptr.videos(TableWorld(), 6, 32, seed=1)
+    assert shown.shape == (6, 41, 32, 32, 3) and shown.dtype == torch.uint8
+    assert all(len(video.flatten(1).unique(dim=0)) > 5 for video in shown), "nobody plays"
+    assert torch.equal(shown, v_ptr.videos(TableWorld(), 6, 32, seed=1))
+    assert not torch.equal(shown, v_ptr.videos(TableWorld(), 6, 32, seed=2))
+
+
+@pytest.mark.parametrize("kind", ["video", "imitation", "random"])
+def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) -> None:
+    settings = small(root, "v_ptr", tmp_path, f"trainer.encoder={kind}")
+    policy: Any = v_ptr.new_policy(settings)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    data = wayward_data(settings, 12, 0.5, policy, 4)
+    found = v_ptr.pretrained(TableWorld(), policy, data, settings.trainer, seed=0)  # type: ignore[arg-type]
+    moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    assert bool(moved) == (kind != "random")
+    assert all(name.startswith(tuple(f"encoder.{part}" for part in LOOKS)) for name in moved)
+    told = {"video": {"pretraining/loss", "pretraining/order"}, "imitation": {"pretraining/loss"}, "random": set()}
+    assert set(found) == told[kind]
+
+
+def test_critics_see_the_features_of_the_encoder(root: Path, tmp_path: Path) -> None:
+    settings = small(root, "v_ptr", tmp_path)
+    policy: Any = v_ptr.new_policy(settings)
+    data = wayward_data(settings, 12, 0.5, policy, 4)
+    seen = v_ptr.with_features(policy, data)
+    assert set(seen.observation) == {STATE, TOKENS, ENVIRONMENT} and seen.observation[ENVIRONMENT].shape[1] == 128
+    one = policy.encoder.look(data.next_observation[IMAGE][3:4], torch.zeros(1, 64))
+    torch.testing.assert_close(seen.next_observation[ENVIRONMENT][3:4], one.detach(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(seen.action, data.action) and 0 < float(data.reward.sum()) <= 12

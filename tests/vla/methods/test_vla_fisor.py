@@ -1,7 +1,5 @@
 """The table with hazards, and FISOR: weights, choice among candidates, and that it learns what is dangerous."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -64,15 +62,6 @@ def test_costs_of_a_chunk_are_those_of_its_actions() -> None:
     found = np.concatenate([part[-1]["costs"] for part in parts], 1)
     alive = ~np.stack([part[2] for part in parts]).any(0)  # tables without a success: their steps coincide
     assert alive.sum() > 8 and np.array_equal(found[alive], seen[alive]) and found[alive].sum() > 0
-
-
-def test_the_behaviour_reaches_its_goal_and_care_pays() -> None:
-    careless, careful = played(200, 0.0), played(200, 1.0)
-    for data in (careless, careful):
-        assert data.success.sum() == 200
-    assert careless.cost.sum() > 5 * careful.cost.sum() and careful.cost.sum() < 20
-    again = played(200, 1.0, chunk=4)
-    assert again.success.sum() == 200 and (again.n_executed > 1).any()
 
 
 def with_risks(data: Transitions, std: float, bias: float = 0.0) -> fisor.Fisor:

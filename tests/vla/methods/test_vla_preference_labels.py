@@ -1,7 +1,5 @@
 """Preferences over pictures: pairs, a judge of the reward stack, the cache, the ensemble, new rewards for old data."""
 
-from __future__ import annotations
-
 import json
 import math
 

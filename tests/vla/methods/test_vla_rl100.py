@@ -1,7 +1,5 @@
 """RL-100: the surrogate at every denoising step, the gate, offline evaluation, GAE online, one-step distillation."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

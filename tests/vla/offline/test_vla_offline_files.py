@@ -1,7 +1,5 @@
 """Offline methods that learn from a file of steps and are judged where it was recorded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

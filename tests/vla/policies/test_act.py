@@ -1,7 +1,5 @@
 """ACT: the published layout, LeRobot's own chunks and losses, new policies, whole runs, what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

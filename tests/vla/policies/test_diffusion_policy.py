@@ -1,7 +1,5 @@
 """Diffusion Policy: the published layout, LeRobot's own chains, diffusers' schedule, replay, what is refused."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

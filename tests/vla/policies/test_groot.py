@@ -1,7 +1,5 @@
 """GR00T N1.7: LeRobot's layout, its numbers, what a row depends on, replay, freezing, what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

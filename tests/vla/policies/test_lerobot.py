@@ -2,16 +2,21 @@
 nothing and leave the rest black, on the side that each family puts it.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
-from genrl.vla.policies.folder import load_policy
+from genrl.mdp.noise import generator, keyed_noise
+from genrl.vla.policies.folder import load_policy, save_policy
+from genrl.vla.policies.normalise import normalise, statistics, unnormalise
+from genrl.vla.policies.policy import ACTION, rows
 from genrl.vla.policies.robot import letterbox
 from tests.vla.published import pi_folder, smol_folder
+from tests.vla.tiny_policies import FEELS, SEES, TOLD, diffusion, flow, frames
 
 
 def changed(path, **settings) -> None:
@@ -85,3 +90,133 @@ def test_halving_averages_neighbours() -> None:
     image = torch.rand(1, 3, 8, 8)
     mean = image.unflatten(2, (4, 2)).unflatten(4, (4, 2)).mean((3, 5))
     torch.testing.assert_close(letterbox(image, (4, 4), "centre"), mean)
+
+
+# -- LeRobot's normalisation modes and their inverses
+
+
+MODES = ["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
+
+
+def demonstrations(seed: int = 0) -> torch.Tensor:
+    """200 actions of four numbers of very different scales, the last constant."""
+    scale = torch.tensor([1.0, 0.01, 300.0, 0.0])
+    return torch.randn(200, 4, generator=generator(seed)) * scale + torch.tensor([0.0, 5.0, -40.0, 0.7])
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(MODES), st.integers(0, 100))
+def test_the_inverse_brings_actions_back(mode, seed: int) -> None:
+    values = demonstrations(seed)
+    stats = statistics(values)
+    back = unnormalise(normalise(values.double(), stats, mode), stats, mode)
+    torch.testing.assert_close(back, values.double(), rtol=1e-9, atol=1e-9)
+
+
+def test_what_a_mode_promises() -> None:
+    values = demonstrations()
+    stats = statistics(values)
+    moving = values[:, :3]
+    centred = normalise(values, stats, "MEAN_STD")
+    assert centred.mean(0).abs().max() < 1e-3
+    torch.testing.assert_close(centred[:, :3].std(0, correction=0), torch.ones(3), rtol=1e-3, atol=1e-3)
+    bounded = normalise(values, stats, "MIN_MAX")[:, :3]
+    torch.testing.assert_close(bounded.amin(0), -torch.ones(3))
+    torch.testing.assert_close(bounded.amax(0), torch.ones(3))
+    for mode, share in (("QUANTILES", 0.98), ("QUANTILE10", 0.8)):
+        inside = normalise(moving, {k: v[:3] for k, v in stats.items() if k != "count"}, mode).abs() <= 1 + 1e-4
+        assert inside.float().mean(0).sub(share).abs().max() < 0.02
+
+
+def test_a_number_that_never_moved_stays_finite() -> None:
+    values = demonstrations()
+    stats = statistics(values)
+    for mode in MODES:
+        assert normalise(values, stats, mode).isfinite().all()
+
+
+def test_statistics_by_hand() -> None:
+    values = torch.arange(101.0)[:, None].repeat(1, 2).view(101, 1, 2)
+    stats = statistics(values)
+    assert stats["count"].item() == 101 and stats["mean"].tolist() == [50.0, 50.0]
+    assert [stats[name][0].item() for name in ("min", "q01", "q10", "q50", "q90", "q99", "max")] == pytest.approx(
+        [0, 1, 10, 50, 90, 99, 100]
+    )
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"not finite: \[1\]"):
+        statistics(torch.tensor([[1.0], [torch.nan]]))
+    with pytest.raises(KeyError, match="q01"):
+        normalise(torch.ones(1), {"mean": torch.ones(1)}, "QUANTILES")
+    with pytest.raises(ValueError, match="mode must be"):
+        normalise(torch.ones(1), {}, "ZSCORE")  # type: ignore[arg-type]
+
+
+# -- Saved policies: the same one back, LeRobot's files, and what is refused
+
+
+POLICIES = {
+    "flow": lambda: flow(SEES, critic=1, noise_head="context"),
+    "flow from states": lambda: flow(TOLD),
+    "flow from points": lambda: flow(FEELS),
+    "diffusion": lambda: diffusion(SEES, critic=1, train_steps=100),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_saved_policy_is_the_same_policy(name: str, tmp_path) -> None:
+    policy = POLICIES[name]()
+    save_policy(policy, tmp_path / "policy")
+    loaded = load_policy(tmp_path / "policy")
+    assert type(loaded) is type(policy) and loaded.config == policy.config and not loaded.training
+    seen, x = rows(frames(points=14), torch.arange(4)), keyed_noise((4, 4, 3), 0)
+    ours, theirs = policy.encode(seen), loaded.encode(seen)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    ask, time = "noise" if name == "diffusion" else "velocity", torch.ones(4, dtype=torch.int64)
+    assert torch.equal(getattr(policy, ask)(ours, x, time), getattr(loaded, ask)(theirs, x, time))
+    assert torch.equal(policy.actions(x), loaded.actions(x))
+    assert not list((tmp_path / "policy").glob("*.partial"))
+
+
+def test_the_files_are_lerobots(tmp_path) -> None:
+    policy = flow(SEES)
+    save_policy(policy, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["input_features"] == {
+        "observation.state": {"type": "STATE", "shape": [3]},
+        "observation.image": {"type": "VISUAL", "shape": [3, 32, 32]},
+    }
+    assert config["output_features"] == {"action": {"type": "ACTION", "shape": [3]}} and config["chunk_size"] == 4
+    assert config["normalization_mapping"]["ACTION"] == "MIN_MAX" and config["type"] == "tiny_flow_vla"
+    processor = json.loads((tmp_path / "policy_postprocessor.json").read_text())
+    stats = load_file(tmp_path / processor["steps"][0]["state_file"])
+    assert torch.equal(stats["action.max"], policy.stats[ACTION]["max"])
+    assert set(load_file(tmp_path / "model.safetensors")) == set(policy.state_dict())
+
+
+def test_what_is_not_such_a_folder_is_refused(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        load_policy(tmp_path)
+    save_policy(flow(SEES), tmp_path)
+    good = json.loads((tmp_path / "config.json").read_text())
+
+    def with_config(**changes) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(good | changes))
+
+    with_config(type="diffusion_mlq")
+    with pytest.raises(ValueError, match="unknown policy 'diffusion_mlq'; did you mean diffusion_mlp"):
+        load_policy(tmp_path)
+    with_config(normalization_mapping={"ACTION": "MEAN_STD"})
+    with pytest.raises(ValueError, match="normalization_mapping"):
+        load_policy(tmp_path)
+    with_config(chunk_size=8)
+    with pytest.raises(ValueError, match="does not fit"):
+        load_policy(tmp_path)
+    with_config()
+    stats = "policy_preprocessor_step_0_normalizer_processor.safetensors"
+    save_file(
+        {name: value for name, value in load_file(tmp_path / stats).items() if "action" not in name}, tmp_path / stats
+    )
+    with pytest.raises(ValueError, match="action needs statistics"):
+        load_policy(tmp_path)

@@ -1,7 +1,5 @@
 """OpenVLA-OFT: the published layout, timm's and transformers' own modules, bins, units, what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,14 +1,31 @@
 """The embedded policies: sizes, what a context may and may not depend on, instructions, statistics."""
 
-from __future__ import annotations
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from genrl.config.plugins import import_file
 from genrl.mdp.noise import keyed_noise
+from genrl.runtime.loop.progress import Progress
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.embedded import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.policies.encoder import CLOUD, PICTURE, PointEncoder
+from genrl.vla.policies.folder import load_policy, policy_class
+from genrl.vla.policies.layers import compute_again
 from genrl.vla.policies.policy import ACTION, IMAGE, POINTS, SEEN, STATE, TOKENS, Inputs, rows, tokenise
+from genrl.vla.setup import load_trained
+from genrl.vla.simulators.contract import Simulation
+from genrl.vla.simulators.tables import open_environment
+from genrl.vla.train import judge_policy, open_policy, train
+from tests.vla import published_runs, vla_runs
+from tests.vla.published import LINES, pi_folder, pi_observation, smol_folder
 from tests.vla.tiny_policies import FEELS, SEES, WORDS, diffusion, flow, frames
 
 
@@ -125,3 +142,210 @@ def test_what_does_not_fit_is_refused() -> None:
         flow(FEELS).encode(shown | {POINTS: shown[POINTS][:, 1:]})
     with pytest.raises(ValueError, match=r"statistics of shape \[4\]"):
         TinyFlowVLA(TinyFlowConfig(Inputs(state=4, vocabulary=WORDS), 3, 4), flow().stats)
+
+
+# -- Policies of a file outside the package: trained, saved, loaded, evaluated and resumed as those that are built in
+
+
+SOURCE = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from genrl.vla.policies.embedded import EmbeddedConfig, EmbeddedPolicy
+
+
+@dataclass(frozen=True)
+class WideConfig(EmbeddedConfig):
+    width: int = 8
+
+
+class Wide(EmbeddedPolicy):
+    """As in the documentation of `genrl.vla.policies.policy`, with a setting."""
+
+    Config: ClassVar = WideConfig
+
+    def __init__(self, config, stats):
+        super().__init__(config, stats)
+        numbers = config.horizon * config.action_dim
+        self.body = nn.Sequential(
+            nn.Linear(self.encoder.size + numbers + 1, config.width), nn.Mish(), nn.Linear(config.width, numbers)
+        )
+        if config.critic:
+            self.value_head = nn.Linear(self.encoder.size, config.critic)
+
+    def velocity(self, context, x, sigma):
+        told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
+        return self.body(told).view(x.shape)
+
+
+class Dreamer:
+    def encode(self, observation): ...
+
+
+number = 3
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def imitated(place: Path, name: str, sampler: str = "flow_sde", **new: Any) -> VLAConfig:
+    sft = {**vla_runs.SFT, "policy": {"path": None, "new": {"type": name, "image_size": 0, **new}}}
+    return vla_runs.config(place, sampler=sampler, iterations=2, **sft)
+
+
+def test_sft_then_ppo_then_grpo(file: Path, tmp_path: Path) -> None:
+    """Every one from the run before it."""
+    name = f"{file}:Wide"
+    for folder in ("sft", "ppo", "grpo"):
+        (tmp_path / folder).mkdir()
+    run = train(imitated(tmp_path / "sft", name, args={"width": 12}))
+    policy = load_policy(run / "policy")
+    assert type(policy).__name__ == "Wide" and policy.name == name and not policy.critic and policy.config.width == 12
+    config = vla_runs.config(tmp_path / "ppo", policy={"path": str(run)}, iterations=2)
+    whole = train(config)
+    assert load_policy(whole / "policy").critic == 1
+    before, after = load_trained(whole, step=1), load_trained(whole)
+    assert vla_runs.moved(after, vla_runs.weights(before)) >= {"body.0.weight", "value_head.weight"}
+    with Progress(1, enabled=False) as progress:
+        found = judge_policy(config, whole, progress)
+    assert len(found.success) == config.evaluation.episodes
+    last = train(vla_runs.config(tmp_path / "grpo", policy={"path": str(whole)}, iterations=1, **vla_runs.GRPO))
+    assert not load_policy(last / "policy").critic
+
+
+def test_what_it_cannot_do_is_told_before_anything_is_written(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sampler.kind: diffusion needs a policy that predicts noise"):
+        train(imitated(tmp_path, f"{file}:Wide", "diffusion"))
+    with pytest.raises(ValueError, match=r"policy.new.args: .*Wide has no \['wide'\]; it has \['width'\]"):
+        train(imitated(tmp_path, f"{file}:Wide", args={"wide": 3}))
+    with pytest.raises(ValueError, match="has no noise head; choose a sampler that learns no noise"):
+        run = train(imitated(tmp_path, f"{file}:Wide"))
+        train(vla_runs.config(tmp_path, sampler="reinflow", policy={"path": str(run)}, output=str(tmp_path / "b")))
+    assert not (tmp_path / "b" / "policy").exists()
+
+
+def test_an_installed_policy_and_an_installed_simulator(
+    file: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their names in the entry point groups; the configuration knows them, too."""
+    found = {
+        "genrl.policies": EntryPoint("linear", "own_package:Wide", "genrl.policies"),
+        "genrl.simulators": EntryPoint("corners", "own_package:make", "genrl.simulators"),
+    }
+    kind = policy_class(f"{file}:Wide")
+    simulator = import_file(root / "docs" / "example_simulator.py")
+    package = ModuleType("own_package")
+    package.Wide, package.make = kind, simulator.make  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_package", package)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [found[group]] if group in found else [])
+    config = imitated(tmp_path, "linear")
+    assert config.policy.new is not None and policy_class(config.policy.new.type) is kind
+    env = open_environment(Simulation("corners", num_envs=2, chunk=2, tasks=("red",), max_steps=9))
+    observation, _ = env.reset(seed=0)
+    assert env.task_description == ["go to the red corner"] * 2 and observation["agent_pos"].shape == (2, 2)
+    env.close()
+
+
+def test_classes_that_are_no_policies(file: Path) -> None:
+    with pytest.raises(ValueError, match="Dreamer has no tokenise, normalised, actions, with_heads, save, load"):
+        policy_class(f"{file}:Dreamer")
+    with pytest.raises(ValueError, match="number is no class"):
+        policy_class(f"{file}:number")
+    with pytest.raises(ValueError, match="did you mean Wide"):
+        policy_class(f"{file}:Widde")
+    with pytest.raises(ValueError, match="did you mean smolvla"):
+        policy_class("smol_vla")
+
+
+# -- Layers whose activations are computed again in the backward pass, and what is refused
+
+
+def passed(policy: Any) -> tuple[dict[str, Tensor], int]:
+    """Outputs and gradients of an encoding, two denoising steps, the heads; bytes that the graph keeps."""
+    held = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    observation = pi_observation(3) | {TOKENS: policy.tokenise(LINES)}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = dict(policy.encode(observation))
+        for step, sigma in enumerate((1.0, 0.5)):
+            outputs = policy.velocity_and_noise(found, keyed_noise((3, 6, 32), step), torch.full((3,), sigma))
+            found |= {f"velocity-{step}": outputs[0], f"noise-{step}": outputs[1]}
+        found["value"] = policy.value(found)
+        loss = sum(value.float().square().mean() for name, value in found.items() if name != "valid")
+    loss.backward()  # type: ignore[union-attr]
+    gradients = {f"gradient/{name}": p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    return {**found, **gradients}, sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("pi0", torch.float32), ("pi05", torch.bfloat16), ("smolvla", torch.float32), ("smolvla", torch.bfloat16)],
+)
+def test_computing_again_gives_the_same_bits(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """bfloat16: of a frozen language model."""
+    settings = published_runs.ALL if dtype == torch.float32 else {"train_expert_only": True}
+    if kind == "smolvla":
+        weights = smol_folder(tmp_path)
+        smol_folder(tmp_path, weights={name: value.to(dtype) for name, value in weights.items()}, **settings)
+    else:
+        pi_folder(tmp_path, adaptive=kind == "pi05", dtype=dtype, **settings)
+    found = []
+    for again in (False, True):
+        policy = load_policy(tmp_path).with_heads(critic=1, noise_head="expert", seed=0)
+        if again:
+            compute_again(policy)
+        found.append(passed(policy))
+    (kept, most), (computed, least) = found
+    assert kept.keys() == computed.keys() and sum(name.startswith("gradient/") for name in kept) > 40
+    for name, value in kept.items():
+        assert torch.equal(computed[name], value), name
+    assert least < 0.5 * most
+
+
+def test_a_run_that_computes_again_is_the_same_run(tmp_path: Path) -> None:
+    runs = []
+    for again in (False, True):
+        policy, output = {"gradient_checkpointing": again}, str(tmp_path / str(again))
+        runs.append(train(published_runs.config(tmp_path, "pi05", policy=policy, output=output)))
+    assert vla_runs.differences(*runs) == []
+    assert vla_runs.rows(runs[1])[0]["updates"] == 2
+
+
+def test_passes_without_gradient_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts have nothing to compute again."""
+    pi_folder(tmp_path, **published_runs.ALL)
+    policy, made = load_policy(tmp_path).with_heads(critic=1, noise_head="expert", seed=0), []
+
+    def counted(*given: Any, **settings: Any) -> Any:
+        made.append(settings)
+        return checkpoint(*given, **settings)
+
+    monkeypatch.setattr("genrl.vla.policies.layers.checkpoint", counted)
+    compute_again(policy)
+    observation = pi_observation(3) | {TOKENS: policy.tokenise(LINES)}
+    with torch.no_grad():
+        before = policy.encode(observation)
+    assert not made
+    after = policy.encode(observation)
+    assert made and all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_what_has_no_such_layers_is_refused(tmp_path: Path) -> None:
+    again = {"gradient_checkpointing": True}
+    with pytest.raises(ValueError, match="policy.gradient_checkpointing: .* a TinyFlowVLA has none; leave it out"):
+        open_policy(vla_runs.config(tmp_path, policy=again))

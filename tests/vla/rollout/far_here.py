@@ -1,7 +1,5 @@
 """Acting actors without Ray: the host runs in a thread of this process, and what would cross the network is pickled."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Published policies in a simulator: imitated on MiniTable, and reinforced from the folder of that run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

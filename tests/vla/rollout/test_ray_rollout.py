@@ -1,7 +1,5 @@
 """Acting on Ray actors, policy and simulators together, on a cluster of two nodes: through the configuration too."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """Chunked rollouts over MiniTable: reproducible, masks and episodes right, values of true next observations."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -154,13 +152,6 @@ def test_next_values_are_of_the_true_next_observation() -> None:
     )
     for t in range(end + 1):
         assert estimate.returns[t, 0].item() == pytest.approx(0.99 ** (end - t), rel=1e-6)
-
-
-def test_a_time_limit_truncates() -> None:
-    rollout = collect(told(max_steps=8), flow(TOLD), FlowSteps(), RolloutPlan(decisions=3, seed=0, iteration=0))
-    cut = ~rollout.success[:2].any(0)
-    assert cut.any() and rollout.truncated[1, cut].all() and not rollout.valid[2, cut].any()
-    assert rollout.values is None and rollout.next_values is None
 
 
 def test_one_episode_each_for_groups() -> None:

@@ -1,7 +1,5 @@
 """Chunks from policies: replay is exact for every kind, contexts once, what is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

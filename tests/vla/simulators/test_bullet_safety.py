@@ -1,7 +1,5 @@
 """Costs of gymnasium environments, and bullet-safety-gym's environments as functions of their seeds."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an expert would do from here: told by the simulator, in every slot, whatever process has it; nothing moves."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

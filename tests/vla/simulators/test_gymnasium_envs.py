@@ -1,7 +1,5 @@
 """Other people's gymnasium environments by the same function: those that are installed, and how they are read."""
 
-from __future__ import annotations
-
 import importlib.util
 import runpy
 from pathlib import Path

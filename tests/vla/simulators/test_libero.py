@@ -1,8 +1,6 @@
 """LIBERO: tasks, protocols and starts without it, the environment over a double; and the real one, where it is
 installed (`make libero`)."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from types import SimpleNamespace

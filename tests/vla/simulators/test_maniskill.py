@@ -1,7 +1,5 @@
 """ManiSkill: the batch over a double, and its own PickCube where it and a Vulkan driver are installed."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from types import SimpleNamespace

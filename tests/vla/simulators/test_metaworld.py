@@ -1,7 +1,5 @@
 """Meta-World: its tasks, their independence of the past, pictures, experts; and on workers."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Clouds of points: pixels to places, farthest points, and what MuJoCo's simulators show of themselves."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import SimpleNamespace
 from typing import Any

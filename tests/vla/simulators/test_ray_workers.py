@@ -1,7 +1,5 @@
 """Simulators on a Ray cluster of two nodes: as local workers, and a node that goes takes only its episodes along."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Fetch, PointMaze and Reacher: their experts, their independence of one another, pictures; and on workers."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

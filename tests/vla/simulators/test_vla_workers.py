@@ -1,7 +1,5 @@
 """Simulators in this process and in others: the same rollouts, and nothing hangs or is learnt from when they fail."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
@@ -16,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrl.playground.minitable import MiniTable
 from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.policy import STATE
 from genrl.vla.rollout.collect import RolloutPlan, collect
@@ -26,7 +23,6 @@ from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import open_environment
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, NAN, RAISE
-from tests.vla.tiny_policies import SEES, flow
 
 FRAIL = f"{Path(frail.__file__)}:make"
 
@@ -76,25 +72,6 @@ def test_a_rollout_does_not_depend_on_the_number_of_workers() -> None:
         assert same(walk(env, 8, failing=failing), expected) and env.dropped == 2
         assert not same(walk(env, 8, seed=4), walk(env, 8, seed=5))
         assert same(walk(env, 8, failing=failing), expected), "after use"
-
-
-def test_minitable_over_workers_is_the_native_one() -> None:
-    native = MiniTable(6, group_size=2, max_steps=12)
-    policy, how = flow(SEES, critic=1), {"decisions": 9, "seed": 3, "iteration": 2}
-    expected = collect(native, policy, FlowSteps(), RolloutPlan(**how))
-    for workers in (0, 2):
-        with opened(
-            "minitable", num_envs=6, chunk=4, group_size=2, image_size=32, max_steps=12, workers=workers
-        ) as env:
-            found = collect(env, policy, FlowSteps(), RolloutPlan(**how))
-            assert env.action_dim == 3 and env.max_steps == 12
-            assert np.array_equal(env.render([4, 1])[1], env.render([1])[0])
-        for name, value in found._asdict().items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(value, getattr(expected, name)), (name, workers)
-        for name, value in found.observations.items():
-            assert torch.equal(value, expected.observations[name]), (name, workers)
-    assert found.done.any() and not found.dropped.any()
 
 
 def test_the_contract() -> None:
@@ -222,14 +199,6 @@ def test_repeated_failure_ends_with_the_report(workers: int, failure: float, tex
         with pytest.raises(RuntimeError, match=rf"(?s)slot 1 failed 3 times.*{text}"):
             for _ in range(6):
                 env.step(actions(FINE, failure))
-
-
-def test_a_failure_now_and_then_is_no_end() -> None:
-    with opened(num_envs=2) as env:
-        env.reset(seed=0)
-        for step in range(20):
-            env.step(actions(FINE, RAISE if step % 4 == 0 else FINE))
-        assert env.dropped == 5
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -3,8 +3,6 @@
 The formulas are written out here once more, from the papers, on the policy's bare network.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -312,14 +310,6 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
 
 
 # -- which of them ---------------------------------------------------------------------------------------------------
-
-
-def test_decisions_are_the_valid_rows_by_ratios(tmp_path: Path) -> None:
-    with acted(tmp_path, "diffusion") as (run, rollout):
-        chosen = taught(rollout)
-        assert not rollout.valid.all() and len(chosen.row) == 3 * int(rollout.valid.sum())
-        assert chosen.step[:6].tolist() == [0, 1, 2, 0, 1, 2]
-        assert chosen.row[::3].sort().values.tolist() == rollout.valid.flatten().nonzero()[:, 0].tolist()
 
 
 def test_processes_number_their_decisions_as_one_would(tmp_path: Path) -> None:

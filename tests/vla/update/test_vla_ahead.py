@@ -1,7 +1,5 @@
 """Rollouts of earlier weights: which, what is learned from them; and that it is one run, whoever acts."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator
@@ -98,12 +96,6 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
     for iteration, used in enumerate(acting):
         assert all(torch.equal(value, used[name]) for name, value in before[max(0, iteration - 2)].items())
-
-
-def test_staleness_0_is_the_run_without(tmp_path: Path) -> None:
-    plain = train(vla_runs.config(tmp_path, iterations=2, output=str(tmp_path / "plain")))
-    none = train(vla_runs.config(tmp_path, output=str(tmp_path / "none"), **changes("ppo", 0) | {"iterations": 2}))
-    assert vla_runs.differences(plain, none) == [] and "staleness" not in vla_runs.rows(none)[0]
 
 
 @contextmanager

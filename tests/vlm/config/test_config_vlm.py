@@ -1,8 +1,6 @@
 """Configurations of a vision-language model's run: those that are shipped load, what cannot work is refused with
 advice, and the functions of a method are taken by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

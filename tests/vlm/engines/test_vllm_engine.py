@@ -1,7 +1,5 @@
 """vLLM as a sampler, on a stand-in of its interface: whole runs, weights, seeds, order, and what is refused."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several processes (gloo) that answer by the stand-in of vLLM: an engine in each, or one server; in shards, too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

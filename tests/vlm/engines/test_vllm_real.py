@@ -1,7 +1,5 @@
 """vLLM itself as a sampler, in this process and on a server (`make vllm` builds an environment for it)."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Environments of agents: the same for the same seed, words to actions, held-out episodes, what cannot be opened."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

@@ -1,8 +1,6 @@
 """PaCo-Reward's training: the weight of the first token, and the recipe for Qwen2.5-VL-7B in tiny form on pairs of a
 user's own grids."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -88,7 +86,6 @@ def test_the_embedded_grids_of_a_split_are_not_those_of_the_other() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_the_recipe_trains_an_epoch(tmp_path: Path) -> None:
     write_pairs(grids(tmp_path / "grids"), tmp_path / "pairs", 24, held_out=0.3)
     tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model", layers=2)

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: any split of a step into passes is the same step, stages, resume, epochs, what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ log-probabilities were taken, so that ratios, clips and the KL to the model befo
 Measured with TRL 1.16, in float32: losses agree to 4e-7, gradients to 1e-6 of the largest.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

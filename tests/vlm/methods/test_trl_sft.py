@@ -5,8 +5,6 @@ the number of tokens of the step as transformers' Trainer hands it over. Measure
 to 3e-7, gradients to 1e-6 of the largest.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

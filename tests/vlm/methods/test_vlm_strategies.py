@@ -1,7 +1,5 @@
 """Strategies of data: curriculum, pass counts, stages, augmentation, synthesis."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Policies of all families on tiny random checkpoints, made once for a file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 In float64 all ways agree within 1e-13, so what differs in float32 is rounding.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Clips as videos: tokens, times and positions of each family, and the equalities that pictures have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of our own in the formats of published data sets, with the columns and kinds that their cards name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

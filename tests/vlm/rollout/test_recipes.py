@@ -1,7 +1,5 @@
 """The recipes for published data sets: they read rows of the right columns, judge hard answers, and run end to end."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

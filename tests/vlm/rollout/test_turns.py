@@ -1,7 +1,5 @@
 """Places for pictures and clips, chat rows, frames of clips and limits of pixels."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers that earlier weights drew: which, what is learned from them, and that it is one run wherever it stops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The configurations of the further tasks run as they stand, in miniature: the embedded model speaks their answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The generated tasks: a row is a function of its number, the answer is what is drawn, held out is held out."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from itertools import product
 from pathlib import Path

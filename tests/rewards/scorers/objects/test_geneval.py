@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 import genrl_rewards
+from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_chunk, render, task
+from genrl_rewards.scorers.objects import tabletop
 from genrl_rewards.scorers.objects.detection import Detector, Thing, merged
 from genrl_rewards.scorers.objects.geneval import OUTSIDE, ColourClassifier, crop
-from genrl_rewards.scorers.objects.geneval_check import COLOURS, Box, check
+from genrl_rewards.scorers.objects.geneval_check import COLOURS, Box, check, relations
 from genrl_rewards.scorers.texts.verifiable import iou_of
 from tests.rewards import tiny_detectors
 from tests.rewards.asking import refused, scored
@@ -149,3 +157,113 @@ def test_rows_that_are_not_genevals_are_said_to_be(yolos: Path, clip: Path) -> N
         with pytest.raises(ValueError, match="geneval: .*include"):
             reward.verdict(picture, include, "")
     refused("unknown credit 'partly'. Did you mean 'partial'", "geneval", {"credit": "partly"})
+
+
+# -- GenEval's rules against golden cases, and what must hold for any picture
+
+
+@pytest.fixture
+def golden_geneval(golden_json: Callable[[str], Any]) -> dict[str, Any]:
+    return golden_json("rewards_geneval")
+
+
+def test_verdicts_equal_the_golden_ones(golden_geneval: dict[str, Any]) -> None:
+    for case in golden_geneval["cases"]:
+        found = {name: [Box(*row) for row in rows] for name, rows in case["detections"].items()}
+        colours = {tuple(box): colour for box, colour in case["colors"]}
+        verdict = check(case["metadata"], found, lambda _, boxes, seen=colours: [seen[box[:4]] for box in boxes])
+        assert verdict.relaxed == float(case["relaxed_correct"]), case
+        assert verdict.strict == float(case["strict_correct"]), case
+        assert verdict.partial == pytest.approx(case["soft_recommended_clipped"], abs=1e-12), case
+
+
+def test_relations_equal_the_golden_ones(golden_geneval: dict[str, Any]) -> None:
+    for case in golden_geneval["relations"]:
+        assert relations(Box(*case["a"]), Box(*case["b"])) == set(case["a_relative_to_b"]), case
+
+
+boxes = st.builds(
+    lambda x, y, w, h: Box(x, y, x + w, y + h),
+    *(st.floats(0, 500, width=32) for _ in range(2)),
+    *(st.floats(1, 200, width=32) for _ in range(2)),
+)
+
+
+@given(boxes, boxes)
+def test_relations_turn_round_with_the_boxes(a: Box, b: Box) -> None:
+    turned = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+    assert {turned[name] for name in relations(a, b)} == relations(b, a)
+    assert relations(a, a) == set()
+
+
+@given(st.lists(boxes, max_size=20), st.integers(1, 4))
+def test_any_picture_is_scored_within_bounds(cats: list[Box], count: int) -> None:
+    asked = {"include": [{"class": "cat", "count": count, "color": "red", "position": ["above", 0]}]}
+    asked["include"].insert(0, {"class": "dog", "count": 1})
+    verdict = check(asked, {"cat": cats, "dog": [Box(10, 400, 30, 420)]}, lambda name, seen: ["red"] * len(seen))
+    assert 0 <= verdict.partial <= 1 and 0 <= verdict.count <= 1
+    assert verdict.strict <= verdict.relaxed or len(cats) == count
+    if len(cats) != count:
+        assert verdict.strict == 0 and verdict.colour == 0
+
+
+def test_a_crowd_is_no_worse_than_nothing() -> None:
+    """The peers' count term is 1 - 15 / 1 = -14 for sixteen cats where one was asked."""
+    asked = {"include": [{"class": "cat", "count": 1}]}
+    verdict = check(asked, {"cat": [Box(i, 0, i + 1, 1) for i in range(16)]}, lambda name, seen: [])
+    assert (verdict.partial, verdict.strict, verdict.relaxed) == (0.0, 0.0, 1.0)
+    assert math.isnan(verdict.colour) and math.isnan(verdict.position)
+
+
+def test_what_is_excluded_must_not_be_there() -> None:
+    asked = {"include": [{"class": "cat", "count": 2}], "exclude": [{"class": "cat", "count": 3}]}
+    for number, relaxed in ((1, 0), (2, 1), (3, 0)):
+        seen = {"cat": [Box(9 * i, 0, 9 * i + 5, 5) for i in range(number)]}
+        assert check(asked, seen, lambda name, boxes: []).relaxed == relaxed
+
+
+# -- The table's judge reads off pictures what the simulator knows
+
+
+def scores(state: State, prompts: list[str], size: int = 32) -> list[float]:
+    images = torch.from_numpy(render(state, size)).movedim(-1, 1).float() / 255.0
+    return genrl_rewards.score(genrl_rewards.load("table_progress"), images=images, prompts=prompts).values
+
+
+@pytest.mark.parametrize("tasks", [PUT, TOUCH])
+def test_the_way_that_is_left_is_seen(tasks: tuple[int, ...]) -> None:
+    state = task.initial_state(task.episode_keys(0, np.arange(100), np.zeros(100)), tasks)
+    found = scores(state, [INSTRUCTIONS[number] for number in state.task])
+    colour = np.where(state.task < 9, state.task // 3, state.task - 9)
+    disc = state.discs[np.arange(100), colour]
+    expected = -np.linalg.norm(disc - state.gripper, axis=1)
+    if tasks == PUT:
+        expected -= np.maximum(np.linalg.norm(disc - task.ZONE_CENTRES[state.task % 3], axis=1) - 0.2, 0.0)
+    np.testing.assert_allclose(found, expected, atol=0.05)
+
+
+def test_an_experts_episode_gets_better_and_better() -> None:
+    state = task.initial_state(task.episode_keys(1, np.arange(40), np.zeros(40)), PUT)
+    prompts = [INSTRUCTIONS[number] for number in state.task]
+    column = [scores(state, prompts)]
+    for _ in range(16):
+        state = task.step(state, expert_chunk(state, 1)[:, 0])
+        column.append(scores(state, prompts))
+    table = np.array(column)
+    assert (np.diff(table, axis=0) > -0.06).mean() > 0.98 and (table[-1] > -0.1).mean() > 0.9
+
+
+def test_what_it_cannot_judge_has_no_score() -> None:
+    state = task.initial_state(task.episode_keys(0, np.arange(2), np.zeros(2)), PUT)
+    assert all(math.isnan(value) for value in scores(state, ["open the drawer", "put the pink block in the left zone"]))
+    empty = np.full((32, 32, 3), 230, dtype=np.uint8)
+    assert math.isnan(tabletop.progress(empty, "touch the red block"))
+
+
+def test_colours_and_zones_are_those_of_the_table() -> None:
+    drawn = importlib.import_module("genrl.playground.minitable.render")  # the package has a function of that name
+    assert tuple(tabletop.COLOURS.values()) == drawn._DISC_COLOURS and tabletop.VIEW == drawn.VIEW
+    assert (drawn._OPEN, drawn._CLOSED) == (tabletop.OPEN, tabletop.CLOSED)
+    assert tuple(tabletop.COLOURS) == task.COLOURS and tuple(tabletop.ZONES) == task.ZONES
+    np.testing.assert_allclose(list(tabletop.ZONES.values()), task.ZONE_CENTRES)
+    assert tabletop.ZONE_RADIUS == task.ZONE_RADIUS

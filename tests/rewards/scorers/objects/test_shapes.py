@@ -56,16 +56,6 @@ def test_perfect_scenes_score_one(kind: world.Kind, size: int) -> None:
         assert parts["position"] == 1.0 if kind == "position" else math.isnan(parts["position"])
 
 
-def test_perfect_scenes_survive_a_little_noise() -> None:
-    rng = np.random.default_rng(3)
-    strict = []
-    for _ in range(60):
-        drawn = world.sample_scene(rng, "mixed", "all")
-        noisy = world.draw(drawn) + rng.normal(0, 10, size=(64, 64, 3))
-        strict.append(check(noisy.round().clip(0, 255).astype(np.uint8), ask(world.caption(drawn)))["strict"])
-    assert np.mean(strict) > 0.9
-
-
 def test_a_wrong_colour_or_shape_costs_just_that() -> None:
     parts = check(scene(("red", "star", 20, 20), ("blue", "star", 44, 44)), ask("two red stars"))
     # one of two: 1/2, and one thing too many of another kind: times 2/3

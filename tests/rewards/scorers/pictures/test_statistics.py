@@ -13,6 +13,16 @@ from PIL import features
 
 import genrl_rewards
 from genrl_rewards.scorers.pictures.statistics import jpeg, saturation, sharpness
+from tests.rewards import tiny_vlm  # first: it makes transformers importable beside any torchvision
+from tests.rewards.asking import refused, scored
+
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil  # isort: skip
+import math
+from pathlib import Path
+
+from genrl_rewards.scorers.pictures.video import motion, smoothness, spread, steadiness
+
+from transformers import Dinov2Config, Dinov2Model  # isort: skip
 
 Golden = Callable[[str], np.lib.npyio.NpzFile]
 
@@ -37,13 +47,6 @@ def test_jpeg_equals_the_golden_sizes(golden: Golden, scale: str, column: str) -
     for name, count in zip(data["names"], data["bytes_q95"], strict=True):
         size = jpeg(as_tensor(data[f"image/{name}"])).item() * 1000
         assert size == pytest.approx(count, rel=1e-12 if same_library else 0.02)
-
-
-def test_floats_are_rounded_to_8_bit_not_cut(golden: Golden) -> None:
-    data = golden("rewards_jpeg")
-    rounded = genrl_rewards.to_uint8(torch.from_numpy(data["float_image_NCHW"]))
-    np.testing.assert_array_equal(rounded, data["uint8_round_NHWC"])
-    assert (rounded != data["uint8_truncated_NHWC"]).any()
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
@@ -78,3 +81,136 @@ def test_a_video_scores_the_mean_of_its_frames(name: str) -> None:
     leaf = video[0].clone().requires_grad_()
     genrl_rewards.score_with_gradients(reward, images=leaf, prompts=[""] * 3).sum().backward()
     assert leaf.grad is not None and leaf.grad.isfinite().all() and leaf.grad.abs().sum() > 0
+
+
+# -- The gate: the probability of a classifier's label, of a video's worst frame
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    model = ViTForImageClassification(
+        ViTConfig(**sizes, image_size=32, patch_size=8, id2label={0: "normal", 1: "nsfw"}, num_labels=2)
+    )
+    tiny_vlm.randomise(model)
+    path = tmp_path_factory.mktemp("vit")
+    model.save_pretrained(path)
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(path)
+    return str(path)
+
+
+def test_it_is_the_probability_of_the_label(folder: str) -> None:
+    images = torch.rand(4, 3, 40, 48, generator=torch.Generator().manual_seed(0))
+    reward = genrl_rewards.load("safe", {"model": folder})
+    scores = scored(reward, images=images, prompts=[""] * 4)
+    pixels = ViTImageProcessorPil.from_pretrained(folder)(images=genrl_rewards.to_pil(images), return_tensors="pt")
+    model = ViTForImageClassification.from_pretrained(folder)
+    with torch.no_grad():
+        wanted = model(**pixels).logits.softmax(-1)
+    assert scores.values == pytest.approx(wanted[:, 0].tolist(), abs=1e-6)
+    other = genrl_rewards.score(
+        genrl_rewards.load("safe", {"model": folder, "label": "nsfw"}), images=images, prompts=[""] * 4
+    )
+    assert other.values == pytest.approx(wanted[:, 1].tolist(), abs=1e-6)
+    video = genrl_rewards.score(reward, images=images.view(2, 2, 3, 40, 48), prompts=[""] * 2)
+    refused("has no label 'normall'. Did you mean 'normal'", "safe", {"model": folder, "label": "normall"})
+    assert video.values == pytest.approx(wanted[:, 0].view(2, 2).amin(1).tolist(), abs=1e-6)
+
+
+# -- Rewards of videos: frames of a picture's reward, motion of a square that moves, what stays the same
+
+
+FIRST = """
+def first(images, prompts, colour):
+    return [None if c == "none" else float(i.mean()) for i, c in zip(images, colour)]
+
+def together(images, group):
+    return [0.0] * len(images)
+"""
+
+
+def moving(step: float, frames: int = 4, size: int = 64) -> torch.Tensor:
+    """A textured picture that is shifted to the right by `step` pixels a frame, without a seam; [1, F, 3, H, W]."""
+    x = torch.arange(size, dtype=torch.float32)
+    shown = []
+    for k in range(frames):
+        along, down = (x - k * step)[None, :], x[:, None]
+        wave = torch.sin(2 * math.pi * along / 32) * torch.cos(2 * math.pi * down / 16)
+        shown.append((0.5 + 0.4 * wave).expand(3, size, size))
+    return torch.stack(shown)[None]
+
+
+def test_frames_are_spread_evenly_and_always_the_same() -> None:
+    assert [spread(n, of) for n, of in ((4, 10), (2, 5), (1, 5), (9, 3))] == [[0, 3, 6, 9], [0, 4], [2], [0, 1, 2]]
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> str:
+    (tmp_path / "first.py").write_text(FIRST)
+    return f"{tmp_path / 'first.py'}:first"
+
+
+def test_a_pictures_reward_is_taken_on_frames(first: str) -> None:
+    levels = torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.9], [0.5, 0.5, 0.4, 0.5, 0.6]])
+    video = levels[:, :, None, None, None].expand(2, 5, 3, 4, 4)
+    columns = {"colour": ["red", "none"]}
+    for reduce, value in (("mean", (0.0 + 0.2 + 0.9) / 3), ("min", 0.0)):
+        reward = genrl_rewards.load("per_frame", {"reward": first, "frames": 3, "reduce": reduce})
+        assert set(genrl_rewards.needs(reward).names) == {"images", "prompts", "colour"}
+        scores = scored(reward, images=video, prompts=["", ""], columns=columns)
+        assert scores.values[0] == pytest.approx(value) and math.isnan(scores.values[1])
+
+
+def test_a_groupwise_reward_and_single_pictures_are_refused(first: str) -> None:
+    with pytest.raises(ValueError, match="compares the samples of a group, which frames are not"):
+        genrl_rewards.load("per_frame", {"reward": first.replace(":first", ":together")})
+    refused("unknown reduce 'max'", "per_frame", {"reward": "sharpness", "reduce": "max"})
+    for name in ("motion", "steadiness"):
+        scores = genrl_rewards.score(genrl_rewards.load(name), images=torch.zeros(1, 3, 8, 8), prompts=[""])
+        assert "needs videos" in scores.failures[0].error
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0, 2.0])
+def test_motion_is_the_shift_as_a_share_of_the_side(step: float) -> None:
+    pytest.importorskip("cv2", reason="the extra is not installed: pip install 'genrl-diffusion[ocr]'")
+    assert motion(moving(step)).item() == pytest.approx(step / 64, abs=0.3 / 64 if step else 1e-6)
+
+
+def test_smooth_motion_is_foreseen_and_a_jerk_is_not() -> None:
+    pytest.importorskip("cv2", reason="the extra is not installed: pip install 'genrl-diffusion[ocr]'")
+    assert smoothness(moving(0.0, frames=5)).item() == pytest.approx(1, abs=1e-6)
+    even = moving(2.0, frames=5)
+    jerk = torch.cat([even[:, :1], moving(8.0, frames=5)[:, 1:2], even[:, 2:]], 1)
+    assert smoothness(even).item() > 0.97 and smoothness(jerk).item() < smoothness(even).item() - 0.05
+    scores = genrl_rewards.score(genrl_rewards.load("smoothness"), images=even[:, :2], prompts=[""])
+    assert "at least 3 frames" in scores.failures[0].error
+
+
+def test_steadiness_falls_with_flicker_and_is_differentiable() -> None:
+    still = moving(0.0)
+    assert steadiness(still).item() == 1
+    flicker = still + 0.2 * (torch.arange(4) % 2)[None, :, None, None, None]
+    assert steadiness(flicker).item() == pytest.approx(0.8, abs=1e-6)
+    leaf = moving(1.0).requires_grad_()
+    genrl_rewards.score_with_gradients(genrl_rewards.load("steadiness"), images=leaf, prompts=[""]).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+
+
+def test_a_still_is_consistent_and_a_cut_is_not(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Dinov2Model(
+        Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, patch_size=8, image_size=32)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    reward = genrl_rewards.load("video_consistency", {"model": str(tmp_path), "size": 32})
+    one, other = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    video = torch.stack([torch.stack([one, one, one]), torch.stack([one, one, other])])
+    scores = scored(reward, images=video, prompts=["", ""])
+    tokens = reward.dino.features(torch.stack([one, other])).class_token
+    cut = torch.cosine_similarity(tokens[0], tokens[1], dim=0).item()
+    assert scores.values[0] == pytest.approx(1, abs=1e-5) and cut < 0.99
+    assert scores.values[1] == pytest.approx((1 + cut) / 2, abs=1e-5)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import genrl_rewards
 from genrl_rewards.scorers.texts import verifiable as v
 from genrl_rewards.scorers.texts.completions import score_completions
 from genrl_rewards.scorers.texts.expected import number_in
@@ -128,16 +127,6 @@ def test_the_majority_of_each_group() -> None:
 
 
 # --- calling them
-
-
-def test_a_text_reward_declares_its_columns() -> None:
-    needed = genrl_rewards.needs(v.choice)
-    assert needed.columns == ("completions", "answer") and needed.kind == "pointwise"
-    assert genrl_rewards.needs(v.majority).kind == "groupwise"
-    scores = score_completions(v.exact, prompts=["q"] * 2, completions=tagged("a", "b"), columns={"answer": ["a", ""]})
-    assert scores.values[0] == 1.0 and math.isnan(scores.values[1]) and scores.failed == 0
-    voted = score_completions(v.majority, prompts=["q"] * 2, completions=tagged("a", "a"), group=[0, 0])
-    assert voted.values == [1.0, 1.0]
 
 
 def test_functions_of_trl_run_as_they_are() -> None:

@@ -1,7 +1,5 @@
 """Pages of which every answer is known: A is red, B is blue."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Samples as files: pictures and sounds exactly, videos with their frames and rate."""
 
-from __future__ import annotations
-
 import io
 import wave
 from pathlib import Path

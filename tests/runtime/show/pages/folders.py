@@ -1,7 +1,5 @@
 """Run folders as the pages read them, written by hand: configuration, rows, samples, heartbeats."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The live page, clicked through in a browser while a run goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.browser import chromium

@@ -1,7 +1,5 @@
 """Tiny whole runs of an agent on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

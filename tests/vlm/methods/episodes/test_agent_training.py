@@ -1,7 +1,5 @@
 """Tiny whole runs of agents: the gradient of an update by hand, warm-up, lost environments, groups, the commands."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

@@ -1,15 +1,16 @@
 """ArCHer: what its steps are made of, and that its memory is in a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from genrl.config import ConfigError
+from genrl.objectives.tokens.token_credit import token_gae
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.episodes.critic import ValueHead, credit_of_steps, credit_of_tokens
 from genrl.vlm.methods.archer.train import (
     Turns,
     UtteranceCritic,
@@ -20,7 +21,9 @@ from genrl.vlm.methods.archer.train import (
     turns_of_walk,
     utterance_critic,
 )
+from genrl.vlm.recipe.advantages import SemiOnline
 from genrl.vlm.train import check_processes
+from tests.vlm import vlm_runs
 from tests.vlm.methods.episodes import agent_runs
 
 CRITIC = {"hidden": [8], "updates": 2, "warmup": 0}
@@ -130,3 +133,143 @@ def test_the_first_iterations_train_the_critic_alone(tmp_path: Path) -> None:
         figures = learn(run, method, memory)
         assert "grad_norm" not in figures and figures["grad_norm/critic"] > 0
         assert all(torch.equal(before[name], p) for name, p in run.loop.weights.named.items())
+
+
+# -- Credit at the ends of episodes, the value head, and turns laid out as rows
+
+
+CONSTANTS = {"gamma": 0.9, "lam": 0.8}
+
+
+def test_steps_are_bootstrapped_where_the_walk_ends_and_have_no_credit_where_they_are_cut() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    values = torch.tensor([[0.5, 0.1], [0.2, 0.3]])
+    terminated = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
+    truncated = torch.tensor([[True, False], [False, False]])
+    found = credit_of_steps(values, rewards, terminated, truncated, torch.tensor([0.7, 9.0]), **CONSTANTS)
+    last = [0.0 + 0.9 * 0.7 - 0.2, 2.0 - 0.3]  # goes on; terminated
+    first = [0.0, 0.0 + 0.9 * 0.3 - 0.1 + 0.9 * 0.8 * last[1]]  # cut; followed by the terminated one
+    torch.testing.assert_close(found.advantages, torch.tensor([*first, *last], dtype=torch.float64))
+    assert float(found.returns[0]) == pytest.approx(0.5)  # its value is its own target
+
+
+def test_tokens_of_an_episode_are_those_of_bad_and_cuts_are_bootstrapped() -> None:
+    """One slot: an episode of two actions that is cut, one of one action that is terminated, one that goes on."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(4, 1, 3, generator=generator)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()[:, None]
+    rewards = torch.tensor([[0.1], [0.2], [0.3], [0.4]])
+    terminated = torch.tensor([[0], [0], [1], [0]]).bool()
+    truncated = torch.tensor([[0], [1], [0], [0]]).bool()
+    after = torch.tensor([[0.0], [5.0], [0.0], [7.0]])
+    found = credit_of_tokens(values, mask, rewards, terminated, truncated, after, **CONSTANTS)
+
+    def alone(rows: slice, following: float, done: list[bool]) -> torch.Tensor:
+        last = torch.tensor([[following, 0.0, 0.0]])
+        lengths = mask[rows, 0].sum(1)
+        own = torch.cat([values[rows, 0], last])
+        return token_gae(own, lengths, rewards[rows, 0], torch.tensor(done), **CONSTANTS)
+
+    wanted = torch.cat(
+        [alone(slice(0, 2), 5.0, [False, False]), alone(slice(2, 3), 0.0, [True]), alone(slice(3, 4), 7.0, [False])]
+    )
+    torch.testing.assert_close(found.advantages, wanted)
+    # by hand: the action that is cut, from its last token back; gamma counts between actions, not inside of them
+    v = values[:, 0].double()
+    third = 0.2 + 0.9 * 5.0 - v[1, 2]
+    second = v[1, 2] - v[1, 1] + 0.8 * third
+    torch.testing.assert_close(found.advantages[1, 1:], torch.stack([second, third]))
+    kept = mask[:, 0]
+    torch.testing.assert_close(found.returns[kept], (wanted + v)[kept])
+
+
+def test_a_new_critic_says_nothing_and_does_not_train_the_model() -> None:
+    states = torch.randn(2, 3, 4, requires_grad=True)
+    head = ValueHead(4, (6, 5), seed=0)
+    values = head(states)
+    assert values.shape == (2, 3) and bool((values == 0).all())
+    values.sum().backward()
+    assert states.grad is None and sum(isinstance(layer, torch.nn.Linear) for layer in head.layers) == 3
+    for one, other in zip(head.parameters(), ValueHead(4, (6, 5), seed=0).parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+# -- TRLOO and UI-S1 on a planner's walks: what the tokens of a turn are worth, which groups are played again
+
+
+def config_of_paid_turns(place: Path, trainer: dict[str, Any], **changes: Any) -> VLMConfig:
+    sections: dict[str, Any] = {
+        "vlm": {"path": str(agent_runs.MODEL)},
+        "task": None,
+        "rewards": None,
+        "environment": {"name": "trajectories", "options": {"patches": 3}},
+        "generation": {"prompts_per_iteration": 2, "group_size": 4, "max_new_tokens": 6},
+    }
+    return vlm_runs.config(place, trainer=trainer, **sections, **changes)
+
+
+def left_out(row: int, turn: int, played: list[Any]) -> float:
+    """TRLOO, gamma .5: the return from a turn on, less the mean of the others' at that turn."""
+
+    def worth(episode: Any) -> float:
+        return sum(0.5**j * one.reward for j, one in enumerate(episode[turn:]))
+
+    mates = [k for k in range(row // 4 * 4, row // 4 * 4 + 4) if k != row and len(played[k]) > turn]
+    return worth(played[row]) - (np.mean([worth(played[k]) for k in mates]) if mates else 0.0)
+
+
+def semi_online(row: int, turn: int, played: list[Any]) -> float:
+    """UI-S1: z-scores of the episode's total, and of what a turn brings as far as it was the expert's."""
+    totals = np.array([sum(one.reward for one in episode) for episode in played]).reshape(2, 4)
+    whole = ((totals - totals.mean(1, keepdims=True)) / (totals.std(1, ddof=1, keepdims=True) + 1e-6)).flatten()
+
+    def brings(other: Any, at: int) -> float:
+        later = 0.5 * brings(other, at + 1) if at + 1 < len(other) and other[at + 1].matched else 0.0
+        return other[at].reward + (later if other[at].matched else 0.0)
+
+    values = [brings(other, turn) for other in played[row // 4 * 4 : row // 4 * 4 + 4] if len(other) > turn]
+    spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
+    own = (brings(played[row], turn) - np.mean(values)) / (spread + 1e-6) if len(set(values)) > 1 else 0.0
+    return float(whole[row] + own)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "wanted"),
+    [({"preset": "trloo", "advantage": {"gamma": 0.5}}, left_out), ({"preset": "ui_s1"}, semi_online)],
+)
+def test_each_token_has_the_advantage_of_its_turn(trainer: dict[str, Any], wanted: Any, tmp_path: Path) -> None:
+    with agent_runs.opened(config_of_paid_turns(tmp_path, trainer)) as run:
+        acted, _ = run.act()
+        ready, _ = run.estimate(acted)
+    advantage = ready.batch.advantage
+    assert advantage is not None and len(acted.played) == 8 and {len(one) for one in acted.played} != {1}
+    for row, episode in enumerate(acted.played):
+        place = 0
+        for turn, one in enumerate(episode):
+            found = advantage[row, place : place + int(one.mask.sum())]
+            expected = torch.full_like(found, wanted(row, turn, acted.played))
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            place += len(found)
+        assert (advantage[row, place:] == 0).all()
+
+
+def test_groups_that_hardly_differ_are_played_again_from_other_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SemiOnline, "spread", 100.0)
+    monkeypatch.setattr(SemiOnline, "rounds", 3)
+    with agent_runs.opened(config_of_paid_turns(tmp_path, {"preset": "ui_s1"})) as run:
+        seeds: list[dict[int, int]] = []
+        begin = run.table.begin
+        run.table.begin = lambda given, split: (seeds.append(dict(given)), begin(given, split))[1]  # type: ignore[method-assign, func-returns-value]
+        acted, _ = run.act()
+    starts = [one for one in seeds if len(one) == 8]
+    assert len(starts) == 3 and len({tuple(one.values()) for one in starts}) == 3
+    assert all(len(set(list(one.values())[:4])) == 1 for one in starts), "a group begins alike"
+    assert len(acted.played) == 8
+
+
+@pytest.mark.parametrize("preset", ["trloo", "ui_s1"])
+def test_they_do_not_learn_from_questions(preset: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="turns are of episodes: write environment"):
+        vlm_runs.config(tmp_path, trainer={"preset": preset})
