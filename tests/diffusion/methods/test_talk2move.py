@@ -23,7 +23,7 @@ from genrl.diffusion.train import train
 from genrl.objectives.advantages.groups import group_advantages
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET, equal, gradients, relative, resumed, run
-from tests.diffusion.policy.test_editing import editing
+from tests.diffusion.policy.test_starting import editing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 

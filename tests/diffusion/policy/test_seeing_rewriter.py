@@ -25,8 +25,8 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES as PIPELINES
-from tests.diffusion.policy.test_editing import editing
 from tests.diffusion.policy.test_rewriter import anything, moved
+from tests.diffusion.policy.test_starting import editing
 from tests.vlm import tiny_checkpoints
 
 from peft import PeftModel  # isort: skip  # after what makes transformers importable beside any torchvision
