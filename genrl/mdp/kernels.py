@@ -33,13 +33,23 @@ FLOW_KERNELS = ("ode", "flow_sde", "dance_sde", "wan_sde", "flow_cps", "flow_ddi
 _ROUNDING = 1e-6  # grids made in float32 may exceed 1 by an ulp
 
 
-class Transition(NamedTuple):
-    """N(mean, std^2 I): mean [B, ...], std [B, 1, ..., 1], the transition std (0 = deterministic, not an action)."""
-
+class _Moments(NamedTuple):
     mean: Tensor
     std: Tensor
+
+
+class Transition(_Moments):
+    """N(mean, std^2 I): mean [B, ...], std [B, 1, ..., 1], the transition std (0 = deterministic, not an action)."""
+
     random: bool | None = None
     """Whether all of std is above 0, as the host knows it: reading std would wait for the device. None = not said."""
+
+    @classmethod
+    def known(cls, mean: Tensor, std: Tensor, random: bool | None) -> Transition:
+        """One of which the host knows whether it is random."""
+        made = cls(mean, std)
+        made.random = random
+        return made
 
 
 def ode(x: Tensor, velocity: Tensor, sigma: Scalar, sigma_next: Scalar) -> Transition:
@@ -162,7 +172,7 @@ def ddim(
     std = _host(eta) * variance.sqrt()
     direction = (1.0 - ab_next - std**2).clamp(min=0.0).sqrt()
     mean = per_sample(ab_next.sqrt(), x, dtype) * clean + per_sample(direction, x, dtype) * noise_hat
-    return Transition(mean, *_spread(std, x, dtype))
+    return Transition.known(mean, *_spread(std, x, dtype))
 
 
 def _euler_maruyama(x: Tensor, velocity: Tensor, t: Tensor, t_next: Tensor, b: Tensor) -> Transition:
@@ -179,7 +189,7 @@ def _transition(x: Tensor, velocity: Tensor, t: Tensor, t_next: Tensor, *, c1: T
     dtype = compute_dtype(x, velocity)
     c0 = 1.0 - t_next
     on_x, on_velocity = per_sample(c0 + c1, x, dtype), per_sample((1.0 - t) * c1 - t * c0, x, dtype)
-    return Transition(on_x * x.to(dtype) + on_velocity * velocity.to(dtype), *_spread(std, x, dtype))
+    return Transition.known(on_x * x.to(dtype) + on_velocity * velocity.to(dtype), *_spread(std, x, dtype))
 
 
 def transition_of(x: Tensor, mean: Tensor, std: Scalar) -> Transition:
@@ -194,7 +204,7 @@ def transition_of(x: Tensor, mean: Tensor, std: Scalar) -> Transition:
     if not bool(((spread >= 0) & spread.isfinite()).all()):
         raise ValueError(f"the kernel's std must be 0 or more and finite, got {spread.flatten().tolist()}")
     column = spread.reshape(-1, *[1] * (x.dim() - 1)).expand(x.shape[0], *[1] * (x.dim() - 1))
-    return Transition(mean.to(dtype), column, bool((spread > 0).all()))
+    return Transition.known(mean.to(dtype), column, bool((spread > 0).all()))
 
 
 def _spread(std: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:

@@ -113,7 +113,7 @@ class TestErrors:
             run("check", "small.yaml", "optimizer.lrr=1")
 
     def test_defects_keep_their_traceback(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config: int("not a number"))
+        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, **_: int("not a number"))
         with pytest.raises(ValueError, match="invalid literal"):
             run("check", "small.yaml")
 

@@ -274,7 +274,7 @@ def of_rows(transition: Transition, rows: Tensor) -> Transition:
     """The transition of each of these rows."""
     where = rows.to(transition.mean.device)
     std = transition.std.expand(len(transition.mean), *transition.std.shape[1:])
-    return transition._replace(mean=transition.mean[where], std=std[where])
+    return Transition.known(transition.mean[where], std[where], transition.random)
 
 
 def step_noise(shape: torch.Size, step: int, keys: Sequence[NoiseKey], children: Children | None) -> Tensor:

@@ -83,7 +83,7 @@ def test_ids_of_a_new_run_and_broken_ones(tmp_path: Path) -> None:
     """A new run in the folder of a start that failed is new to trackers."""
     run = Run(tmp_path)
     run.trackers.write_text('{"wandb": "before"}')
-    run.info.write_text("{}")
+    run.info.write_text('{"command": ["genrl", "train"], "resumed": []}')
     start(tmp_path, "seed: 0\n", seed=0, command=["genrl"])
     assert trackers.kept_ids(run) == {}
     for text in ("{", "[]", '{"wandb": 1}'):

@@ -215,7 +215,7 @@ def test_agents_answer_by_an_engine_as_it_is_trained(
 
 def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generation.vllm.*read with engine: vllm"):
-        vlm_runs.config(tmp_path, generation={"vllm": {"memory": 0.3}})
+        vlm_runs.config(tmp_path, generation={"vllm": {"args": {"gpu_memory_utilization": 0.3}}})
 
     def weights(**changes: Any) -> tuple[Any, ...]:
         config = vlm_runs.config(tmp_path, **changes)
