@@ -175,6 +175,8 @@ def test_always_and_never_solved_groups_are_dropped() -> None:
         False,
         False,
     ]
+    at_a_bound = {"low": 0.5, "high": 1.0}  # both are outside
+    assert not group_filters.within(ACCURACY, GROUP_GROUP_FILTERS, **at_a_bound).any()
     with pytest.raises(ValueError, match="low < high"):
         group_filters.within(ACCURACY, GROUP_GROUP_FILTERS, low=1.0, high=0.5)
 
