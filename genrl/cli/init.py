@@ -33,12 +33,15 @@ def demo(overrides: Overrides = None) -> None:
     Example: `genrl demo`, or in brief `genrl demo iterations=2`
     """
     from genrl.cli.train import train
+    from genrl.config import load
+    from genrl.diffusion.config.shares import processes_problem
     from genrl.recipes import find
 
     run = Path(f"runs/demo-{datetime.now():%Y%m%d-%H%M%S}")  # a demo never meets the folder of the one before
     # The model is too small for two threads to share a call; two processes share the pictures.
-    processes = min(2, os.cpu_count() or 1) if default_device() == "cpu" else 1
-    train(find("quickstart").file, [f"output={run}", *(overrides or ())], processes)
+    config: Any = load(find("quickstart").file, overrides or ())
+    shared = default_device() == "cpu" and (os.cpu_count() or 1) > 1 and not processes_problem(config, 2)
+    train(find("quickstart").file, [f"output={run}", *(overrides or ())], 2 if shared else 1)
     if (run / "metrics.jsonl").exists():  # not where `output` was changed
         typer.echo(_what_it_learned(run))
 

@@ -479,12 +479,14 @@ def test_declared_columns_are_read_without_importing(source: str, columns: tuple
 
 @pytest.mark.slow
 def test_checking_never_imports_torch() -> None:
-    """All shipped files, in a fresh interpreter."""
+    """All shipped files but two, whose task is code of its own that is run, in a fresh interpreter."""
     program = """
 import sys
 from pathlib import Path
 from genrl.config import ConfigError, check_files, load_located
 for path in sorted(Path("configs").rglob("*.yaml")):
+    if path.name in ("dpo.yaml", "kto.yaml") and path.parent.name == "vlm":
+        continue
     try:
         check_files(*load_located(path))
     except ConfigError:

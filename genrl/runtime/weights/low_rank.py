@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ def adapted(model: Any, config: LoraConfig, seed: int) -> PeftModel:
 
 @contextmanager
 @torch.no_grad()
-def merged(networks: Iterable[nn.Module]) -> Iterator[None]:
+def merged(networks: Collection[nn.Module]) -> Iterator[None]:
     """Within the block, which is without gradients, each adapted layer computes with one matrix, W + s B A; afterwards
     its own is back, to the bit. A rank of a third of the width costs a forward pass half as much again.
 
@@ -79,7 +79,8 @@ def merged(networks: Iterable[nn.Module]) -> Iterator[None]:
     matrices = [layer.get_base_layer().weight for layer in layers]
     plain = all(type(weight) is nn.Parameter and weight.dtype == torch.float32 for weight in matrices)
     other = any(layer.disable_adapters or layer.merged or layer.lora_variant for layer in layers)
-    if torch.accelerator.is_available() or not plain or other:
+    compiled = any("forward" in vars(network) for network in networks)  # whose graphs know the layers as they are
+    if torch.accelerator.is_available() or not plain or other or compiled:
         yield
         return
     values = [weight.data for weight in matrices]
