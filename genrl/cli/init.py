@@ -40,7 +40,8 @@ def demo(overrides: Overrides = None) -> None:
     run = Path(f"runs/demo-{datetime.now():%Y%m%d-%H%M%S}")  # a demo never meets the folder of the one before
     # The model is too small for two threads to share a call; two processes share the pictures.
     config: Any = load(find("quickstart").file, overrides or ())
-    shared = default_device() == "cpu" and (os.cpu_count() or 1) > 1 and not processes_problem(config, 2)
+    alone = default_device() == "cpu" and "RANK" not in os.environ
+    shared = alone and (os.cpu_count() or 1) > 1 and not processes_problem(config, 2)
     train(find("quickstart").file, [f"output={run}", *(overrides or ())], 2 if shared else 1)
     if (run / "metrics.jsonl").exists():  # not where `output` was changed
         typer.echo(_what_it_learned(run))

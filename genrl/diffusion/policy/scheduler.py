@@ -208,7 +208,7 @@ class PolicyHead:
             self._base = self.next_index  # some pipelines read sigmas[i] with their loop's i
             self.sigmas = self.sigmas[self._base : self._base + exposed + 1]
         if flow:
-            self.sigmas = self.sigmas.to(device)
+            self.sigmas = self._shown(self.sigmas)
 
     def _require_levels(self) -> None:
         """Raise ValueError where the schedule does not fall from noise to data, as by a shift of 0 or betas above 1."""
@@ -228,13 +228,17 @@ class PolicyHead:
                 "look at its settings (model.scheduler: shift, betas, steps_offset)"
             )
 
+    def _shown(self, sigmas: Tensor) -> Tensor:
+        """Where the parent's own step looks for them: solvers read theirs on the CPU."""
+        return sigmas if "solver_order" in self.config else sigmas.to(self._device)
+
     def recut(self, cut: Callable[[int, Tensor], Tensor]) -> Tensor:
         """What the pipeline is to loop over, where it cuts its schedule: `cut` is given the number of steps and the
         timesteps of the uncut one, which the scheduler shows from here on."""
         timesteps, sigmas = self.uncut
         self.timesteps = timesteps.to(self._device)
         if sigmas is not None:
-            self.sigmas = sigmas.to(self._device)
+            self.sigmas = self._shown(sigmas)
         left_out = len(timesteps) - len(cut(len(timesteps), self.timesteps))
         self._base = -left_out
         left = self.expose(timesteps[left_out:]).to(self._device)

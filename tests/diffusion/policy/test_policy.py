@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import Tensor
 
 from genrl.diffusion.policy import encoding
 from genrl.diffusion.policy.policy import Policy
+from genrl.diffusion.policy.scheduler import as_policy_head
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.mdp import gaussian
 from genrl.mdp.noise import keyed_noise
@@ -29,6 +30,7 @@ FLOW_KERNELS = {
     "flow_cps": Kernel("flow_cps", 0.8),
     "flow_ddim": Kernel("flow_ddim", 1.0),
 }
+SOLVER = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
 ACTIONS = (0, 1, 2)  # as trainers have it: the last step is deterministic
 
 
@@ -343,6 +345,14 @@ def test_a_plain_call_afterwards_is_the_pipelines_own(policy: Policy) -> None:
     with pytest.raises(TypeError):
         policy.replay(recorded.step(1, batch([0], no_such_argument=1)))
     assert torch.equal(plain(policy.pipe), plain(fresh))
+
+
+@pytest.mark.parametrize(("solver", "where"), [(FlowMatchEulerDiscreteScheduler(), "meta"), (SOLVER, "cpu")])
+def test_levels_are_where_the_schedulers_own_step_looks_for_them(solver: Any, where: str) -> None:
+    head: Any = as_policy_head(solver)
+    head.set_timesteps(4, device="meta")
+    assert (head.timesteps.device.type, head.sigmas.device.type) == ("meta", where)
+    assert head.full_sigmas.device.type == head.full_timesteps.device.type == "cpu"
 
 
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
