@@ -54,8 +54,6 @@ def make(task: str = "") -> Frail:
 
 
 class Picky(Frail):
-    """A reset that raises for every third seed."""
-
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         if seed is not None and seed % 3 == 0:
             raise RuntimeError(f"no grasp for seed {seed}")

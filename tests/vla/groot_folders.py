@@ -53,10 +53,8 @@ def groot_shapes(s: Sizes) -> Shapes:
         found.affine(block + "mlp.linear_fc1", s.eye_mlp, s.eye)
         found.affine(block + "mlp.linear_fc2", s.eye, s.eye_mlp)
     wide = s.eye * s.merge**2
-    for merger, normed in (
-        (eye + "merger", s.eye),
-        *((f"{eye}deepstack_merger_list.{n}", wide) for n in range(s.deep)),
-    ):
+    mergers = [(eye + "merger", s.eye), *((f"{eye}deepstack_merger_list.{n}", wide) for n in range(s.deep))]
+    for merger, normed in mergers:
         found.affine(merger + ".norm", normed)
         found.affine(merger + ".linear_fc1", wide, wide)
         found.affine(merger + ".linear_fc2", s.width, wide)
@@ -165,22 +163,11 @@ def groot_folder(
         | {"observation.state": {"type": "STATE", "shape": [5]}},
         "output_features": {"action": {"type": "ACTION", "shape": [3]}},
         "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "IDENTITY", "ACTION": "IDENTITY"},
-        "chunk_size": TINY.horizon,
-        "n_action_steps": TINY.horizon,
-        "max_state_dim": TINY.state,
-        "max_action_dim": TINY.action,
-        "base_model_path": "./base",
-        "embodiment_tag": "new_embodiment",
-        "action_decode_transform": None,
-        "tune_llm": False,
-        "tune_visual": False,
-        "tune_projector": True,
-        "tune_diffusion_model": True,
-        "tune_vlln": True,
-        "tune_top_llm_layers": 0,
-        "use_bf16": False,
-        "device": "cpu",
-    } | settings
+        "chunk_size": TINY.horizon, "n_action_steps": TINY.horizon, "max_state_dim": TINY.state,
+        "max_action_dim": TINY.action, "base_model_path": "./base", "embodiment_tag": "new_embodiment",
+        "action_decode_transform": None, "tune_llm": False, "tune_visual": False, "tune_projector": True,
+        "tune_diffusion_model": True, "tune_vlln": True, "tune_top_llm_layers": 0, "use_bf16": False, "device": "cpu",
+    } | settings  # fmt: skip
     pack: dict[str, Any] = {
         "state_horizon": 1, "action_horizon": TINY.horizon, "valid_action_horizon": TINY.horizon, "video_horizon": None,
         "max_state_dim": TINY.state, "max_action_dim": TINY.action, "language_key": "task", "formalize_language": True,
@@ -212,10 +199,8 @@ def groot_folder(
                                "delta_indices": list(range(TINY.horizon))}}  # fmt: skip
         told = {"raw_stats": {"action": raw}, "modality_config": modality, "use_percentiles": True}
         pack |= told
-        decode = {
-            "registry_name": "groot_n1_7_action_decode_v1",
-            "config": told | {"env_action_dim": 3, "use_relative_action": False, "action_decode_transform": None},
-        }
+        how = {"env_action_dim": 3, "use_relative_action": False, "action_decode_transform": None}
+        decode = {"registry_name": "groot_n1_7_action_decode_v1", "config": told | how}
     before = [
         {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
         {"registry_name": "to_batch_processor", "config": {}},
@@ -244,7 +229,6 @@ def groot_folder(
 
 
 def groot_observation(batch: int = 3, seed: int = 2) -> dict[str, Tensor]:
-    """Without the instruction's tokens."""
     rng = torch.Generator().manual_seed(seed)
     pictures = torch.randint(0, 256, (2, batch, 24, 32, 3), generator=rng, dtype=torch.uint8)
     return dict(zip(CAMERAS, pictures, strict=True)) | {"observation.state": torch.randn(batch, 5, generator=rng)}

@@ -105,19 +105,12 @@ def config(s: Sizes, stats: dict[str, Any] | None) -> dict[str, Any]:
         text |= {"hidden_size": s.width, "num_hidden_layers": s.layers, "intermediate_size": s.mlp}
         text |= {"num_attention_heads": s.heads, "num_key_value_heads": s.heads}
     return {
-        "architectures": ["OpenVLAForActionPrediction"],
-        "auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"},
-        "model_type": "openvla",
-        "image_resize_strategy": "resize-naive",
-        "image_sizes": [s.side, s.side],
-        "n_action_bins": 256,
-        "norm_stats": stats,
-        "pad_to_multiple_of": s.padded,
-        "text_config": text,
-        "timm_model_ids": [s.dino.name, s.siglip.name],
-        "torch_dtype": "bfloat16",
+        "architectures": ["OpenVLAForActionPrediction"], "model_type": "openvla",
+        "auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"}, "image_resize_strategy": "resize-naive",
+        "image_sizes": [s.side, s.side], "n_action_bins": 256, "norm_stats": stats, "pad_to_multiple_of": s.padded,
+        "text_config": text, "timm_model_ids": [s.dino.name, s.siglip.name], "torch_dtype": "bfloat16",
         "use_fused_vision_backbone": True,
-    }
+    }  # fmt: skip
 
 
 def bounds(low: list[float], high: list[float], mask: list[bool] | None = None) -> dict[str, Any]:
@@ -192,7 +185,6 @@ def tokenizer(folder: Path) -> None:
 def observation(
     batch: int = 3, side: int = 32, cameras: tuple[str, ...] = ("observation.image",), state: int = 0
 ) -> Any:
-    """Random pictures, and a state of so many numbers."""
     rng = torch.Generator().manual_seed(0)
     seen = {name: torch.randint(256, (batch, side, side, 3), generator=rng, dtype=torch.uint8) for name in cameras}
     return seen | ({"observation.state": torch.randn(batch, state, generator=rng)} if state else {})

@@ -18,8 +18,6 @@ from genrl.vla.policies.policy import ENVIRONMENT, STATE
 
 
 class Shapes(dict[str, tuple[int, ...]]):
-    """Of tensors by name."""
-
     def affine(self, name: str, *weight: int) -> None:
         """A weight and the bias, or shift, that goes with it."""
         self[f"{name}.weight"], self[f"{name}.bias"] = weight, weight[:1]
@@ -110,7 +108,6 @@ def smol_shapes(s: Sizes) -> Shapes:
 
 
 def eye_ends(found: Shapes, eye: str, s: Sizes) -> None:
-    """What is before and after the layers of a SigLIP."""
     found.affine(eye + "embeddings.patch_embedding", s.eye, 3, s.patch, s.patch)
     found[eye + "embeddings.position_embedding.weight"] = (s.patches, s.eye)
     found.affine(eye + "post_layernorm", s.eye)
@@ -224,31 +221,18 @@ def pi_folder(
 ) -> dict[str, Tensor]:
     """A tiny pi0 or pi0.5 with two cameras and an empty one; the weights by bare published name."""
     mode = "QUANTILES" if adaptive else "MEAN_STD"
-    picture = {"type": "VISUAL", "shape": [3, 24, 32]}
+    picture, cameras = {"type": "VISUAL", "shape": [3, 24, 32]}, ("base_0_rgb", "left_wrist_0_rgb", "empty_camera_0")
     config = {
         "type": "pi05" if adaptive else "pi0",
-        "input_features": {
-            "observation.images.base_0_rgb": picture,
-            "observation.images.left_wrist_0_rgb": picture,
-            "observation.images.empty_camera_0": picture,
-            "observation.state": {"type": "STATE", "shape": [5]},
-        },
+        "input_features": {f"observation.images.{camera}": picture for camera in cameras}
+        | {"observation.state": {"type": "STATE", "shape": [5]}},
         "output_features": {"action": {"type": "ACTION", "shape": [3]}},
-        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode},
-        "paligemma_variant": "dummy",
-        "action_expert_variant": "dummy",
-        "chunk_size": 6,
-        "n_action_steps": 4,
-        "max_state_dim": 32,
-        "max_action_dim": 32,
-        "num_inference_steps": 10,
-        "image_resolution": [28, 28],
-        "empty_cameras": 1,
-        "tokenizer_max_length": 60 if adaptive else 12,
-        "dtype": "float32",
-        "freeze_vision_encoder": False,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": mode, "ACTION": mode}, "paligemma_variant": "dummy",
+        "action_expert_variant": "dummy", "chunk_size": 6, "n_action_steps": 4, "max_state_dim": 32,
+        "max_action_dim": 32, "num_inference_steps": 10, "image_resolution": [28, 28], "empty_cameras": 1,
+        "tokenizer_max_length": 60 if adaptive else 12, "dtype": "float32", "freeze_vision_encoder": False,
         "train_expert_only": True,
-    } | settings
+    } | settings  # fmt: skip
     tokenizer = {
         "max_length": config["tokenizer_max_length"], "task_key": "task", "padding_side": "right",
         "padding": "max_length", "truncation": True, "tokenizer_name": "google/paligemma-3b-pt-224",
@@ -281,37 +265,27 @@ def pi_observation(batch: int = 3, seed: int = 2) -> dict[str, Tensor]:
 
 
 def smol_folder(
-    folder: Path, *, s: Sizes = SMOL_TINY, weights: dict[str, Tensor] | None = None, **settings
+    folder: Path,
+    *,
+    s: Sizes = SMOL_TINY,
+    dtype: torch.dtype = torch.float32,
+    weights: dict[str, Tensor] | None = None,
+    **settings,
 ) -> dict[str, Tensor]:
     """A SmolVLA with two cameras, its backbone's description in vlm/; the weights by published name."""
     picture = {"type": "VISUAL", "shape": [3, 24, 32]}
     config = {
         "type": "smolvla",
-        "input_features": {
-            "observation.state": {"type": "STATE", "shape": [5]},
-            "observation.images.base_0_rgb": picture,
-            "observation.images.left_wrist_0_rgb": picture,
-        },
+        "input_features": {"observation.state": {"type": "STATE", "shape": [5]}}
+        | {f"observation.images.{camera}": picture for camera in ("base_0_rgb", "left_wrist_0_rgb")},
         "output_features": {"action": {"type": "ACTION", "shape": [3]}},
-        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
-        "chunk_size": 6,
-        "n_action_steps": 4,
-        "max_state_dim": 32,
-        "max_action_dim": 32,
-        "resize_imgs_with_padding": [s.picture, s.picture],
-        "tokenizer_max_length": 12,
-        "num_steps": 10,
-        "vlm_model_name": "vlm",
-        "num_vlm_layers": s.layers,
-        "num_expert_layers": 0,
-        "self_attn_every_n_layers": 2,
-        "expert_width_multiplier": 0.75,
-        "attention_mode": "cross_attn",
-        "add_image_special_tokens": False,
-        "freeze_vision_encoder": True,
-        "train_expert_only": True,
-        "train_state_proj": True,
-    } | settings
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}, "chunk_size": 6,
+        "n_action_steps": 4, "max_state_dim": 32, "max_action_dim": 32,
+        "resize_imgs_with_padding": [s.picture, s.picture], "tokenizer_max_length": 12, "num_steps": 10,
+        "vlm_model_name": "vlm", "num_vlm_layers": s.layers, "num_expert_layers": 0, "self_attn_every_n_layers": 2,
+        "expert_width_multiplier": 0.75, "attention_mode": "cross_attn", "add_image_special_tokens": False,
+        "freeze_vision_encoder": True, "train_expert_only": True, "train_state_proj": True,
+    } | settings  # fmt: skip
     text = {"model_type": "llama", "hidden_size": s.width, "intermediate_size": s.mlp, "rope_theta": 100000.0,
             "num_hidden_layers": s.all_layers, "num_attention_heads": s.heads, "num_key_value_heads": s.key_heads,
             "head_dim": s.size, "rms_norm_eps": 1e-5, "vocab_size": s.vocabulary}  # fmt: skip
@@ -330,7 +304,7 @@ def smol_folder(
         {"registry_name": "smolvla_new_line_processor", "config": {}},
         {"registry_name": "tokenizer_processor", "config": tokenizer},
     ]
-    weights = weights or random_weights(smol_shapes(s))
+    weights = weights or random_weights(smol_shapes(s), dtype=dtype)
     write_folder(folder, config, weights, steps, statistics_of({"observation.state": 5, "action": 3}), {"format": "pt"})
     write_tokenizer(folder)
     return weights
@@ -418,29 +392,15 @@ def diffusion_folder(
         "type": "diffusion",
         "input_features": {name: picture for name in names} | {STATE: {"type": "STATE", "shape": [s.state]}},
         "output_features": {"action": {"type": "ACTION", "shape": [s.action]}},
-        "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
-        "n_obs_steps": 2,
-        "horizon": 8,
-        "n_action_steps": 4,
-        "vision_backbone": "resnet18",
-        "crop_shape": [34, 36],
-        "crop_is_random": True,
-        "pretrained_backbone_weights": None,
-        "use_group_norm": groups,
-        "spatial_softmax_num_keypoints": s.points,
-        "use_separate_rgb_encoder_per_camera": False,
-        "down_dims": list(s.dims),
-        "kernel_size": s.kernel,
-        "n_groups": 8,
-        "diffusion_step_embed_dim": s.time,
-        "use_film_scale_modulation": True,
-        "noise_scheduler_type": "DDPM",
-        "num_train_timesteps": 100,
-        "beta_schedule": "squaredcos_cap_v2",
-        "prediction_type": "epsilon",
-        "clip_sample": True,
+        "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}, "n_obs_steps": 2,
+        "horizon": 8, "n_action_steps": 4, "vision_backbone": "resnet18", "crop_shape": [34, 36],
+        "crop_is_random": True, "pretrained_backbone_weights": None, "use_group_norm": groups,
+        "spatial_softmax_num_keypoints": s.points, "use_separate_rgb_encoder_per_camera": False,
+        "down_dims": list(s.dims), "kernel_size": s.kernel, "n_groups": 8, "diffusion_step_embed_dim": s.time,
+        "use_film_scale_modulation": True, "noise_scheduler_type": "DDPM", "num_train_timesteps": 100,
+        "beta_schedule": "squaredcos_cap_v2", "prediction_type": "epsilon", "clip_sample": True,
         "clip_sample_range": 1.0,
-    } | settings
+    } | settings  # fmt: skip
     separate = config["use_separate_rgb_encoder_per_camera"]
     weights = random_weights(diffusion_shapes(s, cameras=cameras, separate=separate, groups=groups))
     for key in weights:
@@ -452,12 +412,13 @@ def diffusion_folder(
             weights[key] = torch.tensor(7)
         if key.endswith((".bn1.weight", ".bn2.weight", "block.1.weight")):
             weights[key] = weights[key] + 1.0
-    stats = statistics_of({STATE: s.state, "action": s.action})
-    for name in names:
-        stats |= {f"{name}.mean": torch.tensor([0.4, 0.5, 0.6])[:, None, None]}
-        stats |= {f"{name}.std": torch.tensor([0.2, 0.25, 0.3])[:, None, None]}
-    write_folder(folder, config, weights, [], stats)
+    write_folder(folder, config, weights, [], statistics_of({STATE: s.state, "action": s.action}) | of_pictures(names))
     return weights
+
+
+def of_pictures(names: list[str]) -> dict[str, Tensor]:
+    mean, std = torch.tensor([[0.4, 0.5, 0.6], [0.2, 0.25, 0.3]])[..., None, None]
+    return {f"{name}.{key}": value.clone() for name in names for key, value in (("mean", mean), ("std", std))}
 
 
 ACT_TINY = Sizes(
@@ -524,31 +485,16 @@ def act_folder(
     if s.environment:
         inputs[ENVIRONMENT] = {"type": "ENV", "shape": [s.environment]}
     config = {
-        "type": "act",
-        "n_obs_steps": 1,
-        "input_features": inputs,
+        "type": "act", "n_obs_steps": 1, "input_features": inputs,
         "output_features": {"action": {"type": "ACTION", "shape": [s.action]}},
         "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ENV": "MEAN_STD", "ACTION": "MEAN_STD"},
-        "chunk_size": s.chunk,
-        "n_action_steps": s.chunk // 2,
-        "vision_backbone": "resnet18",
-        "pretrained_backbone_weights": None,
-        "replace_final_stride_with_dilation": 0,
-        "pre_norm": False,
-        "dim_model": s.size,
-        "n_heads": s.heads,
-        "dim_feedforward": s.wide,
-        "feedforward_activation": "relu",
-        "n_encoder_layers": s.encoder,
-        "n_decoder_layers": s.decoder,
-        "use_vae": True,
-        "latent_dim": s.latent,
-        "n_vae_encoder_layers": s.vae,
-        "temporal_ensemble_coeff": None,
-        "dropout": 0.1,
-        "kl_weight": 10.0,
+        "chunk_size": s.chunk, "n_action_steps": s.chunk // 2, "vision_backbone": "resnet18",
+        "pretrained_backbone_weights": None, "replace_final_stride_with_dilation": 0, "pre_norm": False,
+        "dim_model": s.size, "n_heads": s.heads, "dim_feedforward": s.wide, "feedforward_activation": "relu",
+        "n_encoder_layers": s.encoder, "n_decoder_layers": s.decoder, "use_vae": True, "latent_dim": s.latent,
+        "n_vae_encoder_layers": s.vae, "temporal_ensemble_coeff": None, "dropout": 0.1, "kl_weight": 10.0,
         "optimizer_lr": 1e-5,
-    } | settings
+    } | settings  # fmt: skip
     shapes = act_shapes(s, cameras=cameras, use_vae=config["use_vae"], pre_norm=config["pre_norm"])
     weights = weights or random_weights(shapes)
     for key in weights:
@@ -562,16 +508,12 @@ def act_folder(
             place = torch.arange(2 + s.chunk, dtype=torch.float64)[:, None]
             angle = place * 10_000.0 ** -(torch.arange(s.size, dtype=torch.float64) // 2 * 2 / s.size)
             weights[key] = torch.where(torch.arange(s.size) % 2 == 0, angle.sin(), angle.cos()).float()[None]
-    stats = statistics_of({STATE: s.state, ENVIRONMENT: s.environment, "action": s.action})
-    for name in names:
-        stats |= {f"{name}.mean": torch.tensor([0.4, 0.5, 0.6])[:, None, None]}
-        stats |= {f"{name}.std": torch.tensor([0.2, 0.25, 0.3])[:, None, None]}
+    stats = statistics_of({STATE: s.state, ENVIRONMENT: s.environment, "action": s.action}) | of_pictures(names)
     write_folder(folder, config, weights, [], stats, {"format": "pt"})
     return weights
 
 
 def act_observation(batch: int = 3, seed: int = 2, cameras: int = 2) -> dict[str, Tensor]:
-    """As `act_folder` reads it."""
     rng = torch.Generator().manual_seed(seed)
     pictures = torch.randint(0, 256, (cameras, batch, 36, 40, 3), generator=rng, dtype=torch.uint8)
     found = {f"observation.images.camera{n}": picture for n, picture in enumerate(pictures)}

@@ -57,7 +57,6 @@ def test_the_episodes_are_those_of_the_seed_however_many_run_side_by_side() -> N
 
 
 def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
-    """The level of the noise does not matter; weights and global generators are left alone."""
     who = policy()
     before, state = vla_runs.weights(who), torch.get_rng_state()
     one, other = (
@@ -189,7 +188,6 @@ def test_when_a_run_is_evaluated_and_what_that_leaves(tmp_path: Path) -> None:
 
 
 def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
-    """Both halves are in the folder: the run's figure and actions, to the bit, without what the run began with."""
     evaluation = {"every": 1, "episodes": 6, "num_envs": 3}
     config = vla_runs.config(tmp_path, sampler="diffusion", evaluation=evaluation, optimizer={"lr": 1e-2})
     run = train.train(config)
@@ -244,8 +242,6 @@ def test_what_a_configuration_renames_is_renamed_for_the_judge(tmp_path: Path) -
 
 
 class HalfLost(Losing):
-    """Tables of which every second slot is lost in its first step, and the others succeed."""
-
     def step(self, actions: Any) -> Any:
         raw, reward, terminated, truncated, info = self.env.step(actions)
         lost = np.arange(self.env.num_envs) % 2 == 1

@@ -42,7 +42,6 @@ def prepared(place: Path, kind: str, base: Path, **changes: Any) -> Path:
 
 
 def largest(one: Path, other: Path) -> float:
-    """Difference of a trained weight."""
     ours, theirs = (last_state(run).tensors["weights"] for run in (one, other))
     assert ours.keys() == theirs.keys()
     return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())

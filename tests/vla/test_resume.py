@@ -77,7 +77,6 @@ SLOW = ("ppo of reinflow", "ppo after a warm-up", "ppo by AdamW of 8 bits", "sft
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRAINERS])
 def test_one_and_two_iterations_are_three(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics, weights and optimiser, to the bit."""
     changes = {"iterations": 3, **TRAINERS[name]}
     runs = straight_and_stopped(tmp_path, monkeypatch, [("training", 0)], **changes)
     assert vla_runs.differences(*runs) == []
@@ -88,7 +87,6 @@ def test_one_and_two_iterations_are_three(name: str, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("name", ["dppo", "grpo"])
 def test_stopped_in_the_middle_of_a_rollout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has changed nothing, and is done again."""
     changes = {"iterations": 2, **TRAINERS[name]}
     runs = straight_and_stopped(tmp_path, monkeypatch, [("acting", 0), ("acting", 1)], after=1, **changes)
     assert vla_runs.differences(*runs) == []
@@ -96,16 +94,12 @@ def test_stopped_in_the_middle_of_a_rollout(name: str, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(
     "places",
-    [
-        [("evaluating", 0), ("acting", 0), ("evaluating", 0)],
-        [("evaluating", 1), ("evaluating", 2), ("evaluating", 2)],
-    ],
+    [[("evaluating", 0), ("acting", 0), ("evaluating", 0)], [("evaluating", 1), ("evaluating", 2), ("evaluating", 2)]],
     ids=["before", "between and at the end"],
 )
 def test_stopped_in_an_evaluation(
     places: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is done again on resume, and its row is written once, however often the run is stopped."""
     changes: dict[str, Any] = {"iterations": 3, **EVALUATED, "checkpoint": {"every": 9}}
     runs = straight_and_stopped(tmp_path, monkeypatch, places, **changes)
     assert vla_runs.differences(*runs) == []
@@ -113,8 +107,6 @@ def test_stopped_in_an_evaluation(
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/success_mean" in row] == [0, 2, 3]
 
-
-# -- processes -------------------------------------------------------------------------------------------------------
 
 DISTRIBUTED: dict[str, dict[str, Any]] = {
     "ppo": {
@@ -132,7 +124,6 @@ DISTRIBUTED: dict[str, dict[str, Any]] = {
 
 
 def trained_by(count: int, folder: Path, name: str) -> Path:
-    """A folder with the run, and what `vla_ranks.record` adds."""
     common = {"evaluation": {"every": 1, "episodes": 7}, "optimizer": {"lr": 1e-3, "max_grad_norm": 1e9}}
     place = folder / str(count)
     place.mkdir()

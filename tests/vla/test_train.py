@@ -121,7 +121,6 @@ def room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """After an update: to the bit the run that has the smaller pieces from the start. A resumed run keeps them."""
     wanted = train(vla_runs.config(tmp_path, iterations=2, trainer={"microbatch": 4}, output=str(tmp_path / "by hand")))
     with monkeypatch.context() as patched:
         tried = room_for(7, patched)
@@ -213,7 +212,6 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Path) -> 
 
 
 def test_the_check_reads_the_folder(tmp_path: Path) -> None:
-    """Without weights: the data set, the sort of head, the chunk."""
 
     def found(run: VLAConfig) -> str:
         with pytest.raises(ConfigError) as caught:

@@ -164,7 +164,6 @@ def test_a_noise_head_in_another_place_is_new_and_the_rest_stays(had: NoiseHead,
 
 
 def test_a_critic_of_another_number_of_values_is_new_and_the_rest_stays() -> None:
-    """From one value of a chunk to one of every action, and back; without a change the policy is the same one."""
     for policy in (flow(critic=1), diffusion(critic=1)):
         before = policy.state_dict()
         made = policy.with_heads(critic=4, noise_head="none", seed=3)
@@ -189,7 +188,6 @@ def test_what_does_not_fit_the_policy_is_refused_before_anything_is_written(tmp_
 def test_a_run_rounds_to_tf32_where_it_is_asked_to_and_a_script_does_not_go_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its evaluations as in its training."""
     seen: list[bool] = []
     products = torch.backends.cuda.matmul
     monkeypatch.setattr(VLARun, "evaluate", lambda self, iteration: seen.append(products.allow_tf32) or {})
@@ -220,7 +218,6 @@ def test_a_run_goes_on_only_from_what_it_began_with(freeze: str, tmp_path: Path)
 
 
 def test_runs_of_other_seeds_are_judged_on_the_same_starts(tmp_path: Path) -> None:
-    """Also where a simulator other than MiniTable makes them from a seed."""
     simulator = Path(__file__).parents[2] / "docs" / "example_simulator.py"
     environment = {"name": f"{simulator}:make", "tasks": ["red"], "max_steps": 20}
     starts = []

@@ -33,8 +33,6 @@ class Shows(gymnasium.Env[dict[str, Any], np.ndarray]):
 
 
 class Draws(Shows):
-    """Only when it is asked."""
-
     cameras = tuple(COLOURS)
 
     def shown(self) -> dict[str, Any]:

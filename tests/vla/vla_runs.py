@@ -37,7 +37,6 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @cache
 def _policies() -> tempfile.TemporaryDirectory[str]:
-    """Removed when this process ends."""
     return tempfile.TemporaryDirectory(prefix="genrl-policies-")
 
 
@@ -55,7 +54,6 @@ def folder(kind: str) -> Path:
 
 
 def policy_of(sampler: str) -> Path:
-    """The policy that this kind of sampler needs."""
     return folder("diffusion" if sampler == "diffusion" else "flow")
 
 
@@ -114,7 +112,6 @@ def config(place: Path, *, sampler: str | dict[str, Any] = "flow_sde", **changes
 
 @contextmanager
 def opened(settings: VLAConfig) -> Iterator[VLARun]:
-    """A new run, as `train` opens it: for tests that look at a method from inside."""
     with opening.opened(settings, KIND) as run:
         yield run
 
@@ -124,12 +121,10 @@ def weights(policy: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def moved(policy: torch.nn.Module, before: Mapping[str, Tensor]) -> set[str]:
-    """Names of what is not as it was, to the bit."""
     return {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
 
 
 def gradients(one: VLARun) -> dict[str, Tensor]:
-    """What a backward pass left."""
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in one.policy.named_parameters()
@@ -138,7 +133,6 @@ def gradients(one: VLARun) -> dict[str, Tensor]:
 
 
 def trained_weights(run: Path) -> dict[str, Tensor]:
-    """Of the folder that a run leaves."""
     return weights(load_policy(run / "policy"))
 
 

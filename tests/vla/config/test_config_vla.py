@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from genrl.config import ConfigError, check_files, dump, load, load_located
 from genrl.vla.config import schema as sections
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.methods.ppo import settings as methods
 from tests.config.schemas import schema_validator
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,25 +72,9 @@ def flow(settings: str) -> str:
 
 
 class TestDefaults:
-    def test_python_and_yaml_are_one(self, tmp_path: Path) -> None:
-        config = load(write(tmp_path, TRAINED))
-        made = VLAConfig(
-            policy=sections.Policy(path="some/policy"),
-            environment=sections.Environment(name="minitable"),
-            trainer=methods.PPO(),
-            output="runs/a",
-        )
-        assert config == made and config.sampler == sections.FlowSDE()
-
     def test_the_encoder_of_a_loaded_policy_is_frozen(self) -> None:
-        """Of a new one there is nothing yet that would be worth keeping."""
         asked = ({"path": "a"}, {"path": "a", "freeze": "nothing"}, {"new": {}})
         assert [sections.Policy.model_validate(policy).frozen for policy in asked] == [True, False, False]
-
-    def test_every_rule_is_applied_in_python_too(self) -> None:
-        with pytest.raises(ValidationError, match="write one of them"):
-            VLAConfig.model_validate(tree(NEW, policy={}))
-        VLAConfig.model_validate(tree(NEW))
 
     @pytest.mark.parametrize("kind", ["flow_sde", "flow_cps", "flow_noise", "reinflow", "diffusion"])
     def test_every_kind_of_sampler_by_its_name_alone(self, kind: str, tmp_path: Path) -> None:
@@ -233,16 +215,6 @@ def test_a_file_with_both_is_a_policys(tmp_path: Path) -> None:
         load(pipeline)  # still a pipeline's, which lacks its trainer
 
 
-def test_overrides_and_base_files(tmp_path: Path) -> None:
-    write(tmp_path, TRAINED)
-    (tmp_path / "b.yaml").write_text("include: a.yaml\nsampler: {kind: diffusion}\ntrainer: {gamma: 0.5}\n")
-    config = load(tmp_path / "b.yaml", ["environment.num_envs=8", "trainer.clip_range=0.01"])
-    assert isinstance(config, VLAConfig) and isinstance(config.trainer, methods.PPO)
-    assert (config.trainer.gamma, config.trainer.clip_range, config.environment.num_envs) == (0.5, 0.01, 8)
-    error = refused(tmp_path, TRAINED, ["sampler={kind: flow_sde, low: 1.0}"])
-    assert "belongs to another sampler.kind" in only(error)[1] and "override" in str(error)
-
-
 def policy_folder(folder: Path, **config: Any) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -251,8 +223,6 @@ def policy_folder(folder: Path, **config: Any) -> Path:
 
 
 class TestFiles:
-    """What `check_files` finds on the disk."""
-
     def problems(self, folder: Path, base: dict[str, Any], **changes: Any) -> list[tuple[str, str]]:
         config, origins = load_located(write(folder, base, **changes))
         try:
@@ -269,7 +239,6 @@ class TestFiles:
             assert self.problems(tmp_path, TRAINED, policy={"path": str(path)}, trackers=[]) == []
 
     def test_weights_that_cannot_be_loaded(self, tmp_path: Path) -> None:
-        """Of a robot policy, for the true reason."""
         folder = policy_folder(tmp_path / "policy", output_features={})
         weights, whole = folder / "model.safetensors", (folder / "model.safetensors").read_bytes()
         for damage, said in (
@@ -283,7 +252,6 @@ class TestFiles:
             assert [key for key, _ in found] == ["policy.path"] and said in found[0][1]
 
     def test_a_folder_of_a_policy_without_likelihood(self, tmp_path: Path) -> None:
-        """Its own sampler, and training by imitation alone."""
         path = policy_folder(tmp_path / "good", output_features={}, type="act")
         one = {"policy": {"path": str(path)}, "trackers": []}
         [(key, text)] = self.problems(tmp_path, TRAINED, **one)

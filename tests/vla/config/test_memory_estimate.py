@@ -12,7 +12,6 @@ import pytest
 
 from genrl import recipes
 from genrl.config import load
-from genrl.vla.config import memory_estimate
 from genrl.vla.config.memory_estimate import Known, in_folder, memory, published
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.folder import load_policy
@@ -120,8 +119,3 @@ def test_check_says_why_there_is_none_and_which_keys_to_change(monkeypatch: pyte
     assert "; memory;" in unknown.partition("\nnot checked: ")[2]
     told = run("check", file, TABLE, "--memory", "24GB")
     assert "policy.dtype=bfloat16" in told and "it fits with the change above" in told
-
-
-def test_patterns_find_no_layer_twice() -> None:
-    stack = memory_estimate._stack(known(recipe("openvla_oft_libero")), "language_model.")
-    assert stack == (32, 4096, 11008, 4096, 4096)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.vla.data.lerobot_dataset import Episode, Limits, open_dataset, write_dataset
-from genrl.vla.data.lerobot_dataset.features import numeric_stats, picture_stats
 from genrl.vla.data.lerobot_dataset.read import _values
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -54,12 +53,8 @@ def assert_equal(found: Episode, expected: Episode) -> None:
         assert found.columns[name].dtype == values.dtype and np.array_equal(found.columns[name], values), name
 
 
-# -- round trip -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("limit", [100, 0.03])
 def test_what_is_written_is_read(tmp_path: Path, limit: float) -> None:
-    """Also over several data files and chunks of files."""
     written = [episode(number, 3 + number) for number in range(7)]
     found = write_dataset(tmp_path / "set", iter(written), fps=10, limits=Limits(chunks_size=2, data_mb=limit))
     files = sorted(path.relative_to(tmp_path / "set/data").as_posix() for path in tmp_path.glob("set/data/*/*"))
@@ -115,20 +110,7 @@ def test_statistics_are_numpys(tmp_path: Path) -> None:
     assert found.stats["episode_index"]["max"].tolist() == [2] and found.stats["index"]["max"].tolist() == [14]
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 255), min_size=1, max_size=40))
-def test_picture_statistics_from_counts_are_exact(levels: list[int]) -> None:
-    histogram = np.tile(np.bincount(levels, minlength=256), (3, 1))
-    found, expected = picture_stats(histogram, 1), numeric_stats(np.tile(np.array(levels)[:, None] / 255.0, 3))
-    for name in expected.keys() - {"count"}:
-        np.testing.assert_allclose(np.reshape(found[name], -1), expected[name], atol=1e-12)
-
-
-# -- the published layout ---------------------------------------------------------------------------------------------
-
-
 def test_files_are_those_that_lerobot_reads(tmp_path: Path) -> None:
-    """Keys of info.json, index of tasks.parquet, columns of meta/episodes, types of the data columns."""
     made = [episode(number) for number in range(4)]
     write_dataset(tmp_path / "set", made, fps=10, names={"action": ["x", "y"]}, robot_type="arm")
     info = json.loads((tmp_path / "set/meta/info.json").read_text())
@@ -248,9 +230,6 @@ def test_matrices_that_datasets_wrote_are_read(tmp_path: Path) -> None:
     assert second.columns["pose"].tolist() == [[[8, 9], [10, 11]]]
 
 
-# -- videos -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("limit", [200, 0.001])
 def test_videos_hold_the_frames_of_every_episode(tmp_path: Path, limit: float) -> None:
     """Several episodes in a file, several files, two cameras; frames found by time, near enough to tell them apart."""
@@ -296,9 +275,6 @@ def test_a_video_that_is_too_short_and_odd_sizes_are_refused(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="even height and width, got 31 x 31"):
         write_dataset(tmp_path / "odd", odd, fps=10, videos=True)
     assert not (tmp_path / "odd").exists() and not (tmp_path / "odd.partial").exists()
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def spoil(folder: Path, change: dict) -> None:

@@ -145,7 +145,6 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_decision_from_every_step(tmp_path: Path) -> None:
-    """Chunks of three actions of which two are executed: what they pay and cost, what follows, what lies beyond."""
     steps = read_steps(dsrl(tmp_path / "some.hdf5"), success_key=None, cost_key=None)
     env = Environment(name="Some-v0", instruction="go on", proprioception=1)
     data = from_steps(steps, Words(("go", "on")), env, horizon=3, executed=2, gamma=0.5)

@@ -9,17 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.runtime.loop.guards import NonFiniteError, read_dump
-from genrl.runtime.loop.recorded import Recorded
-from genrl.runtime.loop.updating import Meter
 from genrl.vla.methods.grpo import train as grpo
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
-from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
-from genrl.vla.update.learn import learn
-from genrl.vla.update.scores import decisions, score
 from tests.vla import vla_runs
 
 Opened = Callable[..., AbstractContextManager[VLARun]]
@@ -28,17 +22,12 @@ BY_ACTION: dict[str, Any] = {"values": "action", "level": "action", "discount": 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Opened:
-    """A new run by these sections of its configuration."""
     return lambda **changes: vla_runs.opened(vla_runs.config(tmp_path, **changes))
 
 
 def trained(run: VLARun) -> list[dict[str, Any]]:
-    """Its rows."""
     ppo.train(run, run.settings)
     return vla_runs.rows(run.loop.process.run.folder)
-
-
-# -- what is trained -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("staleness", "alone"), [(0, 1), (1, 2)])
@@ -74,19 +63,6 @@ def test_a_frozen_encoder_stays_as_it_was(freeze: str, moves: bool, opened: Open
         assert ("encoder" in changed) is moves and len(changed) > 2
         saved = vla_runs.last_state(run.loop.process.run.folder).tensors["weights"]
         assert any(name.startswith("encoder.") for name in saved) is moves  # a checkpoint has what is trained
-
-
-@pytest.mark.slow
-def test_the_frozen_half_of_dppo_stays_as_it_was(opened: Opened) -> None:
-    with opened(sampler="diffusion") as run:
-        before = vla_runs.weights(run.frozen)
-        trained(run)
-        assert vla_runs.moved(run.frozen, before) == set() and vla_runs.moved(run.policy, before)
-    with opened(sampler={"kind": "diffusion", "steps": 5, "ft_denoising_steps": 5}) as run:
-        assert run.frozen is None  # all steps are trained
-
-
-# -- updates ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_divergence_ends_them(tmp_path: Path, opened: Opened) -> None:
@@ -130,24 +106,6 @@ def test_figures_of_partial_chunks_are_means(tmp_path: Path, opened: Opened) -> 
         assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
     for name in ("loss/policy", "kl/updates", "grad_norm/policy", "grad_norm/critic"):
         assert rows[2][name] == pytest.approx(rows[0][name], rel=1e-3, abs=1e-6)
-
-
-def test_a_loss_that_is_not_finite_leaves_what_it_was_made_from(opened: Opened) -> None:
-    """The dump alone, with the weights, gives its log-probabilities again."""
-    with opened(sampler="diffusion", trainer={"epochs": 1, "minibatch": 9}) as run:
-        rollout = run.collect(run.settings)
-        nothing = torch.full(rollout.valid.shape, float("nan"))
-        chosen = decisions(rollout, nothing, nothing, torch.ones_like(nothing))
-        with pytest.raises(NonFiniteError, match="loss is not finite.*genrl replay") as stopped:
-            learn(run, rollout, chosen, run.settings, Meter(), gae.loss, policy=True, critic=True)
-        assert stopped.value.dump is not None
-        found = Recorded(None, read_dump(stopped.value.dump).batch)
-        scored = score(run.settings, Acting(run.policy, rollout.sampler), found)
-        assert len(scored.log_prob) == 9
-        torch.testing.assert_close(scored.log_prob, scored.old_log_prob)
-
-
-# -- estimates -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -228,9 +186,6 @@ def test_explained_variance(rollout: ChunkRollout, opened: Opened) -> None:
         for advantages, wanted in ((none, 1.0), (found.returns, 0.0)):  # values that are the returns; that are 0
             told = gae.explained_variance(run, found._replace(advantages=advantages), rollout.valid)
             assert told["critic/explained_variance"] == pytest.approx(wanted)
-
-
-# -- rollouts --------------------------------------------------------------------------------------------------------
 
 
 def test_all_episodes_that_fit_or_first_ones_as_long_as_they_may_be(opened: Opened) -> None:
@@ -316,27 +271,3 @@ def test_an_episodes_advantage_is_its_return_within_its_group(
         found = chosen.advantage[slot == one]
         assert len(found) == int(rollout.valid[:, one].sum()) > 0
         torch.testing.assert_close(found, wanted.expand_as(found))
-
-
-def test_without_spread_nothing_is_learnt(tmp_path: Path) -> None:
-    run = config(tmp_path, iterations=2, optimizer={"weight_decay": 0.1})
-    with vla_runs.opened(run) as opened:
-        before = vla_runs.weights(opened.policy)
-        with_rewards(opened, torch.zeros(16))
-        grpo.train(opened, run.trainer)
-        assert vla_runs.moved(opened.policy, before) == set()
-        rows = vla_runs.rows(opened.loop.process.run.folder)
-        assert [row["updates"] for row in rows] == [0, 0] and "loss/policy" not in rows[0]
-        assert rows[0]["rollout/mixed"] >= 0 and rows[1]["rollout/env_steps"] > rows[0]["rollout/env_steps"]
-
-
-def test_groups_begin_alike(tmp_path: Path) -> None:
-    run = config(tmp_path)
-    with vla_runs.opened(run) as opened:
-        rollout = opened.collect(run.trainer)
-        first = next(value for name, value in rollout.observations.items() if name.endswith("environment_state"))[0]
-        for group in range(4):
-            own = first[4 * group : 4 * group + 4]
-            assert torch.equal(own, own[:1].expand_as(own))
-        assert not torch.equal(first[0], first[4]) and len(set(rollout.instruction)) > 1
-        assert episode_returns(rollout).shape == (16,)

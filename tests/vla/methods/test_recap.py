@@ -85,7 +85,6 @@ def test_the_best_steps_have_the_bare_instruction(root: Path, tmp_path: Path) ->
 
 
 def recorded(folder: Path, *, wins: tuple[bool, ...] = (True, False, True), pictures: bool = False) -> Path:
-    """Episodes with states of MiniTable's widths, of different lengths."""
     episodes = []
     for number, won in enumerate(wins):
         rng, length = np.random.default_rng(number), 5 + number
@@ -115,14 +114,6 @@ def test_it_learns_from_a_data_set_and_moves_the_critic_before_the_policy_alone(
         {k: v for k, v in load_trained(run, step=n).state_dict().items() if k.startswith("value_")} for n in (1, 2)
     ]
     assert heads[0] and all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
-
-
-def test_all_steps_positive_and_told_is_supervised_training(root: Path, tmp_path: Path) -> None:
-    all_of_them = small(root, "recap", tmp_path, "trainer.positive=1", "trainer.drop=0").trainer
-    assert isinstance(all_of_them, RECAP)
-    advantage = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    positive = advantage >= recap.threshold(advantage, all_of_them.positive)
-    assert bool((recap.told_of(positive, torch.rand(50), all_of_them.drop, False) == 0).all())
 
 
 def test_data_that_compare_nothing_are_refused(root: Path, tmp_path: Path) -> None:

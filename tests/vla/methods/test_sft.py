@@ -26,8 +26,7 @@ from genrl.vla.offline.imitation import imitation_loss, recorded_frames
 from genrl.vla.offline.regression import wayward_data
 from genrl.vla.policies.encoder import LOOKS
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, rows
-from genrl.vla.setup import load_trained
-from genrl.vla.train import open_policy, train
+from genrl.vla.train import open_policy
 from tests.vla import vla_runs
 from tests.vla.methods.test_vla_offline_trainers import small
 from tests.vla.tiny_policies import SEES, diffusion, flow, frames
@@ -82,7 +81,6 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("policy", [flow(), diffusion()], ids=["flow", "diffusion"])
 def test_the_parts_of_the_processes_add_up(policy: Any) -> None:
-    """Also where one has more padding than the other: the mean is over what was demonstrated."""
     shown = dict(frames(8, 0))
     shown[ACTION_IS_PAD] = torch.arange(4) >= 4 - (torch.arange(len(shown[ACTION])) % 3)[:, None]
     index, bars = torch.arange(11), ddpm.cosine_alpha_bars(20)
@@ -128,28 +126,7 @@ def test_the_frames_and_the_new_policy_are_those_of_the_seed(tmp_path: Path) -> 
     assert vla_runs.moved(one[0], vla_runs.weights(other[0])) and len(one[1][ACTION]) != len(other[1][ACTION])
 
 
-def test_an_environment_without_an_expert(tmp_path: Path) -> None:
-    run = config(tmp_path, environment={"name": "gym_pusht/PushT-v0", "tasks": None})
-    with pytest.raises(ValueError, match="has no scripted expert; give a dataset instead"):
-        frames_of(run, None)
-
-
 POINTS: dict[str, Any] = {"policy": {"path": None, "new": {"image_size": 0, "points": 14}}}
-
-
-@pytest.mark.slow
-def test_points_are_imitated_and_then_reinforced(tmp_path: Path) -> None:
-    """A policy's encoder of points is trained, saved, and kept as it is by PPO, which trains the rest."""
-    for name in ("taught", "reinforced"):
-        (tmp_path / name).mkdir()
-    how = config(tmp_path / "taught", **POINTS)
-    begun, taught = open_policy(how)[0].state_dict(), train(how)
-    learned = load_trained(taught).state_dict()
-    moved = {name for name in begun if not torch.equal(begun[name], learned[name])}
-    assert {"encoder.cloud.each.0.weight", "encoder.cloud.project.0.weight"} <= moved
-    after = load_trained(train(vla_runs.config(tmp_path / "reinforced", policy={"path": str(taught)}))).state_dict()
-    moved = {name for name in learned if not torch.equal(learned[name], after[name])}
-    assert moved and not any(name.startswith("encoder.") for name in moved)
 
 
 def test_data_sets_hold_no_points(tmp_path: Path) -> None:
@@ -202,7 +179,6 @@ def test_who_acts(tmp_path: Path) -> None:
 
 
 def test_two_processes_collect_what_one_does(tmp_path: Path) -> None:
-    """Each half of the slots, in the order of all of them; up to the rounding of other batches."""
     parts = []
     for name, slots, first in (("whole", 8, 0), ("left", 4, 0), ("right", 4, 4)):
         settings = config_of_dagger(tmp_path, environment={"num_envs": slots}, output=str(tmp_path / name))
@@ -299,7 +275,6 @@ def test_goals_are_the_frame_itself_a_later_one_or_one_of_another_video() -> Non
 
 
 def crossing() -> torch.Tensor:
-    """A red square goes from left to right, at another height in every video."""
     shown = torch.full((16, 13, 16, 16, 3), 230, dtype=torch.uint8)
     for n in range(16):
         for t in range(13):

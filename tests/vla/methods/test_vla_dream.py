@@ -193,8 +193,6 @@ class Exact:
 
 
 class Knows:
-    """Pays for what the table fulfils."""
-
     def tokenise(self, instructions: list[str]) -> Tensor:
         return torch.tensor([[INSTRUCTIONS.index(line)] for line in instructions])
 

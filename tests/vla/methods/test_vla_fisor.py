@@ -51,7 +51,6 @@ def test_other_discs_are_hazards_and_the_named_one_is_not() -> None:
 
 
 def test_costs_of_a_chunk_are_those_of_its_actions() -> None:
-    """Four tables in chunks of three show the costs that single steps show."""
     rng = np.random.default_rng(0)
     actions = rng.uniform(-1, 1, (12, 32, 3)).astype(np.float32)
     actions[..., 1] = np.abs(actions[..., 1])
@@ -179,7 +178,6 @@ def test_the_losses_of_the_critics_by_hand() -> None:
 
 
 def test_its_evaluation_has_a_sheet() -> None:
-    """Costs, success and actions of whole episodes, before and after normalisation."""
     data = played(3, careful=1.0)
     sheet = of_decisions(nets(data).slow_actor, data)
     assert [look.text for look in sheet.looks] == [f"cost {data.cost[data.episode == k].sum():g}" for k in range(3)]

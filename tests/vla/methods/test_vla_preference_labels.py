@@ -64,8 +64,6 @@ def test_pairs_share_an_instruction_and_differ(lines: list[str], seed: int) -> N
 
 
 class Brightness:
-    """Prefers the brighter picture; black ones have no score."""
-
     def __init__(self) -> None:
         self.samples = 0
 
@@ -76,8 +74,6 @@ class Brightness:
 
 
 class Both:
-    """Pairwise: how well i does beside j."""
-
     def __call__(self, images, prompts, pairs):
         means = images.flatten(1).mean(1)
         return [float(means[i] > means[j]) for i, j in pairs]

@@ -48,7 +48,6 @@ def collected(policy, tables: int = 8, decisions: int = 6):
 
 
 def scored_by(policy):
-    """RL-100's loss of what was recorded, under this policy."""
     return lambda recorded: rl100.loss(RL100(), Acting(policy, SAMPLER), recorded)
 
 
@@ -114,8 +113,6 @@ def test_the_surrogate_by_hand() -> None:
 
 
 class Still:
-    """A model in which nothing changes, and episodes are over after `length` decisions."""
-
     def __init__(self, length: int) -> None:
         self.length, self.calls = length, 0
 

@@ -14,7 +14,7 @@ from genrl.vla.methods.fisor.train import judged
 from genrl.vla.offline import imitation
 from genrl.vla.offline import transitions as offline
 from genrl.vla.offline.critics import Critics, Learning, train_iql
-from genrl.vla.offline.imitation import imitate, matching_error
+from genrl.vla.offline.imitation import imitate
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps
@@ -78,8 +78,6 @@ def test_an_episode_that_a_simulator_lost_is_left_out() -> None:
 
 
 class Recording(MiniTable):
-    """Keeps the actions that arrive."""
-
     def __init__(self, *args, **how) -> None:
         super().__init__(*args, **how)
         self.sent: list[np.ndarray] = []
@@ -91,10 +89,7 @@ class Recording(MiniTable):
 
 @pytest.mark.parametrize(
     ("policy", "sampler"),
-    [
-        (flow(), FlowSteps("flow_cps", 4, 0.7, "all")),
-        (diffusion(), Diffusion(steps=5, ft_denoising_steps=5)),
-    ],
+    [(flow(), FlowSteps("flow_cps", 4, 0.7, "all")), (diffusion(), Diffusion(steps=5, ft_denoising_steps=5))],
 )
 def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
     env = Recording(6, image_size=0, chunk=4, max_steps=12)
@@ -112,7 +107,6 @@ def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
 
 
 def test_sets_are_merged_and_cut() -> None:
-    """One episode of every table."""
     one, other = expert_data(4, one_episode=True), expert_data(5, seed=9, one_episode=True)
     both = offline.merge(one, other)
     assert len(both.reward) == len(one.reward) + len(other.reward)
@@ -200,7 +194,6 @@ def test_the_losses_of_iql_by_hand() -> None:
 
 
 def test_frames_are_what_the_environment_shows_and_what_the_expert_does() -> None:
-    """An environment that plays the demonstrated episodes by the expert shows the frames, one after the other."""
     keys, tasks, row = task.episode_keys(0, np.arange(4), np.zeros(4)), (0, 4), 0
     seen = minitable_frames(demonstrate(keys, tasks), image_size=32)
     for key in keys:
@@ -223,47 +216,6 @@ def test_statistics_have_a_floor_for_states_only() -> None:
     found = frame_statistics(still)
     assert set(found) == {STATE, ACTION}
     assert found[STATE]["std"].tolist() == pytest.approx([STD_FLOOR] * 2) and found[ACTION]["std"].abs().max() == 0
-
-
-def test_times_are_mostly_noise() -> None:
-    """Beta(1.5, 1) has mean 3/5 and P(t < x) = x^1.5."""
-    times = flow_times(20000, generator(0))
-    assert 0.001 <= times.min() and times.max() <= 1.0
-    assert times.mean().item() == pytest.approx(0.999 * 0.6 + 0.001, abs=0.006)
-    assert (times < 0.5).float().mean().item() == pytest.approx(0.5**1.5, abs=0.01)
-
-
-class Knows:
-    """Says the noise, or the velocity, of one action exactly."""
-
-    def __init__(self, actions: torch.Tensor, alpha_bars: torch.Tensor) -> None:
-        self.actions, self.alpha_bars = actions, alpha_bars
-
-    def velocity(self, context, x, sigma):
-        return (x - self.actions) / sigma[:, None, None]
-
-
-class KnowsNoise:
-    """The same of a diffusion policy."""
-
-    train_steps = 20
-
-    def __init__(self, actions, alpha_bars) -> None:
-        self.actions, self.alpha_bars = actions, alpha_bars
-
-    def noise(self, context, x, timestep):
-        bar = self.alpha_bars[timestep].float()[:, None, None]
-        return (x - bar.sqrt() * self.actions) / (1 - bar).sqrt()
-
-
-def test_the_errors_are_zero_at_the_truth() -> None:
-    actions, noise = keyed_noise((6, 4, 3), 1), keyed_noise((6, 4, 3), 2)
-    sigma, bars = torch.linspace(0.1, 1.0, 6), ddpm.cosine_alpha_bars(20)
-    timestep, truth = torch.tensor([0, 3, 7, 11, 15, 19]), Knows(actions, bars)
-    for policy, level in ((truth, sigma), (KnowsNoise(actions, bars), timestep)):
-        assert matching_error(policy, {}, actions, noise, level, bars).abs().max() < 1e-4
-    off = matching_error(truth, {}, actions + 0.5, noise, torch.ones(6), None)
-    torch.testing.assert_close(off, torch.full_like(off, 0.5))  # v = x - a = noise - a; the target is 0.5 less
 
 
 def test_training_is_reproducible_and_may_be_left() -> None:

@@ -80,7 +80,6 @@ def test_fisor_learns_from_a_file_and_is_judged_as_dsrl_judges(root: Path, tmp_p
 
 @pytest.mark.slow
 def test_rl100_begins_with_a_files_steps(root: Path, tmp_path: Path) -> None:
-    """Its decisions are in the data from the first round on, and its policy imitates them."""
     path = write(tmp_path / "line.hdf5")
     steps = len(read_steps(path, success_key=None, cost_key=None).done)
     kept = rows(train(config(root, "rl100", path, tmp_path / "run", *RL100)))

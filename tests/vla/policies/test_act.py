@@ -31,16 +31,10 @@ from tests.vla.published import ACT_REAL, act_folder, act_observation, act_shape
 LEROBOT = Path(__file__).parents[2] / "fixtures" / "lerobot"
 KINDS: dict[str, dict[str, Any]] = {"": {}, "pre_": {"pre_norm": True}, "plain_": {"use_vae": False}}
 """Prefix in act.npz: settings."""
+ARGS = {"dim_model": 32, "n_heads": 2, "dim_feedforward": 64, "latent_dim": 4, "n_encoder_layers": 2}
+NEW: dict[str, Any] = {"type": "act", "image_size": 0, "horizon": 4, "args": ARGS}
 RUN: dict[str, Any] = {
-    "policy": {
-        "path": None,
-        "new": {
-            "type": "act",
-            "image_size": 0,
-            "horizon": 4,
-            "args": {"dim_model": 32, "n_heads": 2, "dim_feedforward": 64, "latent_dim": 4, "n_encoder_layers": 2},
-        },
-    },
+    "policy": {"path": None, "new": NEW},
     "environment": {"tasks": ["touch the blue block"]},
     "demonstrations": {"expert": 16},
     "trainer": {"algorithm": "sft", "steps_per_iteration": 4, "batch_size": 16},
@@ -97,7 +91,6 @@ def test_it_acts_as_lerobots_own(prefix: str, folders) -> None:
 
 @pytest.mark.parametrize("prefix", KINDS)
 def test_its_loss_is_lerobots_own(prefix: str, tmp_path) -> None:
-    """On a batch of which a part is padding, with LeRobot's noise in the latent."""
     act_folder(tmp_path, dropout=0.0, **KINDS[prefix])
     policy, given = load_policy(tmp_path), of_lerobot(prefix)
     policy.loss_noise = lambda *_: {"latent": given["latent"], "dropout": torch.zeros(3, dtype=torch.int64)}
@@ -147,7 +140,6 @@ def test_dropout_is_of_the_recorded_seed_and_of_training_alone(folders) -> None:
 
 
 def test_a_new_policy_learns_is_saved_and_goes_on(tmp_path) -> None:
-    """Its folder is a LeRobot folder, which is evaluated, exported and trained further."""
     (tmp_path / "a").mkdir()
     run = train(config(tmp_path / "a", iterations=2, optimizer={"lr": 3e-3}))
     logged = [row["loss"] for row in vla_runs.rows(run) if "loss" in row]
@@ -178,9 +170,8 @@ def test_a_new_policy_begins_with_torchvisions_weights(tmp_path, monkeypatch) ->
     asked: list[Any] = []
     save_file(own.state_dict(), tmp_path / "model.safetensors")
     monkeypatch.setattr(encoder, "find", lambda *told: asked.append(told) or tmp_path / "model.safetensors")
-    new: dict[str, Any] = RUN["policy"]["new"] | {"image_size": 32}
-    args = new["args"] | {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}
-    policy, _ = open_policy(config(tmp_path, policy={"path": None, "new": new | {"args": args}}))
+    new = NEW | {"image_size": 32, "args": ARGS | {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}}
+    policy, _ = open_policy(config(tmp_path, policy={"path": None, "new": new}))
     save_policy(policy, tmp_path / "saved")
     written = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert written["pretrained_backbone_weights"] == "ResNet18_Weights.IMAGENET1K_V1"
@@ -191,13 +182,6 @@ def test_a_new_policy_begins_with_torchvisions_weights(tmp_path, monkeypatch) ->
     assert wanted.std() > 0.1
     key = "policy.new.args.pretrained_backbone_weights"
     assert asked == [("timm/resnet18.tv_in1k", ("model.safetensors",), key)]
-
-
-def test_nothing_can_reinforce_it(folders) -> None:
-    policy = load_policy(folders[""])
-    with pytest.raises(ValueError, match="no likelihood, so nothing can reinforce it: use sft"):
-        policy.with_heads(critic=1, noise_head="none", seed=0)
-    assert isinstance(policy, PredictsActions) and not isinstance(policy, PredictsNoise | PredictsVelocity)
 
 
 @pytest.mark.parametrize(
@@ -215,11 +199,14 @@ def test_settings_of_a_new_policy_are_refused(args: dict[str, Any], match: str, 
 
 
 def test_reinforcement_refuses_it(folders, tmp_path) -> None:
-    """Before anything is loaded where the file says it, else before anything is written."""
     trainer, path = {"algorithm": "ppo"}, {"path": str(folders[""])}
     plain = {"demonstrations": None, "policy": path | {"new": None}}
     with pytest.raises(ConfigError, match="ppo cannot train a policy that predicts actions.*no likelihood; take sft"):
         config(tmp_path, trainer=trainer, **plain)
     found = config(tmp_path, trainer=trainer, sampler="flow_sde", **plain)
+    policy = load_policy(folders[""])
     with pytest.raises(ValueError, match="predicts velocity; for this one write regression"):
-        sampler_of(found, load_policy(folders[""]))
+        sampler_of(found, policy)
+    with pytest.raises(ValueError, match="no likelihood, so nothing can reinforce it: use sft"):
+        policy.with_heads(critic=1, noise_head="none", seed=0)
+    assert isinstance(policy, PredictsActions) and not isinstance(policy, PredictsNoise | PredictsVelocity)

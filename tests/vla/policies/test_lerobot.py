@@ -20,7 +20,6 @@ from tests.vla.tiny_policies import FEELS, SEES, TOLD, diffusion, flow, frames
 
 
 def changed(path, **settings) -> None:
-    """Settings of the tokenizer's step."""
     file = path / "policy_preprocessor.json"
     content = json.loads(file.read_text())
     for step in content["steps"]:
@@ -81,17 +80,6 @@ def test_a_white_picture_fills_its_part_of_the_square(height: int, width: int, p
     assert (int(rows[0]), int(columns[0])) == first and (len(rows), len(columns)) == inner
 
 
-def test_a_picture_of_the_right_size_is_left_alone() -> None:
-    image = torch.rand(1, 3, 28, 28)
-    assert letterbox(image, (28, 28), "centre") is image
-
-
-def test_halving_averages_neighbours() -> None:
-    image = torch.rand(1, 3, 8, 8)
-    mean = image.unflatten(2, (4, 2)).unflatten(4, (4, 2)).mean((3, 5))
-    torch.testing.assert_close(letterbox(image, (4, 4), "centre"), mean)
-
-
 # -- LeRobot's normalisation modes and their inverses
 
 
@@ -126,13 +114,7 @@ def test_what_a_mode_promises() -> None:
     for mode, share in (("QUANTILES", 0.98), ("QUANTILE10", 0.8)):
         inside = normalise(moving, {k: v[:3] for k, v in stats.items() if k != "count"}, mode).abs() <= 1 + 1e-4
         assert inside.float().mean(0).sub(share).abs().max() < 0.02
-
-
-def test_a_number_that_never_moved_stays_finite() -> None:
-    values = demonstrations()
-    stats = statistics(values)
-    for mode in MODES:
-        assert normalise(values, stats, mode).isfinite().all()
+    assert all(normalise(values, stats, mode).isfinite().all() for mode in MODES)  # the last number never moved
 
 
 def test_statistics_by_hand() -> None:
@@ -196,8 +178,6 @@ def test_the_files_are_lerobots(tmp_path) -> None:
 
 
 def test_what_is_not_such_a_folder_is_refused(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="no config.json"):
-        load_policy(tmp_path)
     save_policy(flow(SEES), tmp_path)
     good = json.loads((tmp_path / "config.json").read_text())
 
@@ -214,9 +194,7 @@ def test_what_is_not_such_a_folder_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         load_policy(tmp_path)
     with_config()
-    stats = "policy_preprocessor_step_0_normalizer_processor.safetensors"
-    save_file(
-        {name: value for name, value in load_file(tmp_path / stats).items() if "action" not in name}, tmp_path / stats
-    )
+    file = tmp_path / "policy_preprocessor_step_0_normalizer_processor.safetensors"
+    save_file({name: value for name, value in load_file(file).items() if "action" not in name}, file)
     with pytest.raises(ValueError, match="action needs statistics"):
         load_policy(tmp_path)

@@ -34,9 +34,6 @@ def seen(policy: Any, batch: int = 3, **settings: Any) -> dict[str, Tensor]:
     return observation(batch, **settings) | {TOKENS: policy.tokenise(lines)}
 
 
-# --- the layout ---
-
-
 def test_the_layout_is_the_published_one(tmp_path: Path) -> None:
     """The real sizes, on no device: openvla-7b has 7,541,237,184 parameters. What no action depends on is in the file
     alone: the last blocks of the vision transformers, their norms, SigLIP's pooling."""
@@ -77,9 +74,6 @@ def test_patches_are_those_of_timm(sizes: Any) -> None:
     torch.testing.assert_close(ours(pictures), wanted)
 
 
-# --- one pass for all actions ---
-
-
 def test_logits_are_those_of_transformers_own_llama_row_by_row(tmp_path: Path) -> None:
     """With a mask that hides nothing, which is what makes parallel decoding comparable: no action token enters the
     pass, so there is no order of tokens; each is the likeliest after its own place, and a row alone, unpadded, is
@@ -91,9 +85,8 @@ def test_logits_are_those_of_transformers_own_llama_row_by_row(tmp_path: Path) -
     policy = load_policy(tmp_path, adapt=oft(cameras=names))
     text = openvla_folders.config(TINY, None)["text_config"]
     theirs = LlamaForCausalLM(LlamaConfig(**text, attn_implementation="eager")).eval()
-    theirs.load_state_dict(
-        {name.removeprefix("language_model."): v for name, v in weights.items() if name.startswith("language_model.")}
-    )
+    part = "language_model."
+    theirs.load_state_dict({name.removeprefix(part): v for name, v in weights.items() if name.startswith(part)})
     given = seen(policy, cameras=names, state=3)
     assert len({int((line > 0).sum()) for line in given[TOKENS]}) == 2  # one line is longer than the others
     ours = policy.encode(given)["logits"]
@@ -116,9 +109,6 @@ def test_logits_are_those_of_transformers_own_llama_row_by_row(tmp_path: Path) -
         torch.testing.assert_close(ours[row].flatten(0, 1), wanted, rtol=1e-4, atol=1e-5)
 
 
-# --- bins ---
-
-
 def test_bins_are_those_of_numpy() -> None:
     """OpenVLA's formulas: token = vocabulary - digitize(a); centre of digit - 1, the last one for digit 256."""
     drawn = np.random.default_rng(0).uniform(-1.2, 1.2, 500)
@@ -131,9 +121,6 @@ def test_bins_are_those_of_numpy() -> None:
     wanted = centres[np.clip(32000 - tokens - 1, 0, 254)]
     np.testing.assert_allclose(token_actions()[places], wanted, atol=1e-7)
     assert token_actions().shape == (256,) and token_actions().unique().numel() == 255
-
-
-# --- acting ---
 
 
 def test_a_replay_is_what_was_sampled_and_evaluation_takes_the_likeliest(tmp_path: Path) -> None:
@@ -160,9 +147,8 @@ def test_cross_entropy_is_of_the_demonstrated_tokens(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path)
     policy = load_policy(tmp_path, adapt=oft())
     context, actions = policy.encode(seen(policy)), torch.linspace(-1, 1, 36).view(3, 4, 3)
-    wanted = torch.nn.functional.cross_entropy(
-        context["logits"].flatten(0, 2), action_tokens(actions).flatten(), reduction="none"
-    )
+    told, logits = action_tokens(actions).flatten(), context["logits"].flatten(0, 2)
+    wanted = torch.nn.functional.cross_entropy(logits, told, reduction="none")
     torch.testing.assert_close(policy.demonstration_error(context, actions).flatten(), wanted)
 
 
@@ -191,9 +177,6 @@ def test_the_continuous_head_is_a_function_of_the_hidden_states(tmp_path: Path) 
     assert torch.equal(policy.demonstration_error(context, demonstrated), policy.regressed(context).abs())
     with pytest.raises(ValueError, match="no likelihood, so nothing can reinforce it: use sft"):
         policy.with_heads(critic=1, noise_head="none", seed=0)
-
-
-# --- units ---
 
 
 def robot(folder: Path, stats: dict[str, Any], **settings: Any) -> openvla_folder.Robot:
@@ -252,20 +235,13 @@ def test_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
     assert found.shape == (2, 3, 32, 32) and torch.equal(found, torch.full_like(found, 0.2))
 
 
-# --- what is refused ---
-
-
 def test_data_sets_are_chosen_by_name(tmp_path: Path) -> None:
     every = {f"libero_{suite}_no_noops": LIBERO for suite in ("10", "goal", "spatial")} | {"bridge_orig": LIBERO}
     assert robot(tmp_path, every, unnorm_key="libero_goal").data_set == "libero_goal_no_noops"
-    text = (
-        r"policy.oft.unnorm_key: must name one of the 4 data sets .* found 'libero_gaol'; the nearest: libero_goal_no"
-    )
+    text = "policy.oft.unnorm_key: must name one of the 4 data sets .* found 'libero_gaol'; the nearest: libero_goal_no"
     with pytest.raises(ValueError, match=text):
         robot(tmp_path, every, unnorm_key="libero_gaol")
-    with pytest.raises(
-        ValueError, match="nothing is written; the nearest: bridge_orig, libero_10_no_noops, libero_goal"
-    ):
+    with pytest.raises(ValueError, match="nothing is written; the nearest: bridge_orig, libero_10_no_noops, libero_g"):
         robot(tmp_path, every)
     (tmp_path / "dataset_statistics.json").write_text(json.dumps({"mine": LIBERO}))
     assert robot(tmp_path, every, unnorm_key="mine").data_set == "mine"

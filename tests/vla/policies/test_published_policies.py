@@ -21,44 +21,30 @@ from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise
 from genrl.vla.setup import load_trained
 from genrl.vla.train import open_policy, train
 from tests.run_folders import assert_resumes
-from tests.vla import openvla_folders, published_runs, vla_runs
+from tests.vla import openvla_folders, published, published_runs, vla_runs
 from tests.vla.groot_folders import groot_folder, groot_observation, groot_weights
-from tests.vla.published import (
-    LINES,
-    PI_TINY,
-    SMOL_TINY,
-    act_folder,
-    act_observation,
-    diffusion_folder,
-    diffusion_observation,
-    pi_folder,
-    pi_observation,
-    pi_shapes,
-    random_weights,
-    smol_folder,
-    smol_shapes,
-)
+from tests.vla.published import LINES
 
 HALF, OFT = torch.bfloat16, Adapt(oft={"chunk": 4})
 SIGMA = torch.tensor([1.0, 0.5, 0.1])
 FOLDERS: dict[str, Callable[[Path], Any]] = {
-    "pi0": lambda path: pi_folder(path, prefix="model.", dtype=HALF),
-    "pi05": lambda path: pi_folder(path, adaptive=True, dtype=HALF),
-    "smolvla": lambda path: smol_folder(path, weights=random_weights(smol_shapes(SMOL_TINY), dtype=HALF)),
+    "pi0": lambda path: published.pi_folder(path, prefix="model.", dtype=HALF),
+    "pi05": lambda path: published.pi_folder(path, adaptive=True, dtype=HALF),
+    "smolvla": lambda path: published.smol_folder(path, dtype=HALF),
     "groot": lambda path: groot_folder(path, weights=groot_weights(dtype=HALF), groups=True),
-    "diffusion": lambda path: diffusion_folder(path, cameras=2, use_separate_rgb_encoder_per_camera=True),
-    "diffusion, one encoder": lambda path: diffusion_folder(path, cameras=2, groups=False),
-    "act": act_folder,
-    "act, norms first": lambda path: act_folder(path, pre_norm=True),
-    "act, no vae": lambda path: act_folder(path, use_vae=False),
+    "diffusion": lambda path: published.diffusion_folder(path, cameras=2, use_separate_rgb_encoder_per_camera=True),
+    "diffusion, one encoder": lambda path: published.diffusion_folder(path, cameras=2, groups=False),
+    "act": published.act_folder,
+    "act, norms first": lambda path: published.act_folder(path, pre_norm=True),
+    "act, no vae": lambda path: published.act_folder(path, use_vae=False),
     "openvla": lambda path: openvla_folders.write(path, dtype=HALF, proprio=True),
     "openvla, a head": lambda path: openvla_folders.write(path, shards=3, dtype=HALF, head=True, proprio=True),
 }
 """As they are published: bfloat16 where it can be."""
 FLOWS: dict[str, tuple[Callable[[Path], Any], tuple[int, int]]] = {
-    "pi0": (pi_folder, (6, 32)),
-    "pi05": (lambda path: pi_folder(path, adaptive=True), (6, 32)),
-    "smolvla": (smol_folder, (6, 32)),
+    "pi0": (published.pi_folder, (6, 32)),
+    "pi05": (lambda path: published.pi_folder(path, adaptive=True), (6, 32)),
+    "smolvla": (published.smol_folder, (6, 32)),
     "groot": (groot_folder, (8, 12)),
 }
 """Those that predict velocities, and the shape of their chunks."""
@@ -74,10 +60,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def observation(kind: str, policy: Any) -> dict[str, Tensor]:
     if kind.startswith("diffusion"):
-        return diffusion_observation(cameras=2)
+        return published.diffusion_observation(cameras=2)
     if kind.startswith("act"):
-        return act_observation()
-    seen = openvla_folders.observation(3, state=3) if kind.startswith("openvla") else pi_observation(3)
+        return published.act_observation()
+    seen = openvla_folders.observation(3, state=3) if kind.startswith("openvla") else published.pi_observation(3)
     return (groot_observation(3) if kind == "groot" else seen) | {TOKENS: policy.tokenise(LINES)}
 
 
@@ -197,7 +183,7 @@ def test_replay_is_the_sample_and_heads_are_saved_beside_the_weights(
 @pytest.mark.parametrize("kind", ["pi0", "groot"])
 def test_a_bfloat16_backbone_runs_and_is_near(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     if kind == "pi0":
-        pi_folder(tmp_path, weights=random_weights(pi_shapes(PI_TINY, adaptive=False), dtype=HALF))
+        published.pi_folder(tmp_path, dtype=HALF)
     else:
         groot_folder(tmp_path, weights=groot_weights(dtype=HALF))
     small, exact = load_policy(tmp_path), load_policy(folders[kind])
@@ -234,9 +220,7 @@ def test_adapters_are_trained_and_merged_into_what_is_saved(kind: str, tmp_path:
     adapters = {name for name in trained if is_adapter(name)}
     assert {name for name in trained if name not in adapters} == {n for n in trained if n.startswith("value_head.")}
     moved = {name.split(".lora_")[0] for name in adapters if "lora_B" in name and trained[name].abs().max() > 0}
-    assert (
-        len(moved) == 2 * 4 * 4 - 2
-    )  # of four layers each; nothing reads what the last one of the language model adds
+    assert len(moved) == 2 * 4 * 4 - 2  # of four layers each; nothing reads what the language model's last one adds
 
     base, written = load_policy(tmp_path / "base"), load_policy(run / "policy")
     for name, value in base.state_dict().items():
@@ -261,7 +245,6 @@ def test_adapters_are_trained_and_merged_into_what_is_saved(kind: str, tmp_path:
 
 
 def test_a_run_of_adapters_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """With activations that are computed again, and an average of the adapters."""
     policy = {**LORA, "gradient_checkpointing": True}
     config = published_runs.config(tmp_path, "smolvla", policy=policy, ema={"decay": 0.5}, iterations=2)
     assert_resumes(train, config, tmp_path)
@@ -272,9 +255,8 @@ def test_a_run_of_adapters_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_a_frozen_encoder_has_none(tmp_path: Path) -> None:
     policy = open_policy(published_runs.config(tmp_path, "pi0", policy={**LORA, "freeze": "encoder"}))[0]
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
-    assert {name.split(".layers.")[0] for name in trained if is_adapter(name)} == {
-        "paligemma_with_expert.gemma_expert.model"
-    }
+    adapted = {name.split(".layers.")[0] for name in trained if is_adapter(name)}
+    assert adapted == {"paligemma_with_expert.gemma_expert.model"}
 
 
 def test_a_policy_that_has_changed_is_not_merged_with(tmp_path: Path) -> None:
@@ -290,6 +272,8 @@ def test_a_policy_that_has_changed_is_not_merged_with(tmp_path: Path) -> None:
 def test_what_takes_no_adapters_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="policy.lora: .* a TinyFlowVLA has none; leave it out"):
         open_policy(vla_runs.config(tmp_path, policy=LORA))
+    with pytest.raises(ValueError, match="policy.gradient_checkpointing: .* a TinyFlowVLA has none; leave it out"):
+        open_policy(vla_runs.config(tmp_path, policy={"gradient_checkpointing": True}))
     targets = {"lora": {"targets": ["q_prj"]}}
     with pytest.raises(ValueError, match=r"policy.lora.targets: no layer .* named \['q_prj'\]; there are .*'q_proj'"):
         open_policy(published_runs.config(tmp_path, "smolvla", policy=targets))

@@ -13,8 +13,6 @@ from genrl.vla.simulators.workers import Worker, WorkerLost, messages
 
 
 class Near(Worker):
-    """In the place of `ray_workers.Actor`."""
-
     def start(self) -> None:
         self.host: Any = None
 

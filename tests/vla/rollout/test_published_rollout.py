@@ -30,7 +30,6 @@ FROZEN = {"smolvla": "vlm_with_expert.vlm.", "groot": "backbone.", "diffusion": 
 def test_it_imitates_the_expert_and_is_reinforced_from_that_run(
     kind: str, sampler: dict[str, Any], values: str, tmp_path: Path
 ) -> None:
-    """What acted is replayed to the bit, and what is frozen stays as it was."""
     policy = made(kind, tmp_path / "a")
     assert IMAGE in policy.inputs
     save_policy(policy, tmp_path / "base")

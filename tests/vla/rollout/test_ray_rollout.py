@@ -48,7 +48,6 @@ def far(cluster: Any) -> Iterator[RayRollouts]:
 
 
 def test_an_actor_rounds_as_where_the_policy_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Ray: what it does where it is started."""
     there = SimpleNamespace(get=lambda policies: (flow(), None), get_gpu_ids=list)
     monkeypatch.setattr(ray_rollout, "connected", lambda: there)
     asked: list[bool | None] = []
@@ -93,7 +92,6 @@ def test_a_run_that_acts_on_actors_learns_as_one_that_acts_here(cluster: Any, tm
 
 @pytest.mark.slow
 def test_a_run_goes_on_as_if_nothing_had_been(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many actors as before, which act ahead of time: bit for bit."""
     changes = {"iterations": 3, "environment": {"workers": "ray", "staleness": 1, "timeout_s": 300}}
     runs = straight_and_stopped(tmp_path, monkeypatch, [("training", 0)], **changes)
     assert vla_runs.differences(*runs) == []
@@ -120,7 +118,6 @@ def test_as_collected_here_also_after_an_update(far: RayRollouts) -> None:
 
 @pytest.mark.slow
 def test_an_actor_that_dies(far: RayRollouts) -> None:
-    """Its episodes are dropped and counted, those of the other are trained on, and the next rollout is whole again."""
     policy = flow(TOLD, critic=1)
     far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
     os.kill(ray_nodes.process_of(far.crew.workers[0].actor), signal.SIGKILL)
@@ -153,7 +150,6 @@ def test_an_actor_that_is_lost_again_and_again(cluster: Any) -> None:
 
 
 def test_parts_of_different_lengths() -> None:
-    """One episode each, over actors whose last episode ends at different decisions."""
     where = {"name": "minitable", "num_envs": 4, "chunk": 4, "group_size": 2}
     how = {"decisions": 20, "seed": 5, "iteration": 0, "one_episode": True}
     parts = []

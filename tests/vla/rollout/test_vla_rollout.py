@@ -8,10 +8,10 @@ from genrl.objectives.advantages.episodes import episode_group_advantages
 from genrl.objectives.advantages.gae import chunk_gae
 from genrl.playground.minitable import PUT, MiniTable, expert_chunk, task
 from genrl.playground.minitable.world import table_of
-from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
+from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
-from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise
+from genrl.vla.rollout.sampling import FlowSteps
 from tests.vla.tiny_policies import SEES, TOLD, flow
 
 
@@ -79,24 +79,6 @@ def test_noise_is_keyed_by_seed_iteration_decision_and_slot() -> None:
     assert len({tuple(row.flatten().tolist()) for row in whole.flatten(0, 1)}) == 12
     for other in ({"iteration": 3}, {"seed": 4}):
         assert not (noise(6, **other) == whole).any()
-
-
-def test_shapes_and_types() -> None:
-    policy = flow(SEES, critic=4, noise_head="expert")
-    rollout = collect(
-        MiniTable(6), policy, LearnedNoise(), RolloutPlan(decisions=3, seed=0, iteration=0, keep_contexts=True)
-    )
-    assert set(rollout.observations) == {STATE, IMAGE, TOKENS}
-    assert rollout.observations[IMAGE].shape == (4, 6, 32, 32, 3)
-    assert rollout.observations[IMAGE].dtype == torch.uint8
-    assert rollout.states.shape == rollout.next_states.shape == (3, 6, 4, 4, 3)
-    assert rollout.step_index.shape == (3, 6, 4) and rollout.log_prob.shape == (3, 6, 1, 4, 3)
-    assert rollout.rewards.shape == (3, 6, 4) and rollout.rewards.dtype == torch.float32
-    for name in ("n_executed", "terminated", "truncated", "success", "next_values", "valid", "episode"):
-        assert tensors(rollout)[name].shape == (3, 6), name
-    assert rollout.values.shape == (3, 6, 4)
-    assert set(rollout.contexts) == {"features", "prefix"} and rollout.contexts["prefix"].shape == (3, 6, 128)
-    assert not any(value.requires_grad for value in tensors(rollout).values())
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -178,8 +160,6 @@ def test_one_episode_each_for_groups() -> None:
 
 
 class Broken(MiniTable):
-    """Two tables show numbers that are not finite after the first decision."""
-
     def step(self, actions):
         observation, *rest = super().step(actions)
         observation["agent_pos"][[1, 3]] = np.nan

@@ -97,7 +97,6 @@ def test_a_record_leads_to_the_chunk() -> None:
 
 
 def test_the_first_steps_of_dppo_are_the_frozen_policys() -> None:
-    """The trained copy changes; the record's first state, which the frozen one made, does not."""
     sampler, base = Diffusion(), diffusion(SEES)
     tuned = copy.deepcopy(base)
     torch.nn.init.zeros_(tuned.out.weight)
@@ -114,18 +113,6 @@ def test_the_first_steps_of_dppo_are_the_frozen_policys() -> None:
     assert torch.equal(again.log_prob.detach(), second.log_prob)  # none of these is the frozen one's
     with pytest.raises(ValueError, match="frozen policy"):
         sampler.sample(base, frozen.context, drawn(sampler, base, 6))
-
-
-def test_the_observation_is_encoded_once(monkeypatch) -> None:
-    policy = flow(SEES, noise_head="expert")
-    calls = []
-    forward = policy.encoder.forward
-    monkeypatch.setattr(policy.encoder, "forward", lambda seen: calls.append(1) or forward(seen))
-    sampler = LearnedNoise()
-    context = policy.encode(observation(4))
-    out = sampler.sample(policy, context, drawn(sampler, policy, 4))
-    sampler.replay(policy, context, out.states, out.next_states, out.step_index)
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("sampler", [FlowSteps(), LearnedNoise(), REINFLOW, Diffusion()])

@@ -19,7 +19,6 @@ HERE = f"{__file__}"
 
 
 def test_the_chunks_are_those_of_the_tables_and_move_nothing() -> None:
-    """Following them succeeds, and who is done is told nothing."""
     env = MiniTable(5, chunk=4, image_size=0)
     env.reset(seed=1)
     done = np.zeros(5, dtype=np.bool_)

@@ -76,7 +76,6 @@ def test_pusht() -> None:
     ],
 )
 def test_rollouts_do_not_depend_on_workers(name: str) -> None:
-    """Of all tasks, whose observations have one shape; episodes end and tasks change over slots."""
     how: dict[str, Any] = {"num_envs": 4, "chunk": 4, "group_size": 2, "max_steps": 8, "image_size": 32}
     here, there = (play(open_environment(Simulation(name, workers=workers, **how))) for workers in (0, 2))
     assert same(here, there)
@@ -169,7 +168,6 @@ def test_names() -> None:
 
 
 def test_the_example_of_the_documentation(root: Path) -> None:
-    """A point that goes straight there."""
     how: dict[str, Any] = {"tasks": ("red", "blue"), "num_envs": 4, "chunk": 4, "image_size": 32, "max_steps": 30}
     env = open_environment(Simulation(f"{root}/docs/example_simulator.py:make", workers=2, **how))
     observation, _ = env.reset(seed=0)

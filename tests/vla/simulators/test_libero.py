@@ -246,7 +246,6 @@ def test_starts_are_read_without_unpickling_anything_else(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def two() -> Any:
-    """Two real tasks in this process."""
     made = [libero.LiberoEnv("libero_object/1"), libero.LiberoEnv("libero_spatial/2")]
     yield made
     for env in made:

@@ -83,7 +83,6 @@ def test_sentences() -> None:
 
 @functools.cache
 def missing() -> str:
-    """Why ManiSkill cannot run here."""
     if importlib.util.find_spec("mani_skill") is None:
         return "needs ManiSkill: pip install mani-skill"
     import sapien

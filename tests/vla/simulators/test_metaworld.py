@@ -1,16 +1,11 @@
 """Meta-World: its tasks, their independence of the past, pictures, experts; and on workers."""
 
 import importlib.util
-from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
-from genrl.vla.data.demonstrations import demonstrated
-from genrl.vla.data.frames import episode_frames
 from genrl.vla.evaluate import evaluation_episodes
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise, vocabulary
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
 from genrl.vla.simulators.simulator import headless
@@ -87,24 +82,3 @@ def test_the_contract() -> None:
     goals = few.reset(options={"episodes": evaluation_episodes(1, 6)})[0]["environment_state"][:, 36:39]
     assert len(np.unique(goals, axis=0)) == 3 and np.array_equal(goals[:3], goals[3:])
     few.close()
-
-
-def test_demonstrations() -> None:
-    shown = demonstrated("metaworld", THREE, 2, seed=0, max_steps=120)
-    words, episodes = vocabulary(shown.texts), list(shown.episodes)
-    assert [episode.instructions[0] for episode in episodes] == [INSTRUCTIONS[name] for name in THREE for _ in "12"]
-    told, inputs = partial(tokenise, words=words), (STATE, ENVIRONMENT, TOKENS)
-    frames = episode_frames(episodes, told, inputs=inputs, horizon=8, rest=shown.rest)
-    count = sum(len(episode.instructions) for episode in episodes)
-    assert frames[STATE].shape == (count, 4) and frames[ENVIRONMENT].shape == (count, 39)
-    assert frames[ACTION].shape == (count, 8, 4) and frames[ACTION].abs().max() <= 1.0
-    assert frames[TOKENS].shape[0] == count and IMAGE not in frames
-    end = len(episodes[0].instructions)
-    assert torch.equal(frames[ACTION][0, 1:], frames[ACTION][1, :-1])
-    assert (frames[ACTION][end - 1, 1:, :3] == 0).all()
-    assert (frames[ACTION][end - 1, 1:, 3] == frames[ACTION][end - 1, 0, 3]).all()
-    again = next(iter(demonstrated("metaworld", THREE, 1, seed=0, max_steps=120, image_size=64).episodes))
-    assert np.array_equal(again.columns[ACTION], episodes[0].columns[ACTION])
-    assert again.columns[IMAGE].shape == (len(again.instructions), 64, 64, 3)
-    with pytest.raises(RuntimeError, match="succeeded in 0 of 10 episodes of at most 5 steps"):
-        list(demonstrated("metaworld", ("push-v3",), 1, seed=0, max_steps=5).episodes)

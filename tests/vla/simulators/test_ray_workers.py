@@ -35,7 +35,6 @@ def cluster() -> Iterator[Any]:
 
 
 def nodes_of(env: Any) -> set[str]:
-    """The nodes that the actors of an environment are on."""
     from ray._private.state import actors
 
     return {actors(worker.actor._actor_id.hex())["Address"]["NodeID"] for worker in env.crew.workers}

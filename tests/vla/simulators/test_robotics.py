@@ -31,7 +31,6 @@ EVERY = [(family, task) for family in (PointMazeEnv, FetchEnv, ReacherEnv) for t
 
 
 def played(env: RoboticsEnv, seed: int) -> int | None:
-    """Actions until the expert succeeds."""
     seen, _ = env.reset(seed=seed)
     for count in range(env.tasks[env.task].max_steps):
         seen, _, _, _, info = env.step(np.clip(env.expert(seen), -1, 1).astype(np.float32))
@@ -50,7 +49,6 @@ def test_the_expert_succeeds(family: type[RoboticsEnv], task: str) -> None:
 @installed
 @pytest.mark.parametrize(("family", "task"), EVERY)
 def test_the_experts_chunk_is_tried_on_a_copy(family: type[RoboticsEnv], task: str) -> None:
-    """It is what the expert does when it is followed, and an episode that is asked about goes on as one that is not."""
     asked, silent = family(task), family(task)
     seen, other = asked.reset(seed=4)[0], silent.reset(seed=4)[0]
     followed: list[np.ndarray] = []
@@ -147,7 +145,6 @@ def test_the_contract() -> None:
 
 
 def reddest(picture: np.ndarray) -> tuple[float, float]:
-    """The middle of what is red, (row, column) in [0, 1]."""
     red = picture[..., 0].astype(int) - picture[..., 1:].max(-1)
     rows, columns = np.nonzero(red > 80)
     assert len(rows), "the target is in the picture"
@@ -157,7 +154,6 @@ def reddest(picture: np.ndarray) -> tuple[float, float]:
 @installed
 @pytest.mark.parametrize("seed", range(2))
 def test_a_picture_shows_the_maze_from_above(seed: int) -> None:
-    """The red target and the green ball are where the state says, x to the right and y up."""
     env = PointMazeEnv("umaze")
     seen, _ = env.reset(seed=seed)
     picture, half = env.picture(64).astype(int), 1.7

@@ -44,7 +44,6 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def acted(folder: Path, name: str, **changes: Any) -> Iterator[tuple[VLARun, ChunkRollout]]:
-    """A new run, and its first rollout."""
     with vla_runs.opened(vla_runs.config(folder, sampler=SAMPLERS[name], **changes)) as run:
         yield run, run.collect(run.settings)
 
@@ -61,7 +60,6 @@ def taught(rollout: ChunkRollout, seed: int = 0, values: str = "chunk") -> Decis
 
 
 def recorded(run: VLARun, rollout: ChunkRollout, chosen: Decisions) -> Recorded:
-    """What an update of the policy over all these decisions reads."""
     return recorded_decisions(rollout, chosen, total=len(chosen.row), policy=True, critic=False)
 
 
@@ -70,15 +68,11 @@ def scored_by(run: VLARun, rollout: ChunkRollout, chosen: Decisions) -> Scored:
 
 
 def stir(policy: nn.Module, std: float) -> None:
-    """Move the trained weights, so that ratios are not 1."""
     rng = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in policy.parameters():
             if p.requires_grad:
                 p += std * torch.randn(p.shape, generator=rng)
-
-
-# -- the transitions, by hand ----------------------------------------------------------------------------------------
 
 
 def normal(x: Tensor, mean: Tensor, std: Tensor | float) -> Tensor:
@@ -138,9 +132,6 @@ def by_hand(policy: Any, rollout: ChunkRollout, chosen: Decisions) -> Tensor:
     return torch.stack(found)
 
 
-# -- ratios ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_first_ratio_is_one(name: str, tmp_path: Path) -> None:
     """To the bit in the batches of all slots; in others but for the rounding of matrix products."""
@@ -175,7 +166,6 @@ def test_clips_of_elements(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_scores_otherwise_than_it_draws_is_refused(tmp_path: Path) -> None:
-    """One with dropout; ReinFlow as released, which scores with another time grid."""
     with vla_runs.opened(vla_runs.config(tmp_path, sampler="flow_noise")) as run:
         run.policy.out = nn.Sequential(nn.Dropout(0.1), run.policy.out)
         run.policy.train()
@@ -190,9 +180,6 @@ def test_a_policy_that_scores_otherwise_than_it_draws_is_refused(tmp_path: Path)
             check_on_policy(run.policy, other, slots)
         with pytest.raises(RuntimeError, match="off by nan"):
             check_on_policy(run.policy, rollout._replace(log_prob=rollout.log_prob * math.nan), slots)
-
-
-# -- one update ------------------------------------------------------------------------------------------------------
 
 
 def update_gradient(
@@ -309,11 +296,7 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
         assert any(g.abs().max() > 0 for key, g in wanted.items() if key.startswith("value_"))
 
 
-# -- which of them ---------------------------------------------------------------------------------------------------
-
-
 def test_processes_number_their_decisions_as_one_would(tmp_path: Path) -> None:
-    """Two of them, which have half of the slots each and end with the last of their own episodes."""
     with acted(tmp_path, "diffusion") as (run, rollout):
         every, slots = taught(rollout), rollout.valid.shape[1]
         assert len({int(n) for n in rollout.valid.sum(0)}) > 1
@@ -346,9 +329,6 @@ def test_the_success_filter_leaves_out_what_always_or_never_succeeds(tmp_path: P
         assert not filtered(mixed._replace(valid=torch.zeros_like(lost)), run.settings).any()
         free = run.settings.model_copy(update={"success_filter": None})
         assert filtered(mixed._replace(valid=lost), free).tolist() == [False] + [True] * 7
-
-
-# -- the entropy bonus, and what is logged of lost episodes ----------------------------------------------------------
 
 
 def test_the_entropy_is_of_what_can_reach_the_robot(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ def changes(name: str, staleness: int, **environment: Any) -> dict[str, Any]:
 def test_one_run_whoever_acts_and_wherever_it_stops(
     tmp_path: Path, name: str, staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Acted here when it is needed, and there ahead of time; in one go, and resumed after any iteration."""
     here = train(vla_runs.config(tmp_path, output=str(tmp_path / "here"), **changes(name, staleness)))
     far_here.install(monkeypatch)
     far = train(vla_runs.config(tmp_path, output=str(tmp_path / "far"), **changes(name, staleness, workers="ray")))
@@ -100,7 +99,6 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @contextmanager
 def begun(tmp_path: Path, **changes: Any) -> Iterator[VLARun]:
-    """A run in its first iteration."""
     with vla_runs.opened(vla_runs.config(tmp_path, **changes)) as run:
         run.begin(None)
         next(iter(run.loop.iterations()))
@@ -159,7 +157,6 @@ def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was on its way is acted anew."""
     far_here.install(monkeypatch)
     monkeypatch.setattr(ahead, "POLL_S", 0.001)
     places = [("acting", 0), ("training", 1), ("training", 2)]
