@@ -200,21 +200,14 @@ def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.Monkey
     joint_attention._library.cache_clear()
 
 
-def xformers_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three texts padded to 13 of 29 tokens, two heads: queries, keys, values, mask."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 3, 29, 2, 16)
-    mask = torch.ones(3, 29, dtype=torch.bool)
-    mask[1, 5:13], mask[2, 1:13] = False, False
-    return q, k, v, mask[:, None, None]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("masked", [False, True])
 def test_xformers_itself_computes_the_same(masked: bool) -> None:
     pytest.importorskip("xformers", reason="the extra is not installed: pip install 'genrl-diffusion[xformers]'")
-    *rows, mask = (t.cuda() for t in xformers_inputs())
+    torch.manual_seed(0)
+    rows, mask = torch.randn(3, 3, 29, 2, 16, device="cuda"), torch.ones(3, 1, 1, 29, dtype=torch.bool, device="cuda")
+    mask[1, ..., 5:13], mask[2, ..., 1:13] = False, False  # texts padded to 13 of 29 tokens
     found = {}
     for name in ("xformers", "math"):
         leaves = [row.to(torch.bfloat16).requires_grad_() for row in rows]

@@ -59,13 +59,6 @@ def test_train_and_pretraining_signs_never_show_a_held_out_word() -> None:
     assert {scene.sign.text for scene in scenes("word", "eval", 200) if scene.sign} <= kept_out
 
 
-def test_words_are_spelt_in_letters_not_in_words_of_the_grammar() -> None:
-    tokens = {word.upper() for word in world.GRAMMAR}
-    assert tokens.isdisjoint(world.WORDS)
-    assert tokens.isdisjoint(scene.sign.text for scene in scenes("word", "all", 500) if scene.sign)
-    assert all(3 <= len(word) <= 4 and word.isalpha() for word in world.WORDS)
-
-
 def test_prompt_files_are_what_the_world_writes(root) -> None:
     for split in ("train", "eval"):
         for name, prompts in (("shapes", world.shapes_prompts), ("words", world.words_prompts)):

@@ -1,4 +1,4 @@
-"""Tiny published policies that see MiniTable, and runs of them."""
+"""Tiny published policies and OpenVLA-OFTs that see MiniTable, and runs of them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,10 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import IMAGE
-from tests.vla import vla_runs
+from tests.vla import openvla_folders, vla_runs
 from tests.vla.groot_folders import groot_folder
 from tests.vla.published import diffusion_folder, pi_folder, smol_folder
 
-KINDS = ("pi0", "pi05", "smolvla")
 ALL: dict[str, Any] = {"train_expert_only": False, "freeze_vision_encoder": False}
 """What a folder says of which all weights are trained."""
 
@@ -58,5 +57,27 @@ def config(place: Path, kind: str, **changes: Any) -> VLAConfig:
         "environment": {"num_envs": 4, "max_steps": 8, "chunk": 4},
         "trainer": {"epochs": 1, "minibatch": 4},
         "optimizer": {"lr": 1e-4},
+    }
+    return vla_runs.config(place, **vla_runs.merged(own, changes))
+
+
+OFT: dict[str, Any] = {"chunk": 4, "centre_crop": False}
+TOKEN = {"kind": "tokens", "temperature": 1.6}
+SFT: dict[str, Any] = {
+    "demonstrations": {"expert": 6},
+    "trainer": {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 6},
+}
+PPO = {"algorithm": "ppo", "epochs": 1, "minibatch": 8, "critic_warmup": 0, "kl_stop": None}
+
+
+def oft_config(place: Path, *, head: bool = False, **changes: Any) -> VLAConfig:
+    """Of a tiny run in `place`, by PPO on tokens; its policy in place/base."""
+    if not (place / "base").is_dir():
+        openvla_folders.write(place / "base", head=head, proprio=True)
+    own: dict[str, Any] = {
+        "policy": {"path": str(place / "base"), "freeze": "nothing", "oft": OFT},
+        "environment": {"max_steps": 8},
+        "sampler": {"kind": "regression"} if head else TOKEN,
+        "trainer": PPO,
     }
     return vla_runs.config(place, **vla_runs.merged(own, changes))

@@ -20,13 +20,11 @@ from genrl.vla.evaluate import Judged, balanced, by_task, evaluate, slug, succes
 from genrl.vla.methods.diwa.settings import DiWA
 from genrl.vla.policies.folder import load_first_steps, load_policy
 from genrl.vla.policies.policy import ACTION
-from genrl.vla.rollout.sampling import Acting, Diffusion, FlowSteps, Frozen
+from genrl.vla.rollout.sampling import Acting, FlowSteps, Frozen
 from genrl.vla.setup import export, load_trained, sampler_of
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import open_environment
 from tests.vla import vla_runs
-from tests.vla.published import pi_folder
-from tests.vla.published_runs import STATE3
 from tests.vla.tiny_policies import frames
 
 
@@ -64,22 +62,6 @@ def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
     )
     assert facts(one) == facts(other) and vla_runs.moved(who, before) == set()
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in who.parameters())
-
-
-def test_the_frozen_half_of_dppo_does_the_first_steps() -> None:
-    sampler, who, broken = Diffusion(20, 5, 2), policy("diffusion"), policy("diffusion")
-    torch.nn.init.normal_(broken.out.weight, std=3.0)
-    with pytest.raises(ValueError, match="are those of the frozen policy"):
-        evaluate(Acting(who, sampler), tables(4), episodes=4, seed=5)
-    alike, alone, other = (
-        evaluate(acting, tables(6), episodes=6, seed=5)
-        for acting in (
-            Acting(who, sampler, policy("diffusion")),
-            Acting(who, Diffusion(20, 5, 5)),
-            Acting(who, sampler, broken),
-        )
-    )
-    assert facts(alike) == facts(alone) and other.steps != alike.steps
 
 
 def test_it_tells_of_every_decision_and_of_every_episode() -> None:
@@ -230,15 +212,6 @@ def test_a_policy_that_does_not_act_alone_is_refused(tmp_path: Path) -> None:
     lone = vla_runs.config(tmp_path).model_copy(update={"trainer": DiWA()})
     with Progress(1, enabled=False) as progress, pytest.raises(ValueError, match="its world model.*metrics.jsonl"):
         train.judge_policy(lone, tmp_path / "none", progress)
-
-
-def test_what_a_configuration_renames_is_renamed_for_the_judge(tmp_path: Path) -> None:
-    features = {"observation.state": STATE3, "observation.images.base_0_rgb": {"type": "VISUAL", "shape": [3, 32, 32]}}
-    pi_folder(tmp_path / "pi", adaptive=False, input_features=features)
-    config = vla_runs.config(tmp_path)
-    renamed = {"observation.image": "observation.images.base_0_rgb"}
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"rename": renamed})})
-    assert "observation.image" in train._on_device(config, tmp_path / "pi").inputs
 
 
 class HalfLost(Losing):

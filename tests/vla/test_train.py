@@ -23,7 +23,8 @@ from genrl.vla.train import judge_policy, train
 from tests.run_folders import assert_resumes
 from tests.vla import vla_runs
 from tests.vla.openvla_folders import observation
-from tests.vla.openvla_runs import GRPO, OFT, PPO, SFT, config
+from tests.vla.published_runs import OFT, PPO, SFT
+from tests.vla.published_runs import oft_config as config
 
 EVALUATED: dict[str, Any] = {"every": 1, "episodes": 4, "num_envs": 4}
 AVERAGED: dict[str, Any] = {"ema": {"decay": 0.5}, "optimizer": {"lr": 1e-2}}
@@ -170,17 +171,6 @@ def test_a_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
         assert len([row for row in rows if "eval/success_mean" in row]) == 2
     if kind.startswith("ppo"):
         assert [row["rollout/log_prob_off"] for row in rows] == [0.0, 0.0] and rows[0]["rollout/action_std"] > 0.1
-
-
-@pytest.mark.slow
-def test_groups_are_compared_from_the_run_of_an_imitation(tmp_path: Path) -> None:
-    first = train(config(tmp_path, **SFT, output=str(tmp_path / "sft")))
-    told = {"group_size": 8, "num_envs": 32, "max_steps": 16}
-    changes = {"policy": {"path": str(first), "oft": None}, "environment": told, "trainer": GRPO}
-    assert_resumes(train, config(tmp_path, **changes, iterations=2), tmp_path)
-    rows = vla_runs.rows(tmp_path / "run")
-    assert [row["rollout/log_prob_off"] for row in rows] == [0.0, 0.0] and rows[0]["rollout/mixed"] > 0
-    assert load_policy(tmp_path / "run" / "policy").horizon == 4
 
 
 def test_adapters_are_merged_into_an_exported_folder(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from genrl.vla.config import schema as sections
 from genrl.vla.config.schema import VLAConfig
 from tests.config.schemas import schema_validator
 
-ROOT = Path(__file__).resolve().parents[3]
 NEW = {"policy": {"new": {}}, "demonstrations": {"expert": 8}, "trainer": {"algorithm": "sft"}}
 TRAINED: dict[str, Any] = {"policy": {"path": "some/policy"}, "trainer": {"algorithm": "ppo"}}
 
@@ -148,15 +147,8 @@ def test_what_cannot_work_is_refused(base: dict[str, Any], changes: str, keys: s
 @pytest.mark.parametrize(
     ("base", "changes"),
     [
-        (NEW, ""),
-        (TRAINED, ""),
-        (NEW, "policy: {path: a}"),
-        (NEW, new("type: 'mine.py:Mine', args: {width: 3}")),
         (NEW, new("type: 'a.py:B'", "sampler: {kind: diffusion}")),
-        (TRAINED, ppo("entropy_weight: 0.1", "sampler: {kind: flow_noise}")),
-        (TRAINED, ppo("clip_base: 0.1, denoising_gamma: 0.9", "sampler: {kind: diffusion}")),
         (TRAINED, "sampler: {kind: diffusion, steps: 5, ft_denoising_steps: 5}"),
-        (TRAINED, "trainer: {algorithm: grpo, success_filter: [0.1, 0.9]}, " + GROUPS),
         (TRAINED, "sampler: {kind: reinflow, low: 0.1, high: 0.1}"),
     ],
 )
@@ -167,25 +159,18 @@ def test_their_neighbours_are_accepted(base: dict[str, Any], changes: str, tmp_p
 @pytest.mark.parametrize(
     ("changes", "key", "says"),
     [
-        ("evalution: {}", "evalution", "unknown key; did you mean evaluation?"),
-        ("environment: {name: minitable, num_env: 3}", "environment.num_env", "environment.num_envs?"),
         (ppo("gama: 0.9"), "trainer.gama", "did you mean trainer.gamma?"),
-        (flow("noise_levl: 1.0"), "sampler.noise_levl", "sampler.noise_level?"),
         (flow("low: 0.1"), "sampler.low", "it belongs to another sampler.kind than 'flow_sde'"),
         ("trainer: {algorithm: grpo, gamma: 0.9}, " + GROUPS, "trainer.gamma", "another trainer.algorithm than 'grpo'"),
-        ("model: {path: org/model}", "model", "unknown key"),
         ("learning_rate: 0.1", "learning_rate", "did you mean optimizer.lr?"),
-        ("trainer: {algorithm: pppo}", "trainer.algorithm", "unknown method 'pppo'; did you mean ppo?"),
         ("trainer: {algorithm: flow_grpo}", "trainer.algorithm", "grpo, ppo, "),
         ("trainer: {gamma: 0.9}", "trainer.algorithm", "missing"),
         ("sampler: {kind: flow_sed}", "sampler.kind", "did you mean flow_sde?"),
-        ("sampler: {steps: 4}", "sampler.kind", "missing"),
         (flow("selection: random"), "sampler.selection", "random_per_env"),
         (ppo("gamma: 1.5"), "trainer.gamma", "found 1.5 (a number)"),
         ("sampler: {kind: flow_cps, noise_level: 1.2}", "sampler.noise_level", "found 1.2"),
         (ppo("dual_clip: 1.0"), "trainer.dual_clip", "above 1"),
         ("environment: {name: minitable, workers: rya}", "environment.workers", "ray"),
-        ("environment: null", "environment", "missing"),
         ("environment: {name: minitable, tasks: []}", "environment.tasks", "a list"),
         # names of the other kind of run are not suggested
         ("group_size: 8", "group_size", "environment.group_size"),

@@ -54,15 +54,14 @@ def test_warm_up_is_the_critics_alone(staleness: int, alone: int, opened: Opened
     assert all({"loss/policy", "kl/updates", "grad_norm/policy"} <= row.keys() for row in rows[alone:])
 
 
-@pytest.mark.parametrize(("freeze", "moves"), [("encoder", False), ("nothing", True)])
-def test_a_frozen_encoder_stays_as_it_was(freeze: str, moves: bool, opened: Opened) -> None:
-    with opened(policy={"freeze": freeze}, optimizer={"weight_decay": 0.1}) as run:
+def test_an_encoder_that_is_not_frozen_is_trained_and_saved(opened: Opened) -> None:
+    with opened(policy={"freeze": "nothing"}) as run:
         before = vla_runs.weights(run.policy)
         trained(run)
-        changed = {name.split(".")[0] for name in vla_runs.moved(run.policy, before)}
-        assert ("encoder" in changed) is moves and len(changed) > 2
         saved = vla_runs.last_state(run.loop.process.run.folder).tensors["weights"]
-        assert any(name.startswith("encoder.") for name in saved) is moves  # a checkpoint has what is trained
+        assert all(
+            any(n.startswith("encoder.") for n in names) for names in (saved, vla_runs.moved(run.policy, before))
+        )
 
 
 def test_the_divergence_ends_them(tmp_path: Path, opened: Opened) -> None:
@@ -78,20 +77,16 @@ def test_the_divergence_ends_them(tmp_path: Path, opened: Opened) -> None:
     assert stopped["kl/updates"] > 1e-4 / (stopped["updates"] + 1)  # what passed the bound is in the mean
 
 
-def test_an_iteration_that_teaches_nothing_changes_nothing(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_that_teaches_nothing_changes_nothing(opened: Opened) -> None:
     """All groups always fail: the filter leaves no decision. The run goes on."""
     changes: dict[str, Any] = {"environment": {"group_size": 4, "max_steps": 4}, "iterations": 2}
-    with opened(trainer={"success_filter": [0.1, 0.9]}, **changes) as run:
-        before, collect = vla_runs.weights(run.policy), run.collect
-        monkeypatch.setattr(run, "collect", lambda how: paid_nothing(collect(how)))
+    with opened(trainer={"success_filter": [0.1, 0.9]}, optimizer={"weight_decay": 0.1}, **changes) as run:
+        before = vla_runs.weights(run.policy)
+        with_rewards(run, torch.zeros(8))
         rows = trained(run)
         assert vla_runs.moved(run.policy, before) == set()
     assert [row["step"] for row in rows] == [1, 2] and rows[-1]["updates"] == 0
     assert rows[-1]["critic/explained_variance"] == 0.0
-
-
-def paid_nothing(rollout: ChunkRollout) -> ChunkRollout:
-    return rollout._replace(rewards=torch.zeros_like(rollout.rewards))
 
 
 def test_figures_of_partial_chunks_are_means(tmp_path: Path, opened: Opened) -> None:
@@ -216,16 +211,6 @@ def test_the_row_says_what_the_rollout_was(opened: Opened, monkeypatch: pytest.M
 # -- GRPO on chunks: the advantage of an episode within its group, and what has none
 
 
-SIXTEEN = {"num_envs": 16, "group_size": 4}
-
-
-def config(folder: Path, **changes: Any) -> Any:
-    trainer = {**vla_runs.GRPO["trainer"], **changes.pop("trainer", {})}
-    return vla_runs.config(
-        folder, trainer=trainer, environment={**SIXTEEN, **changes.pop("environment", {})}, **changes
-    )
-
-
 def with_rewards(run: VLARun, rewards: Tensor, lost: tuple[int, ...] = ()) -> None:
     """Every rollout is as if its episodes had these returns; those of some slots were lost."""
     collect = run.collect
@@ -256,7 +241,8 @@ RETURNS = [1.0, 0, 0, 0] + [1.0] * 4 + [0.0] * 4 + [3.0, 1, 1, 0]
 def test_an_episodes_advantage_is_its_return_within_its_group(
     returns: list[float], lost: tuple[int, ...], trainer: Any, learned: list[int], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    run, seen = config(tmp_path, trainer=trainer), []
+    sixteen, seen = {"num_envs": 16, "group_size": 4}, []
+    run = vla_runs.config(tmp_path, trainer=vla_runs.GRPO["trainer"] | trainer, environment=sixteen)
     monkeypatch.setattr(grpo, "learn", lambda run, rollout, chosen, *rest, **how: seen.append((rollout, chosen)))
     with vla_runs.opened(run) as opened:
         with_rewards(opened, torch.tensor(returns), lost)

@@ -12,14 +12,8 @@ from torch.nn import functional
 from genrl.mdp.noise import keyed_noise
 from genrl.playground.minitable import INSTRUCTIONS, PUT, task
 from genrl.playground.minitable.world import LatentTable, TableWorld, play, seen, walk
-from genrl.vla.methods.diwa.classifier import (
-    RewardClassifier,
-    calibration,
-    encode_demonstrations,
-    encode_play,
-    supervised_contrastive,
-    train_classifier,
-)
+from genrl.vla.methods.diwa import classifier
+from genrl.vla.methods.diwa.classifier import encode_demonstrations
 from genrl.vla.methods.diwa.dreams import Dream, Starts
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, balanced_kl, world_loss, world_step
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, tokenise
@@ -159,8 +153,8 @@ def test_the_contrastive_loss_by_hand() -> None:
         scale = sum(torch.exp(embedding[i] @ embedding[j] / t) for j in range(6) if j != i)
         total += -sum(torch.log(torch.exp(embedding[i] @ embedding[j] / t) / scale) for j in same) / len(same)
         anchors += 1
-    torch.testing.assert_close(supervised_contrastive(embedding, label, t), total / anchors)
-    assert supervised_contrastive(embedding[:2], torch.tensor([0, 1]), t) == 0
+    torch.testing.assert_close(classifier.supervised_contrastive(embedding, label, t), total / anchors)
+    assert classifier.supervised_contrastive(embedding[:2], torch.tensor([0, 1]), t) == 0
 
 
 def test_the_classifier_learns_what_fulfils_an_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +162,12 @@ def test_the_classifier_learns_what_fulfils_an_instruction(monkeypatch: pytest.M
     keys = task.episode_keys(0, np.arange(60), np.zeros(60))
     shown = encode_demonstrations(model, walk(keys, (0, 4, 8), horizon=1, still=2), WORDS)
     torch.manual_seed(0)
-    judge = RewardClassifier(model, shown.observation, WORDS, width=64)
+    judge = classifier.RewardClassifier(model, shown.observation, WORDS, width=64)
     toys = play(40, 10, seed=3)
-    background = encode_play(model, torch.from_numpy(toys.observations), torch.from_numpy(toys.actions))
+    background = classifier.encode_play(model, torch.from_numpy(toys.observations), torch.from_numpy(toys.actions))
     assert len(background.h) == 40 * 11
-    monkeypatch.setattr("genrl.vla.methods.diwa.classifier.LEARNING_RATE", 3e-3)
-    figures = list(train_classifier(judge, model, shown, background, steps=200, batch_size=96, seed=0))
+    monkeypatch.setattr(classifier, "LEARNING_RATE", 3e-3)
+    figures = list(classifier.train_classifier(judge, model, shown, background, steps=200, batch_size=96, seed=0))
     assert np.mean([row["accuracy"] for row in figures[-20:]]) > 0.9
     found = judge.fulfilled(shown.observation)
     assert found[shown.done].float().mean() > 0.9 and found[shown.first].float().mean() < 0.1
@@ -202,7 +196,7 @@ class Knows:
 
 def test_calibration_is_1_where_the_reward_is_right_and_0_where_the_dream_stands_still() -> None:
     held_out = play(60, 40, seed=3)
-    found = calibration(Exact(), Knows(), held_out, TableWorld(), 40, 0)  # type: ignore[arg-type]
+    found = classifier.calibration(Exact(), Knows(), held_out, TableWorld(), 40, 0)  # type: ignore[arg-type]
     assert found["calibration/seen_precision"] == found["calibration/seen_recall"] == 1.0
     assert found["calibration/dreamed_recall"] == found["calibration/dreamed_precision"] == 0.0
 
@@ -288,16 +282,10 @@ def test_the_loss_is_reconstruction_and_divergence() -> None:
     torch.testing.assert_close(found.loss, found.reconstruction + 0.5 * found.kl)
 
 
-def test_updates_are_functions_of_seed_and_step_and_lower_the_loss() -> None:
+def test_updates_lower_the_loss() -> None:
     observations, actions = toys(8)
-    how = {"length": 6, "batch_size": 4, "seed": 0}
-
-    def losses(steps):
-        torch.manual_seed(0)
-        world = WorldModel(observations, actions, deterministic=16, stochastic=4)
-        optimiser = torch.optim.Adam(world.parameters(), lr=1e-2)
-        return [float(world_step(world, optimiser, observations, actions, step=s, **how).loss) for s in steps]
-
-    assert losses((0, 1, 2)) == losses((0, 1, 2)) and losses((0,)) != losses((5,))
-    same = losses([0] * 20)
-    assert same[-1] < 0.7 * same[0]
+    torch.manual_seed(0)
+    world = WorldModel(observations, actions, deterministic=16, stochastic=4)
+    optimiser, how = torch.optim.Adam(world.parameters(), lr=1e-2), {"length": 6, "batch_size": 4, "seed": 0}
+    losses = [float(world_step(world, optimiser, observations, actions, step=0, **how).loss) for _ in range(20)]
+    assert losses[-1] < 0.7 * losses[0]

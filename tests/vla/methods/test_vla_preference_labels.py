@@ -14,19 +14,8 @@ from genrl.mdp.noise import keyed_noise
 from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.playground.minitable.world import TableWorld
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.rl_vlm_f.preference_labels import (
-    UNUSABLE,
-    LabelCache,
-    Pairs,
-    RewardEnsemble,
-    choose,
-    draw_pairs,
-    image_hash,
-    label_pairs,
-    preference_logits,
-    relabel,
-    train_rewards,
-)
+from genrl.vla.methods.rl_vlm_f import preference_labels as preferences
+from genrl.vla.methods.rl_vlm_f.preference_labels import UNUSABLE, LabelCache, Pairs, draw_pairs, label_pairs
 from genrl.vla.offline.transitions import Words, play
 from genrl.vla.policies.policy import ACTION, STATE
 from tests.vla.tiny_policies import TOLD, WORDS, frames
@@ -110,7 +99,7 @@ def test_a_judge_is_asked_once_about_what_it_was_shown(tmp_path) -> None:
     for other in (LabelCache(tmp_path / "labels.jsonl", "another judge"), fresh):
         words = ["y"] * 4 if other is fresh else lines
         assert label_pairs(silent, images.__getitem__, words, pairs, other).tolist() == [0, 1, 0, 0] and other.asked
-    assert image_hash(images[0]) == image_hash(images[2]) != image_hash(images[1])
+    assert preferences.image_hash(images[0]) == preferences.image_hash(images[2]) != preferences.image_hash(images[1])
 
 
 def test_a_spoilt_cache_names_the_line(tmp_path) -> None:
@@ -142,9 +131,9 @@ def test_a_judge_that_fails_stops_the_run_and_is_asked_again() -> None:
     assert len(calls) == 3  # the first that is one too many, not the last
 
 
-def ensemble(members: int = 3) -> RewardEnsemble:
+def ensemble(members: int = 3) -> preferences.RewardEnsemble:
     torch.manual_seed(0)
-    nets = RewardEnsemble(TOLD, frame_statistics(frames()), members=members, width=32)
+    nets = preferences.RewardEnsemble(TOLD, frame_statistics(frames()), members=members, width=32)
     for net in nets.nets:
         torch.nn.init.normal_(net.head[-1].weight)
     return nets
@@ -153,8 +142,8 @@ def ensemble(members: int = 3) -> RewardEnsemble:
 def test_the_most_disputed_pairs_are_chosen() -> None:
     nets, shown = ensemble(), {k: v for k, v in frames().items() if k != ACTION}
     candidates = draw_pairs(["x"] * len(shown[STATE]), 40, seed=0, round_number=0)
-    share = preference_logits(nets, shown, candidates).sigmoid()
-    spread, chosen = share.std(0), choose(nets, shown, candidates, 5)
+    share = preferences.preference_logits(nets, shown, candidates).sigmoid()
+    spread, chosen = share.std(0), preferences.choose(nets, shown, candidates, 5)
     pairs = list(zip(*(side.tolist() for side in candidates), strict=True))
     disputed = [pairs.index(pair) for pair in zip(*(side.tolist() for side in chosen), strict=True)]
     rest = torch.tensor([p for p in range(40) if p not in disputed])
@@ -166,10 +155,10 @@ def test_pairs_without_a_preference_teach_nothing() -> None:
     pairs = Pairs(torch.tensor([0, 2]), torch.tensor([1, 3]))
     how = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3, "seed": 0}
     with pytest.raises(ValueError, match="none of the 2 labels"):
-        next(train_rewards(ensemble(), shown, pairs, torch.tensor([-1, -1]), **how))
+        next(preferences.train_rewards(ensemble(), shown, pairs, torch.tensor([-1, -1]), **how))
     one, other = ensemble(), ensemble()
-    list(train_rewards(one, shown, pairs, torch.tensor([1, -1]), **how))
-    list(train_rewards(other, shown, Pairs(pairs.first[:1], pairs.second[:1]), torch.tensor([1]), **how))
+    list(preferences.train_rewards(one, shown, pairs, torch.tensor([1, -1]), **how))
+    list(preferences.train_rewards(other, shown, Pairs(pairs.first[:1], pairs.second[:1]), torch.tensor([1]), **how))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
@@ -181,10 +170,10 @@ def test_rewards_are_learned_by_the_likelihood_of_preferences() -> None:
         net.head[-1].weight.data.mul_(0.1)  # else tanh is flat
     worth = nets(shown)[:, :3:2].detach()
     how = {"steps": 60, "batch_size": 8, "learning_rate": 3e-3, "seed": 0}
-    steps = list(train_rewards(nets, shown, pair, torch.tensor([1, 0]), **how))
+    steps = list(preferences.train_rewards(nets, shown, pair, torch.tensor([1, 0]), **how))
     assert steps[0]["loss"] == pytest.approx(float(-(worth[:, 0] - worth[:, 1]).sigmoid().log().mean()), rel=1e-5)
     assert steps[0]["accuracy"] == pytest.approx(float((worth[:, 0] > worth[:, 1]).float().mean()))
-    logits, worth = preference_logits(nets, shown, pair), nets(shown)
+    logits, worth = preferences.preference_logits(nets, shown, pair), nets(shown)
     torch.testing.assert_close(logits[:, 0], worth[:, 0] - worth[:, 2])
     assert steps[-1]["accuracy"] == 1.0 and bool((logits[:, 0] > 0).all())
 
@@ -194,7 +183,7 @@ def test_new_rewards_do_not_depend_on_what_nobody_said() -> None:
     blind = found._replace(
         reward=keyed_noise((len(found.reward),), 1), success=~found.success, terminated=~found.terminated
     )
-    labelled, again = relabel(nets, found), relabel(nets, blind)
+    labelled, again = preferences.relabel(nets, found), preferences.relabel(nets, blind)
     assert torch.equal(labelled.reward, again.reward) and torch.equal(labelled.terminated, again.terminated)
     with torch.no_grad():
         worth = nets(found.next_observation).mean(0)

@@ -123,9 +123,8 @@ def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
     observation, action = data.observation, data.action
     for policy in (flow(), diffusion()):
         weight = torch.ones(len(action))
-        found = imitation.cloning_errors(
-            policy, imitation.recorded_chunks(policy, observation, action, bars, generator(7), weight)
-        )
+        chunks = imitation.recorded_chunks(policy, observation, action, bars, generator(7), weight)
+        found = imitation.cloning_errors(policy, chunks)
         rng, actions = generator(7), policy.normalised(action)
         noise = torch.randn(action.shape, generator=rng)
         context = policy.encode(observation)
@@ -218,12 +217,7 @@ def test_statistics_have_a_floor_for_states_only() -> None:
     assert found[STATE]["std"].tolist() == pytest.approx([STD_FLOOR] * 2) and found[ACTION]["std"].abs().max() == 0
 
 
-def test_training_is_reproducible_and_may_be_left() -> None:
-    how = {"steps": 6, "batch_size": 8, "learning_rate": 1e-3}
-    first, again = (list(imitate(flow(TOLD), frames(), seed=1, **how)) for _ in range(2))
-    assert first == again and len(first) == 6
-    assert first[:2] == [loss for loss, _ in zip(imitate(flow(TOLD), frames(), seed=1, **how), range(2), strict=False)]
-    assert first != list(imitate(flow(TOLD), frames(), seed=2, **how))
+def test_a_loss_that_is_not_finite_says_its_step() -> None:
     spoilt = frames() | {STATE: frames()[STATE] * torch.nan}
     with pytest.raises(FloatingPointError, match="step 0"):
-        next(imitate(flow(TOLD), spoilt, seed=1, **how))
+        next(imitate(flow(TOLD), spoilt, seed=1, steps=6, batch_size=8, learning_rate=1e-3))

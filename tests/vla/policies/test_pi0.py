@@ -170,14 +170,8 @@ def test_gradients_reach_the_expert_and_not_what_is_frozen(adaptive: bool, folde
             assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-def test_heads_are_a_function_of_the_seed_and_can_be_taken_away(folders, tmp_path) -> None:
-    path = folders[False][0]
-    first, again, other = (load_policy(path).with_heads(critic=1, noise_head="expert", seed=seed) for seed in (0, 0, 1))
-    pairs = [dict(p.named_parameters()) for p in (first, again, other)]
-    weights = [name for name in pairs[0] if name.startswith(("value_head", "noise_head")) and "weight" in name]
-    assert len(weights) == 7
-    assert all(torch.equal(pairs[0][name], pairs[1][name]) for name in weights)
-    assert not any(torch.equal(pairs[0][name], pairs[2][name]) for name in weights)
+def test_heads_can_be_changed_and_taken_away(folders, tmp_path) -> None:
+    first = load_policy(folders[False][0]).with_heads(critic=1, noise_head="expert", seed=0)
     kept = first.value_head[0].weight.clone()
     assert torch.equal(first.with_heads(critic=1, noise_head="none", seed=5).value_head[0].weight, kept)
     weight = first.with_heads(critic=6, noise_head="none", seed=5).value_head[0].weight
