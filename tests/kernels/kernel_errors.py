@@ -10,9 +10,8 @@ from torch import Tensor
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 DTYPES = [torch.float32, *(pytest.param(half, marks=pytest.mark.slow) for half in (torch.bfloat16, torch.float16))]
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (genrl-diffusion[kernels])"
-)
+no_triton = importlib.util.find_spec("triton") is None
+needs_triton = pytest.mark.skipif(no_triton, reason="triton is not installed (genrl-diffusion[kernels])")
 
 Call = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -36,9 +35,8 @@ def assert_as_exact(kernel: Call, definition: Call, inputs: Sequence[Tensor | No
     """Values and gradients of `kernel`, inputs rounded to `dtype`, are as near to float64 as twice the definition's."""
     low = [t.to(dtype) if t is not None and t.is_floating_point() else t for t in inputs]
     high = [t.double() if t is not None and t.is_floating_point() else t for t in low]
-    found, own, exact = (
-        values_and_gradients(call, given) for call, given in ((kernel, low), (definition, low), (definition, high))
-    )
+    calls = ((kernel, low), (definition, low), (definition, high))
+    found, own, exact = (values_and_gradients(call, inputs) for call, inputs in calls)
     assert len(found) == len(own) == len(exact)
     for number, (f, o, e) in enumerate(zip(found, own, exact, strict=True)):
         assert f.dtype == o.dtype and f.shape == o.shape, number

@@ -85,9 +85,8 @@ def test_flex(causal: bool, device: str) -> None:
 
 def test_definition_is_attention_of_each_row_alone() -> None:
     query, key, value, prefix_key, prefix_value, row_of, mask = example()
-    found = prefix_attention(
-        query, key, value, prefix_key, prefix_value, row_of=row_of, prefix_mask=mask, backend="torch"
-    )
+    how = {"row_of": row_of, "prefix_mask": mask, "backend": "torch"}
+    found = prefix_attention(query, key, value, prefix_key, prefix_value, **how)
     for r, n in enumerate(row_of.tolist()):
         keys = torch.cat([prefix_key[n, :, mask[n]], key[r]], 1)
         values = torch.cat([prefix_value[n, :, mask[n]], value[r]], 1)
@@ -120,9 +119,7 @@ def test_shapes_that_do_not_fit() -> None:
         prefix_attention(query, key, value, prefix_key, prefix_value, row_of=row_of, backend="flash")
 
 
-def test_what_computes_is_said_once_and_a_named_one_is_held_to(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_computes_is_said_once_and_a_named_one_is_held_to(caplog: Any, monkeypatch: Any) -> None:
     *tensors, row_of, mask = example(rows=2, length=3, prefix=4, size=8)
     monkeypatch.setattr(prefix, "triton_problem", lambda device: "triton is not installed")
     prefix._triton_problem.cache_clear()
@@ -180,10 +177,8 @@ def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.Monkey
         assert tensor_layout == "NHD"
         return softmax_attention(q, k, v)
 
-    flash = {
-        "flash_attn": softmax_attention,
-        "flash_attn_interface": lambda q, k, v: (softmax_attention(q, k, v), None),
-    }
+    third = lambda q, k, v: (softmax_attention(q, k, v), None)  # noqa: E731
+    flash = {"flash_attn": softmax_attention, "flash_attn_interface": third}
     for package, function in flash.items():
         monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_func=function))
     monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace())

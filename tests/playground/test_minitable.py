@@ -74,9 +74,7 @@ def test_moving_grasping_carrying_and_letting_go() -> None:
     state = act(table(gripper=(0.3, 0.0)), 0.0, 0.0, 1.0)
     assert state.held[0] == 0
     state = act(state, 1.0, 0.0, 1.0)
-    assert state.discs[0, 0].tolist() == pytest.approx([0.52, 0.0]) and state.discs[0, 1].tolist() == pytest.approx(
-        [0, 0.4]
-    )
+    assert state.discs[0, :2].tolist() == [pytest.approx([0.52, 0.0]), pytest.approx([0, 0.4])]
     state = act(state, 1.0, 0.0, -1.0)  # let go after the move
     assert state.held[0] == -1 and state.discs[0, 0, 0] == pytest.approx(0.64)
     assert act(state, 1.0, 0.0, -1.0).discs[0, 0, 0] == pytest.approx(0.64)

@@ -68,14 +68,6 @@ class Old(Frail):
         return seen, reward, late, info
 
 
-def old() -> gymnasium.Env:
-    return Old()
-
-
-def picky(task: str = "") -> Picky:
-    return Picky(task)
-
-
 def broken_start() -> Frail:
     raise OSError("no such robot")
 

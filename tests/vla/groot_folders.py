@@ -104,9 +104,8 @@ def write_tokenizer(folder: Path) -> None:
     names = ["<zero>", *SPECIAL, "user", *(word for word in WORDS if "<bos>" not in word)]
     inner = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    outer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=SPECIAL[-1], unk_token="<unk>", additional_special_tokens=SPECIAL[:-1]
-    )
+    how = {"pad_token": SPECIAL[-1], "unk_token": "<unk>", "additional_special_tokens": SPECIAL[:-1]}
+    outer = PreTrainedTokenizerFast(tokenizer_object=inner, **how)
     outer.chat_template = TEMPLATE
     outer.save_pretrained(folder / "tokenizer")
 

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from tests.vla.published import Shapes, decoder_shapes, random_weights
 
-WORDS = (
-    "in what action should the robot take to put the red green blue block in left right far zone touch ? : out".split()
-)
+WORDS = "in what action should the robot take to put the red green blue block left right far zone touch ? : out".split()
 
 TINY = Sizes(
     vocabulary=256 + 64, padded=64, width=48, layers=2, mlp=96, heads=4,

@@ -153,9 +153,8 @@ def write_tokenizer(folder: Path) -> None:
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(pattern=r":", behavior="isolated"),
          pre_tokenizers.Split(pattern=",", behavior="isolated"), pre_tokenizers.Split(pattern=";", behavior="isolated")]
     )  # fmt: skip
-    inner.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", special_tokens=[("<bos>", names.index("<bos>"))]
-    )
+    begin = [("<bos>", names.index("<bos>"))]
+    inner.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=begin)
     outer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", unk_token="<unk>")
     outer.save_pretrained(folder / "tokenizer")
 
@@ -300,10 +299,8 @@ def smol_folder(
         "max_length": 12, "task_key": "task", "padding_side": "right", "padding": "longest", "truncation": True,
         "tokenizer_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
     }  # fmt: skip
-    steps = [
-        {"registry_name": "smolvla_new_line_processor", "config": {}},
-        {"registry_name": "tokenizer_processor", "config": tokenizer},
-    ]
+    words = {"registry_name": "tokenizer_processor", "config": tokenizer}
+    steps = [{"registry_name": "smolvla_new_line_processor", "config": {}}, words]
     weights = weights or random_weights(smol_shapes(s), dtype=dtype)
     write_folder(folder, config, weights, steps, statistics_of({"observation.state": 5, "action": 3}), {"format": "pt"})
     write_tokenizer(folder)
@@ -525,8 +522,6 @@ def diffusion_observation(batch: int = 3, history: int | None = 2, cameras: int 
     """As `diffusion_folder` reads it; history: observations, None for one without that axis."""
     rng = torch.Generator().manual_seed(2)
     shape = (batch,) if history is None else (batch, history)
-    found = {
-        f"observation.images.camera{n}": torch.randint(0, 256, (*shape, 36, 40, 3), generator=rng, dtype=torch.uint8)
-        for n in range(cameras)
-    }
+    pictures = (torch.randint(0, 256, (*shape, 36, 40, 3), generator=rng, dtype=torch.uint8) for _ in range(cameras))
+    found = {f"observation.images.camera{n}": picture for n, picture in enumerate(pictures)}
     return found | {STATE: torch.randn(*shape, 5, generator=rng)}

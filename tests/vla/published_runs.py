@@ -16,17 +16,13 @@ from tests.vla.published import diffusion_folder, pi_folder, smol_folder
 ALL: dict[str, Any] = {"train_expert_only": False, "freeze_vision_encoder": False}
 """What a folder says of which all weights are trained."""
 
-STATE3 = {"type": "STATE", "shape": [3]}
-
 
 def made(kind: str, folder: Path, values: int = 1, **settings: Any) -> Any:
     """A tiny policy that sees MiniTable's one camera and reads its three numbers. settings: of its config.json."""
-    features: dict[str, Any] = {
-        "observation.state": STATE3,
-        "observation.images.base_0_rgb": {"type": "VISUAL", "shape": [3, 32, 32]},
-    }
+    camera, side = ("camera0", 36) if kind == "diffusion" else ("base_0_rgb", 32)
+    camera, picture = f"observation.images.{camera}", {"type": "VISUAL", "shape": [3, side, side]}
+    features: dict[str, Any] = {"observation.state": {"type": "STATE", "shape": [3]}, camera: picture}
     if kind == "diffusion":
-        features = {"observation.state": STATE3, "observation.images.camera0": {"type": "VISUAL", "shape": [3, 36, 36]}}
         diffusion_folder(folder, input_features=features, state=3, **settings)
     elif kind == "groot":
         groot_folder(folder, input_features=features, **settings)
@@ -34,12 +30,9 @@ def made(kind: str, folder: Path, values: int = 1, **settings: Any) -> Any:
         smol_folder(folder, input_features=features, **settings)
     else:
         pi_folder(folder, adaptive=kind == "pi05", input_features=features, **settings)
-    camera = next(name for name in features if "images" in name)
-    stats = {
-        "observation.state": {name: torch.zeros(3) + value for name, value in STATS.items()},
-        "action": {name: torch.zeros(3) + value for name, value in STATS.items()},
-        camera: {"mean": torch.full((3,), 0.5), "std": torch.full((3,), 0.25)},
-    }
+    numbers = ("observation.state", "action")
+    stats = {name: {key: torch.zeros(3) + value for key, value in STATS.items()} for name in numbers}
+    stats[camera] = {"mean": torch.full((3,), 0.5), "std": torch.full((3,), 0.25)}
     policy = load_policy(folder, adapt=Adapt(rename={IMAGE: camera}, stats=stats))
     return policy.with_heads(critic=values, noise_head="none", seed=0)
 

@@ -57,9 +57,8 @@ def test_the_episodes_are_those_of_the_seed_however_many_run_side_by_side() -> N
 def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
     who = policy()
     before, state = vla_runs.weights(who), torch.get_rng_state()
-    one, other = (
-        evaluate(Acting(who, FlowSteps(noise_level=level)), tables(6), episodes=6, seed=5) for level in (0.1, 2.0)
-    )
+    acting = [Acting(who, FlowSteps(noise_level=level)) for level in (0.1, 2.0)]
+    one, other = (evaluate(each, tables(6), episodes=6, seed=5) for each in acting)
     assert facts(one) == facts(other) and vla_runs.moved(who, before) == set()
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in who.parameters())
 

@@ -3,6 +3,7 @@ also with a policy in shards (FSDP2, gloo)."""
 
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,7 @@ def test_stopped_in_the_middle_of_a_rollout(name: str, tmp_path: Path, monkeypat
     [[("evaluating", 0), ("acting", 0), ("evaluating", 0)], [("evaluating", 1), ("evaluating", 2), ("evaluating", 2)]],
     ids=["before", "between and at the end"],
 )
-def test_stopped_in_an_evaluation(
-    places: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_in_an_evaluation(places: list[tuple[str, int]], tmp_path: Path, monkeypatch: Any) -> None:
     changes: dict[str, Any] = {"iterations": 3, **EVALUATED, "checkpoint": {"every": 9}}
     runs = straight_and_stopped(tmp_path, monkeypatch, places, **changes)
     assert vla_runs.differences(*runs) == []
@@ -195,11 +194,8 @@ def prepared(place: Path, kind: str, base: Path, **changes: Any) -> Path:
     place.mkdir()
     base.mkdir(exist_ok=True)
     changes["output"] = str(place / "run")
-    _ = (
-        published_runs.oft_config(base, **changes)
-        if kind == "openvla"
-        else published_runs.config(base, kind, **changes)
-    )
+    make = published_runs.oft_config if kind == "openvla" else partial(published_runs.config, kind=kind)
+    make(base, **changes)
     shutil.copy(base / "tiny.yaml", place / "tiny.yaml")
     return place
 

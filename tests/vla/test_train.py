@@ -74,9 +74,7 @@ def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
     assert vla_runs.differences(straight, stopped) == []
 
 
-def test_a_run_whose_success_falls_is_stopped_with_its_best_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_success_falls_is_stopped_with_its_best_beside_it(tmp_path: Path, monkeypatch: Any) -> None:
     found: list[dict[str, torch.Tensor]] = []
 
     def scripted(self: VLARun, iteration: int) -> dict[str, float]:
@@ -119,7 +117,7 @@ def room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
+def test_an_iteration_out_of_memory_is_done_again_in_smaller_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     wanted = train(vla_runs.config(tmp_path, iterations=2, trainer={"microbatch": 4}, output=str(tmp_path / "by hand")))

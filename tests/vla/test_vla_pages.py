@@ -7,6 +7,7 @@ import runpy
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +31,7 @@ from tests.vla.tiny_policies import diffusion, flow, frames
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_code_of_vla_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_code_of_vla_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-policy").symlink_to(ROOT / "assets" / "tiny-vla")
     page = (ROOT / "docs" / "vla.md").read_text(encoding="utf-8")
@@ -48,9 +47,7 @@ def test_the_code_of_vla_runs(
     assert names["chunk"].shape == (4, 4, 3)
 
 
-def test_demonstrations_of_the_example_fit_the_files_on_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demonstrations_of_the_example_fit_the_files_on_the_page(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     monkeypatch.setattr("sys.argv", ["example_simulator.py", "corners"])
@@ -72,9 +69,7 @@ EXAMPLE = ROOT / "docs" / "example_robot.py"
 SMALL = ["trainer.steps_per_iteration=2", "trainer.batch_size=8", "iterations=1", "trackers=[]"]
 
 
-def test_every_command_of_robot_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_of_robot_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("docs", "assets"):
         (tmp_path / folder).symlink_to(ROOT / folder)
@@ -104,9 +99,7 @@ def test_every_command_of_robot_runs(
 DATA_PAGE = ROOT / "docs" / "vla_data.md"
 
 
-def test_the_code_of_data_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_code_of_data_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", DATA_PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 3
@@ -185,7 +178,7 @@ def test_what_does_not_fit_the_policy_is_refused_before_anything_is_written(tmp_
         train(one_step_size)
 
 
-def test_a_run_rounds_to_tf32_where_it_is_asked_to_and_a_script_does_not_go_on_with_it(
+def test_a_run_rounds_to_tf32_and_a_script_does_not_go_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []

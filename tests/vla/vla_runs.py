@@ -125,11 +125,8 @@ def moved(policy: torch.nn.Module, before: Mapping[str, Tensor]) -> set[str]:
 
 
 def gradients(one: VLARun) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in one.policy.named_parameters()
-        if p.requires_grad
-    }
+    trained = {name: p for name, p in one.policy.named_parameters() if p.requires_grad}
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
 
 
 def trained_weights(run: Path) -> dict[str, Tensor]:

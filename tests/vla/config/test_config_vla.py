@@ -287,9 +287,7 @@ class TestFiles:
             (new("type: none.py"), "policy.new.type", "none.py:Name"),
         ],
     )
-    def test_names_that_lead_nowhere(
-        self, changes: str, key: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_names_that_lead_nowhere(self, changes: str, key: str, says: str, tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setattr("genrl.vla.simulators.libero.package.missing", lambda assets: [])  # as if all were there
         [(found, text)] = self.problems(tmp_path, NEW, **sections_of(changes), trackers=[])
         assert found == key and says in text

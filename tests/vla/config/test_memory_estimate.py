@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,9 +103,7 @@ def test_each_change_saves_and_shards_leave_the_whole_that_acts() -> None:
 @pytest.mark.parametrize(
     ("name", "gigabytes"), [("pi05_libero", 40), ("pi0_libero", 40), ("smolvla_libero", 12), ("openvla_oft_libero", 24)]
 )
-def test_check_names_cards_without_a_policy_on_the_machine(
-    name: str, gigabytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_names_cards_without_a_policy_on_the_machine(name: str, gigabytes: int, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     text = run("check", str(recipes.find(name).file), TABLE)
     assert re.search(rf"│ {gigabytes} GB .* yes", text) and "weights that are not trained" in text

@@ -59,9 +59,8 @@ def test_an_encoder_that_is_not_frozen_is_trained_and_saved(opened: Opened) -> N
         before = vla_runs.weights(run.policy)
         trained(run)
         saved = vla_runs.last_state(run.loop.process.run.folder).tensors["weights"]
-        assert all(
-            any(n.startswith("encoder.") for n in names) for names in (saved, vla_runs.moved(run.policy, before))
-        )
+        for names in (saved, vla_runs.moved(run.policy, before)):
+            assert any(name.startswith("encoder.") for name in names)
 
 
 def test_the_divergence_ends_them(tmp_path: Path, opened: Opened) -> None:

@@ -110,9 +110,8 @@ def test_it_learns_from_a_data_set_and_moves_the_critic_before_the_policy_alone(
     run = train(small(root, "recap", tmp_path / "run", told, *TINY, "iterations=2", "optimizer.weight_decay=0.1"))
     last = rows(run)[-1]
     assert last["data/success_mean"] == pytest.approx(2 / 3) and 0 < last["data/positive"] < 1
-    heads = [
-        {k: v for k, v in load_trained(run, step=n).state_dict().items() if k.startswith("value_")} for n in (1, 2)
-    ]
+    both = [load_trained(run, step=n).state_dict() for n in (1, 2)]
+    heads = [{name: value for name, value in one.items() if name.startswith("value_")} for one in both]
     assert heads[0] and all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
 
 

@@ -191,9 +191,7 @@ def test_two_processes_collect_what_one_does(tmp_path: Path) -> None:
         torch.testing.assert_close(whole[name], joined[name], atol=1e-4, rtol=0.0)
 
 
-def test_the_union_of_demonstrations_and_all_labels_is_imitated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_union_of_demonstrations_and_all_labels_is_imitated(tmp_path: Path, monkeypatch: Any) -> None:
     """What the expert tells is never padding, which a data set's ends may have."""
     unions: list[Batch] = []
     updates = dagger.imitation_updates

@@ -23,9 +23,8 @@ from tests.vla.tiny_policies import WORDS
 def world() -> WorldModel:
     toys = play(20, 12, seed=0)
     torch.manual_seed(0)
-    model = WorldModel(
-        torch.from_numpy(toys.observations), torch.from_numpy(toys.actions), deterministic=12, stochastic=6
-    )
+    shown = torch.from_numpy(toys.observations), torch.from_numpy(toys.actions)
+    model = WorldModel(*shown, deterministic=12, stochastic=6)
     return model.requires_grad_(False)
 
 

@@ -84,9 +84,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_numbers_that_critics_read_keep_their_meaning(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_critics_read_keeps_its_meaning(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """What is seen is normalised by the first round's data, in every round."""
     asked: list[int] = []
 

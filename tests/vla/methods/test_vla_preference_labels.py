@@ -17,7 +17,7 @@ from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.rl_vlm_f import preference_labels as preferences
 from genrl.vla.methods.rl_vlm_f.preference_labels import UNUSABLE, LabelCache, Pairs, draw_pairs, label_pairs
 from genrl.vla.offline.transitions import Words, play
-from genrl.vla.policies.policy import ACTION, STATE
+from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
 from tests.vla.tiny_policies import TOLD, WORDS, frames
 
 READS = Words(WORDS)
@@ -180,9 +180,8 @@ def test_rewards_are_learned_by_the_likelihood_of_preferences() -> None:
 
 def test_new_rewards_do_not_depend_on_what_nobody_said() -> None:
     found, nets = data(), ensemble()
-    blind = found._replace(
-        reward=keyed_noise((len(found.reward),), 1), success=~found.success, terminated=~found.terminated
-    )
+    said = keyed_noise((len(found.reward),), 1)
+    blind = found._replace(reward=said, success=~found.success, terminated=~found.terminated)
     labelled, again = preferences.relabel(nets, found), preferences.relabel(nets, blind)
     assert torch.equal(labelled.reward, again.reward) and torch.equal(labelled.terminated, again.terminated)
     with torch.no_grad():
@@ -198,10 +197,7 @@ def test_pictures_and_instructions_are_found_again() -> None:
     seen, _ = env.reset(seed=0)
     for _ in range(12):
         seen = env.step(expert_chunk(env.state, 1))[0]
-    shown = {
-        STATE: torch.from_numpy(seen["agent_pos"]),
-        "observation.environment_state": torch.from_numpy(seen["environment_state"]),
-    }
-    shown["observation.language.tokens"] = READS.tokenise(env.task_description)
+    shown = {STATE: torch.from_numpy(seen["agent_pos"]), TOKENS: READS.tokenise(env.task_description)}
+    shown[ENVIRONMENT] = torch.from_numpy(seen["environment_state"])
     assert torch.equal(TableWorld().pictures(shown, 32), torch.from_numpy(seen["pixels"]))
     assert TableWorld().instructions(shown, READS) == env.task_description

@@ -52,9 +52,7 @@ def scored_by(policy):
 
 
 def test_the_clip_range_decays_for_200_uses() -> None:
-    assert rl100.decayed_clip(0.25, 0.96, 0) == 0.25 and rl100.decayed_clip(0.25, 0.96, 2) == pytest.approx(
-        0.25 * 0.96**2
-    )
+    assert [rl100.decayed_clip(0.25, 0.96, uses) for uses in (0, 2)] == pytest.approx([0.25, 0.25 * 0.96**2])
     assert rl100.decayed_clip(0.25, 0.96, 5000) == rl100.decayed_clip(0.25, 0.96, 200) > 0
 
 
@@ -73,23 +71,14 @@ def test_every_denoising_step_is_an_update_of_its_own_and_the_first_is_on_policy
     assert len(figures) == 3
     for row in figures:  # nothing was stepped: all ratios are 1
         assert row["kl/updates"] < 1e-6 and row["ratio/clipped"] == 0 and abs(row["loss/policy"]) < 1e-4
-    again, half = (
-        rl100.draw_at(old, SAMPLER, Likes(torch.zeros(4, 3)), observations(), generator(0), executed=n) for n in (4, 2)
-    )
+    given = (old, SAMPLER, Likes(torch.zeros(4, 3)), observations())
+    again, half = (rl100.draw_at(*given, generator(0), executed=n) for n in (4, 2))
     assert torch.equal(again.log_prob, batch.log_prob) and torch.equal(again.states, batch.states)
     assert torch.equal(half.states, batch.states) and not torch.equal(half.log_prob, batch.log_prob)
     assert torch.equal(rl100.part(batch, torch.tensor([3, 1])).advantage, batch.advantage[[3, 1]])
+    short = batch._replace(log_prob=batch.log_prob[:, :1])
     with pytest.raises(TypeError, match="one per chain"):
-        next(
-            rl100.surrogate_steps(
-                policy,
-                LearnedNoise(),
-                scored_by(policy),
-                batch._replace(log_prob=batch.log_prob[:, :1]),
-                clip=0.2,
-                executed=4,
-            )
-        )
+        next(rl100.surrogate_steps(policy, LearnedNoise(), scored_by(policy), short, clip=0.2, executed=4))
 
 
 def test_the_surrogate_by_hand() -> None:
@@ -155,10 +144,8 @@ def test_what_is_imagined_is_what_the_encoder_sees() -> None:
     assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
     following, over = model.after(data.observation, data.action)
     assert torch.equal(following[TOKENS], data.observation[TOKENS]) and over.dtype == torch.bool
-    error, before = (
-        (other - data.next_observation[SEEN]).square().mean() for other in (following[SEEN], data.observation[SEEN])
-    )
-    assert error < 0.8 * before
+    wanted = data.next_observation[SEEN]
+    assert (following[SEEN] - wanted).square().mean() < 0.8 * (data.observation[SEEN] - wanted).square().mean()
     critics = Critics(Inputs(3, WORDS, seen=policy.encoder.sees), policy.stats, 12, width=16)
     critics.normalise_by(seen_statistics(data))
     for net in critics.q:
@@ -187,9 +174,8 @@ def test_online_advantages_are_those_of_exact_gae() -> None:
     )
     torch.testing.assert_close(returns, found.returns[rollout.valid].float())
     expected = found.advantages[rollout.valid]
-    torch.testing.assert_close(
-        batch.advantage.double(), (expected - expected.mean()) / expected.std(), rtol=1e-3, atol=1e-4
-    )
+    expected = (expected - expected.mean()) / expected.std()
+    torch.testing.assert_close(batch.advantage.double(), expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(observation[STATE], shown[STATE][:-1][rollout.valid]) and rollout.truncated.any()
     torch.testing.assert_close(batch.log_prob, rollout.log_prob[rollout.valid].flatten(2).sum(-1))
 

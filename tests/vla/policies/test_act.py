@@ -166,9 +166,8 @@ def test_a_new_policy_learns_is_saved_and_goes_on(tmp_path) -> None:
     assert len(judged.success) == 8 and judged.instruction == ["touch the blue block"] * 8
     again = train(further)
     before = vla_runs.weights(exported)
-    assert {name for name, p in exported.named_parameters() if p.requires_grad} == vla_runs.moved(
-        load_trained(again), before
-    )
+    trains = {name for name, p in exported.named_parameters() if p.requires_grad}
+    assert trains == vla_runs.moved(load_trained(again), before)
 
 
 def test_a_new_policy_begins_with_torchvisions_weights(tmp_path, monkeypatch) -> None:

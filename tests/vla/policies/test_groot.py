@@ -162,9 +162,8 @@ def test_units_cameras_and_words(folder, tmp_path) -> None:
     libero = load_policy(tmp_path)
     sides = torch.tensor([[0.1, 0.2, -1.0], [0.1, 0.2, 1.0]])
     torch.testing.assert_close(libero.actions(libero.normalised(sides)), sides)
-    stats = {
-        name: {"min": -torch.ones(n), "max": torch.ones(n)} for name, n in (("observation.state", 5), ("action", 3))
-    }
+    widths = {"observation.state": 5, "action": 3}
+    stats = {name: {"min": -torch.ones(n), "max": torch.ones(n)} for name, n in widths.items()}
     told = Adapt(rename={"observation.image": CAMERAS[1]}, stats=stats)
     one = load_policy(folder, adapt=told)
     assert one.inputs == ("observation.state", "observation.image", TOKENS)

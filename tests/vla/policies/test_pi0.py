@@ -110,10 +110,8 @@ def test_pi05_writes_the_state_into_the_prompt(folders) -> None:
     told = pi0._prompts(policy.tokenise(["put_the red\nblock "]), torch.tensor([[-2.0, -1.0, 0.0, 0.9999, 1.0]]))
     assert told == ["Task: put the red block, State: -1 0 128 255 255;\nAction: "]
     texts = ["touch the blue block", "légère"]
-    assert [text.split(",")[0] for text in pi0._prompts(policy.tokenise(texts), torch.zeros(2, 1))] == [
-        "Task: touch the blue block",
-        "Task: légère",
-    ]
+    told = pi0._prompts(policy.tokenise(texts), torch.zeros(2, 1))
+    assert [text.split(",")[0] for text in told] == [f"Task: {text}" for text in texts]
 
 
 def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_path, monkeypatch) -> None:
@@ -299,9 +297,8 @@ def test_gradients_reach_the_expert_and_the_state_and_not_what_is_frozen(folder,
 
 def test_a_tied_head_is_the_embedding(folder, tmp_path) -> None:
     weights = smol_folder(tmp_path)
-    weights["model.vlm_with_expert.vlm.lm_head.weight"] = weights.pop(
-        "model.vlm_with_expert.vlm.model.text_model.embed_tokens.weight"
-    )
+    model = "model.vlm_with_expert.vlm."
+    weights[f"{model}lm_head.weight"] = weights.pop(f"{model}model.text_model.embed_tokens.weight")
     save_file(weights, tmp_path / "model.safetensors")
     ours, theirs = load_policy(tmp_path), load_policy(folder)
     seen = observation(ours)

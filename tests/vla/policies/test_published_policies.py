@@ -317,7 +317,7 @@ FROZEN = {"smolvla": "vlm_with_expert.vlm.", "groot": "backbone.", "diffusion": 
     + [("diffusion", DPPO, "chunk")],
     ids=lambda value: value if isinstance(value, str) else value["kind"],
 )
-def test_it_imitates_the_expert_and_is_reinforced_from_that_run(
+def test_it_imitates_and_is_reinforced_from_that_run(
     kind: str, sampler: dict[str, Any], values: str, tmp_path: Path
 ) -> None:
     policy = published_runs.made(kind, tmp_path / "a")

@@ -35,9 +35,8 @@ def test_the_chunks_are_those_of_the_tables_and_move_nothing() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_environment_of_ones_own_is_asked_in_its_process(workers: int) -> None:
-    env: Any = open_environment(
-        Simulation(CORNERS, num_envs=4, chunk=2, tasks=("red", "blue"), max_steps=30, workers=workers)
-    )
+    how = {"tasks": ("red", "blue"), "max_steps": 30, "workers": workers}
+    env: Any = open_environment(Simulation(CORNERS, num_envs=4, chunk=2, **how))
     seen, _ = env.reset(seed=0)
     goal = np.array([[0.8 if "red" in text else -0.8, 0.8] for text in env.task_description])
     told = env.expert_chunks(3)
@@ -51,11 +50,8 @@ def test_an_environment_of_ones_own_is_asked_in_its_process(workers: int) -> Non
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            ":without",
-            "has no expert; minitable, metaworld, libero, point_maze, fetch, reacher have one, .*expert_chunk",
-        ),
-        (":too_short", r"expert_chunk\(3\) of .* must be finite numbers \[3, 2\], got \[2, 2\]"),
+        (":Frail", "has no expert; minitable, metaworld, libero, point_maze, fetch, reacher have one, .*expert_chunk"),
+        (":TooShort", r"expert_chunk\(3\) of .* must be finite numbers \[3, 2\], got \[2, 2\]"),
     ],
 )
 @pytest.mark.parametrize("workers", [0, 1])
@@ -69,7 +65,7 @@ def test_where_nobody_knows_it_is_said(name: str, message: str, workers: int) ->
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_expert_that_raises_is_told_with_its_episode(workers: int) -> None:
     """Seed and step are those at which it raises again."""
-    env: Any = open_environment(Simulation(HERE + ":lost", num_envs=1, chunk=2, workers=workers))
+    env: Any = open_environment(Simulation(HERE + ":Lost", num_envs=1, chunk=2, workers=workers))
     env.reset(seed=0)
     env.expert_chunks(3)
     env.step(np.zeros((1, 2, 2), dtype=np.float32))
@@ -78,7 +74,7 @@ def test_an_expert_that_raises_is_told_with_its_episode(workers: int) -> None:
     wanted = rf"{Path(__file__).name}, line \d+\): 'the way'.* after 2 actions .*seed=(\d+)"
     found = re.search(wanted, str(raised.value))
     assert found is not None, raised.value
-    again = lost()
+    again = Lost()
     again.reset(seed=int(found[1]))
     for _ in range(2):
         again.step(np.zeros(2))
@@ -94,21 +90,9 @@ class Lost(Frail):
         return np.zeros((horizon, 2))
 
 
-def lost() -> Lost:
-    return Lost()
-
-
-def without() -> Frail:
-    return Frail()
-
-
 class TooShort(Frail):
     def expert_chunk(self, horizon: int) -> np.ndarray:
         return np.zeros((horizon - 1, 2))
-
-
-def too_short() -> Frail:
-    return TooShort()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("metaworld") is None, reason="needs Meta-World")

@@ -25,6 +25,9 @@ def needs(package: str, what: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(missing, reason=f"needs {package}: pip install '{what}'")
 
 
+ROBOTICS = needs("gymnasium_robotics", "genrl-diffusion[robotics]")
+
+
 def play(env: Environment, steps: int = 4, scale: float = 1.0, seed: int = 1) -> list[Any]:
     rng = np.random.default_rng(0)
     observation, _ = env.reset(seed=seed)
@@ -69,10 +72,7 @@ def test_pusht() -> None:
     "name",
     [
         pytest.param("metaworld", marks=needs("metaworld", "genrl-diffusion[metaworld]")),
-        *(
-            pytest.param(name, marks=needs("gymnasium_robotics", "genrl-diffusion[robotics]"))
-            for name in ("point_maze", "fetch", "reacher")
-        ),
+        *(pytest.param(name, marks=ROBOTICS) for name in ("point_maze", "fetch", "reacher")),
     ],
 )
 def test_rollouts_do_not_depend_on_workers(name: str) -> None:

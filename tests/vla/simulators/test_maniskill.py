@@ -101,9 +101,8 @@ def maniskill() -> None:
 
 
 def shown(**how: Any) -> list[Any]:
-    env = open_environment(
-        Simulation("maniskill", num_envs=2, chunk=3, max_steps=5, settings={"control_mode": "pd_ee_delta_pose"}, **how)
-    )
+    how |= {"max_steps": 5, "settings": {"control_mode": "pd_ee_delta_pose"}}
+    env = open_environment(Simulation("maniskill", num_envs=2, chunk=3, **how))
     rng = np.random.default_rng(0)
     found = [*env.reset(seed=1)[0].values()]
     assert env.task_description == ["pick cube"] * 2 and env.action_dim == 7

@@ -67,11 +67,8 @@ def test_the_contract() -> None:
     env = open_environment(Simulation("metaworld", num_envs=6, chunk=2, tasks=THREE, group_size=2))
     observation, _ = env.reset(seed=0)
     assert observation["environment_state"].shape == (6, 39) and observation["agent_pos"].shape == (6, 4)
-    assert observation["environment_state"].dtype == np.float32 and set(observation) == {
-        "agent_pos",
-        "environment_state",
-    }
     state = observation["environment_state"]
+    assert state.dtype == np.float32 and set(observation) == {"agent_pos", "environment_state"}
     assert np.array_equal(state[:, :4], observation["agent_pos"]) and np.array_equal(state[::2], state[1::2])
     assert set(env.task_description) == {INSTRUCTIONS[name] for name in THREE} and env.max_steps == MAX_STEPS
     assert (np.abs(state[:, 36:39]) > 0).any(1).all(), "the goal is there"

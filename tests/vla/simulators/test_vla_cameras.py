@@ -68,9 +68,7 @@ def test_one_picture_of_several_is_refused_unless_it_is_drawn() -> None:
     shown = Simulator(Draws(), Reading(chunk=1, image_size=8)).begin(0).observation
     assert np.array_equal(shown["pixels"][0], grey("top", 8))
     for name in ("minitable", "metaworld", "maniskill"):
-        with pytest.raises(
-            ValueError, match=f"{name} has one camera.*policy.rename .observation.image: observation.im"
-        ):
+        with pytest.raises(ValueError, match=f"{name} has one camera.*policy.rename .observation.image: observation"):
             open_environment(Simulation(name, num_envs=1, chunk=1, image_size=8, cameras=("image", "image2")))
 
 
@@ -84,11 +82,8 @@ def test_a_policy_sees_each_camera_under_the_name_that_it_has_for_it(kind: str, 
     env.close()
     for camera, colour in COLOURS.items():
         seen = rollout.observations[f"observation.images.{camera}"]
-        assert (
-            seen.shape == (3, 2, 32, 32, 3)
-            and (seen[..., -1, -1, :] == colour).all()
-            and (seen[..., 0, 0, :] == 0).all()
-        )
+        assert seen.shape == (3, 2, 32, 32, 3) and (seen[..., -1, -1, :] == colour).all()
+        assert (seen[..., 0, 0, :] == 0).all()
     batch = training_rows(rollout, torch.arange(2))
     context = policy.encode(batch.observation)
     again = sampler.replay(policy, context, batch.states, batch.next_states, batch.step_index)

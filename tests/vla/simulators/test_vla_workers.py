@@ -216,7 +216,7 @@ def test_an_environment_that_cannot_be_made(workers: int, tmp_path: Path) -> Non
 def test_a_start_that_raises_gives_way_to_another_of_the_same_task() -> None:
     """In all slots of its group alike, whichever process has them; before, the same seed was tried three times."""
     how: dict[str, Any] = {"num_envs": 8, "group_size": 2, "tasks": ("left", "right")}
-    name = FRAIL.replace(":make", ":picky")
+    name = FRAIL.replace(":make", ":Picky")
     with opened(name, **how) as env, opened(name, workers=2, **how) as other, opened(**how) as calm:
         shown, wanted = walk(env, 4), walk(calm, 4)
         assert same(walk(other, 4), shown) and env.dropped == 0
@@ -233,7 +233,7 @@ def test_misuse_is_told_at_once(workers: int) -> None:
             env.step(np.zeros((4, 2, env.action_dim), dtype=np.float32))
 
     fails("no 'success' in its info.*set environment.success_key", success_key="success")
-    fails("returned 4 values: gymnasium's returns observation, reward, terminated", FRAIL.replace(":make", ":old"))
+    fails("returned 4 values: gymnasium's returns observation, reward, terminated", FRAIL.replace(":make", ":Old"))
     fails("has no 'missing'", FRAIL.replace(":make", ":missing"))
     fails("file 'nowhere.py' does not exist", "nowhere.py:make")
 
