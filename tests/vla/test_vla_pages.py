@@ -24,6 +24,7 @@ from genrl.vla.policies.policy import ACTION, NoiseHead
 from genrl.vla.run import VLARun
 from genrl.vla.setup import open_tables, sampler_of
 from genrl.vla.train import train
+from tests.docs.test_pages import blocks
 from tests.vla import vla_runs
 from tests.vla.published import pi_folder, pi_observation
 from tests.vla.tiny_policies import diffusion, flow, frames
@@ -34,8 +35,8 @@ ROOT = Path(__file__).parents[2]
 def test_the_code_of_vla_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-policy").symlink_to(ROOT / "assets" / "tiny-vla")
-    page = (ROOT / "docs" / "vla.md").read_text(encoding="utf-8")
-    block, dppo = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    page = ROOT / "docs" / "vla.md"
+    block, dppo = blocks(page, "python")
     exec(compile(block, "docs/vla.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 10 and any("True" in line for line in printed)
@@ -55,8 +56,8 @@ def test_demonstrations_of_the_example_fit_the_files_on_the_page(tmp_path: Path,
     dataset = open_dataset(Path("corners"))
     assert len(dataset) == 40 and set(dataset.tasks.values()) == {"go to the red corner", "go to the blue corner"}
     assert all(episode.columns["next.success"][-1, 0] for episode in dataset.read(["next.success"]))
-    page = (ROOT / "docs" / "vla_simulators.md").read_text(encoding="utf-8")
-    imitation, reinforcement, _ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    page = ROOT / "docs" / "vla_simulators.md"
+    imitation, reinforcement, _ = blocks(page, "yaml")
     (tmp_path / "corners_sft.yaml").write_text(imitation + "trackers: []\n")
     check_files(load("corners_sft.yaml"))
     (tmp_path / "runs").mkdir()
@@ -73,11 +74,11 @@ def test_every_command_of_robot_runs(tmp_path: Path, monkeypatch: Any, capsys: A
     monkeypatch.chdir(tmp_path)
     for folder in ("docs", "assets"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    page = (ROOT / "docs" / "vla_robot.md").read_text(encoding="utf-8")
-    (settings,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    page = ROOT / "docs" / "vla_robot.md"
+    (settings,) = blocks(page, "yaml")
     Path("robot.yaml").write_text(settings)
     robot = import_file(EXAMPLE)
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
     assert [shlex.split(line)[1] for line in lines].count("train") == 2 and len(lines) == 8
     for line in lines:
         words = re.sub(r"--episodes \d+", "--episodes 6", line).split()
@@ -101,9 +102,9 @@ DATA_PAGE = ROOT / "docs" / "vla_data.md"
 
 def test_the_code_of_data_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", DATA_PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
-    exec(compile("\n".join(blocks), str(DATA_PAGE), "exec"), {})
+    parts = blocks(DATA_PAGE, "python")
+    assert len(parts) == 3
+    exec(compile("\n".join(parts), str(DATA_PAGE), "exec"), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "20 10 ['observation.image'] put the blue block in the far zone"
     assert "'action': (" in printed[1] and "'action_is_pad': (" in printed[1]
@@ -120,7 +121,7 @@ def test_the_code_of_policies_runs(tmp_path, monkeypatch) -> None:
     pi_folder(tmp_path / "published")
     seen = pi_observation(1)
     seen["observation.image"] = seen.pop("observation.images.base_0_rgb")
-    (block,) = re.findall(r"```python\n(.*?)```", POLICIES_PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = blocks(POLICIES_PAGE, "python")
     names = {"FOLDER": "published", "observation": seen, "x": torch.randn(1, 6, 32), "sigma": torch.ones(1)}
     exec(compile(block, str(POLICIES_PAGE), "exec"), names)
     assert names["velocity"].shape == (1, 6, 32)

@@ -129,6 +129,16 @@ def gradients(one: VLARun) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
 
 
+def assert_gradients(found: Mapping[str, Tensor], one: VLARun, rtol: float) -> set[str]:
+    """They are those that a backward pass has left since. Returns the parts of the policy in which one is not 0."""
+    wanted = gradients(one)
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    assert found.keys() == wanted.keys() and largest > 1e-3
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=0.1 * rtol * largest, msg=name)
+    return {name.split(".")[0] for name, gradient in wanted.items() if gradient.abs().max() > 0}
+
+
 def trained_weights(run: Path) -> dict[str, Tensor]:
     return weights(load_policy(run / "policy"))
 

@@ -15,7 +15,6 @@ from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
 from genrl.playground.minitable import INSTRUCTIONS, State, expert_chunk
 from genrl.playground.minitable.world import TableWorld
-from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import frames_of
 from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.methods.dagger import train as dagger
@@ -37,15 +36,14 @@ DIFFUSION: dict[str, Any] = {
 }
 
 
-def config(folder: Path, *, kind: str = "flow", **changes: Any) -> Any:
-    trainer = {**vla_runs.SFT["trainer"], **changes.pop("trainer", {})}
-    sections = {**vla_runs.SFT, **(DIFFUSION if kind == "diffusion" else {}), **changes, "trainer": trainer}
-    return vla_runs.config(folder, **sections)
+def config(folder: Path, base: dict[str, Any] = vla_runs.SFT, **changes: Any) -> Any:
+    trainer = {**base["trainer"], **changes.pop("trainer", {})}
+    return vla_runs.config(folder, **{**base, **changes, "trainer": trainer})
 
 
 @pytest.mark.parametrize("kind", ["flow", "diffusion"])
 def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path) -> None:
-    run = config(tmp_path, kind=kind, trainer={"steps_per_iteration": 1})
+    run = config(tmp_path, trainer={"steps_per_iteration": 1}, **(DIFFUSION if kind == "diffusion" else {}))
     _, shown = open_policy(run)
     with vla_runs.opened(run) as opened:
         policy = opened.policy
@@ -72,11 +70,7 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path
             bars = ddpm.cosine_alpha_bars(20)[step].float()[:, None, None]
             error = policy.noise(context, bars.sqrt() * actions + (1 - bars).sqrt() * noise, step) - noise
         error.square().mean().backward()
-        wanted = vla_runs.gradients(opened)
-        largest = max(float(g.abs().max()) for g in wanted.values())
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(found[0][name], gradient, rtol=1e-3, atol=1e-4 * largest, msg=name)
-        assert largest > 1e-3 and any(g.abs().max() > 0 for name, g in wanted.items() if name.startswith("encoder"))
+        assert vla_runs.assert_gradients(found[0], opened, 1e-3) > {"encoder"}
 
 
 @pytest.mark.parametrize("policy", [flow(), diffusion()], ids=["flow", "diffusion"])
@@ -126,23 +120,15 @@ def test_the_frames_and_the_new_policy_are_those_of_the_seed(tmp_path: Path) -> 
     assert vla_runs.moved(one[0], vla_runs.weights(other[0])) and len(one[1][ACTION]) != len(other[1][ACTION])
 
 
-POINTS: dict[str, Any] = {"policy": {"path": None, "new": {"image_size": 0, "points": 14}}}
-
-
 def test_data_sets_hold_no_points(tmp_path: Path) -> None:
-    nowhere = {"expert": None, "dataset": str(tmp_path)}
+    points, nowhere = {"path": None, "new": {"image_size": 0, "points": 14}}, {"expert": None, "dataset": str(tmp_path)}
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "info.json").write_text("{}")
     with pytest.raises(ValueError, match="data sets hold no clouds of points"):
-        open_policy(config(tmp_path, demonstrations=nowhere, **POINTS))
+        open_policy(config(tmp_path, demonstrations=nowhere, policy=points))
 
 
 # -- DAgger: what is labelled, by whom, who acts, and what is imitated in the end
-
-
-def config_of_dagger(folder: Path, **changes: Any) -> VLAConfig:
-    trainer = {**vla_runs.DAGGER["trainer"], **changes.pop("trainer", {})}
-    return vla_runs.config(folder, **{**vla_runs.DAGGER, **changes, "trainer": trainer})
 
 
 def table(frames: Batch, instructions: dict[tuple[int, ...], int]) -> State:
@@ -155,7 +141,7 @@ def table(frames: Batch, instructions: dict[tuple[int, ...], int]) -> State:
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_every_state_that_is_visited_gets_the_experts_chunk_from_there(tmp_path: Path, beta: float) -> None:
-    with vla_runs.opened(config_of_dagger(tmp_path, environment={"tasks": ["put"]})) as run:
+    with vla_runs.opened(config(tmp_path, vla_runs.DAGGER, environment={"tasks": ["put"]})) as run:
         numbers = {tuple(run.policy.tokenise([text])[0].tolist()): n for n, text in enumerate(INSTRUCTIONS)}
         found = dagger.visit(run, beta, 0)
         wanted = expert_chunk(table(found.frames, numbers), 4)
@@ -170,18 +156,16 @@ def test_every_state_that_is_visited_gets_the_experts_chunk_from_there(tmp_path:
 
 def test_who_acts(tmp_path: Path) -> None:
     """The expert alone touches every disc; the policy alone does what it does without being asked."""
-    with vla_runs.opened(config_of_dagger(tmp_path, environment={"num_envs": 32})) as run:
+    with vla_runs.opened(config(tmp_path, vla_runs.DAGGER, environment={"num_envs": 32})) as run:
         assert all(dagger.visit(run, 1.0, 0).success)
-        alone = dagger.visit(run, 0.0, 0).success
-        assert any(alone) and not all(alone)
-        mixed = [dagger.visit(run, beta, 0).error for beta in (0.0, 0.5, 1.0)]
-        assert len(mixed[1]) != len(mixed[0]) or not torch.equal(mixed[1], mixed[0])
+        alone, mixed = (dagger.visit(run, beta, 0) for beta in (0.0, 0.5))
+        assert any(alone.success) and not all(alone.success) and not torch.equal(mixed.error, alone.error)
 
 
 def test_two_processes_collect_what_one_does(tmp_path: Path) -> None:
     parts = []
     for name, slots, first in (("whole", 8, 0), ("left", 4, 0), ("right", 4, 4)):
-        settings = config_of_dagger(tmp_path, environment={"num_envs": slots}, output=str(tmp_path / name))
+        settings = config(tmp_path, vla_runs.DAGGER, environment={"num_envs": slots}, output=str(tmp_path / name))
         with vla_runs.opened(settings) as run:
             run.first_slot = first
             parts.append(dagger.visit(run, 0.5, 0))
@@ -201,7 +185,7 @@ def test_the_union_of_demonstrations_and_all_labels_is_imitated(tmp_path: Path, 
         return updates(run, settings, frames, loss)
 
     monkeypatch.setattr(dagger, "imitation_updates", watched)
-    settings = config_of_dagger(tmp_path, iterations=2, trainer={"beta": 0.5})
+    settings = config(tmp_path, vla_runs.DAGGER, iterations=2, trainer={"beta": 0.5})
     with vla_runs.opened(settings) as run:
         shown = frames_of(settings, run.policy)[0]
         shown = run.frames = shown | {ACTION_IS_PAD: torch.zeros(shown[ACTION].shape[:2], dtype=torch.bool)}
@@ -222,13 +206,13 @@ def test_the_union_of_demonstrations_and_all_labels_is_imitated(tmp_path: Path, 
 
 def test_simulators_without_an_expert_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="maniskill has none; minitable, .*, fetch, reacher have one"):
-        config_of_dagger(tmp_path, environment={"name": "maniskill", "tasks": None})
+        config(tmp_path, vla_runs.DAGGER, environment={"name": "maniskill", "tasks": None})
     with pytest.raises(ConfigError, match=r"dagger imitates: write `expert: N`, or `dataset: FOLDER`"):
-        config_of_dagger(tmp_path, demonstrations={"expert": None})
+        config(tmp_path, vla_runs.DAGGER, demonstrations={"expert": None})
 
 
 def test_one_of_your_own_is_asked_before_anything_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config_of_dagger(tmp_path, evaluation={"every": 1})
+    settings = config(tmp_path, vla_runs.DAGGER, evaluation={"every": 1})
     with vla_runs.opened(settings) as run:
         run.frames = frames_of(settings, run.policy)[0]
         monkeypatch.delattr("genrl.playground.minitable.env.TableHost.advise")
@@ -288,8 +272,7 @@ def test_values_learn_what_is_near_and_move_what_looks() -> None:
     assert order(icvf, crossing()) < 0.2
     losses = list(train_icvf(icvf, crossing(), steps=25, seed=2))
     assert order(icvf, crossing()) > 0.8 and len(losses) == 25 and all(0 < loss < 20 for loss in losses)
-    before = policy.encoder.state_dict()
-    moved = {name for name, value in icvf.encoder.state_dict().items() if not torch.equal(value, before[name])}
+    moved = vla_runs.moved(icvf.encoder, policy.encoder.state_dict())
     assert {name.split(".")[0] + "." for name in moved} == set(LOOKS)
 
 
@@ -297,18 +280,15 @@ def test_videos_are_pictures_of_play_alone() -> None:
     shown = v_ptr.videos(TableWorld(), 6, 32, seed=1)
     assert shown.shape == (6, 41, 32, 32, 3) and shown.dtype == torch.uint8
     assert all(len(video.flatten(1).unique(dim=0)) > 5 for video in shown), "nobody plays"
-    assert torch.equal(shown, v_ptr.videos(TableWorld(), 6, 32, seed=1))
-    assert not torch.equal(shown, v_ptr.videos(TableWorld(), 6, 32, seed=2))
 
 
 @pytest.mark.parametrize("kind", ["video", "imitation", "random"])
 def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) -> None:
     settings = small(root, "v_ptr", tmp_path, f"trainer.encoder={kind}")
     policy: Any = v_ptr.new_policy(settings)
-    before = {name: value.clone() for name, value in policy.state_dict().items()}
-    data = wayward_data(settings, 12, 0.5, policy, 4)
+    before, data = vla_runs.weights(policy), wayward_data(settings, 12, 0.5, policy, 4)
     found = v_ptr.pretrained(TableWorld(), policy, data, settings.trainer, seed=0)  # type: ignore[arg-type]
-    moved = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
+    moved = vla_runs.moved(policy, before)
     assert bool(moved) == (kind != "random")
     assert all(name.startswith(tuple(f"encoder.{part}" for part in LOOKS)) for name in moved)
     told = {"video": {"pretraining/loss", "pretraining/order"}, "imitation": {"pretraining/loss"}, "random": set()}

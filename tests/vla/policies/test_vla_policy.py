@@ -12,17 +12,15 @@ from torch import Tensor
 
 from genrl.config.plugins import import_file
 from genrl.mdp.noise import keyed_noise
-from genrl.runtime.loop.progress import Progress
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.embedded import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.policies.encoder import CLOUD, PICTURE, PointEncoder
 from genrl.vla.policies.folder import load_policy, policy_class
 from genrl.vla.policies.layers import compute_again
 from genrl.vla.policies.policy import ACTION, IMAGE, POINTS, SEEN, STATE, TOKENS, Inputs, rows, tokenise
-from genrl.vla.setup import load_trained
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.tables import open_environment
-from genrl.vla.train import judge_policy, train
+from genrl.vla.train import train
 from tests.vla import published_runs, vla_runs
 from tests.vla.published import LINES, pi_folder, pi_observation, smol_folder
 from tests.vla.tiny_policies import FEELS, SEES, WORDS, diffusion, flow, frames
@@ -166,8 +164,6 @@ class Wide(EmbeddedPolicy):
         self.body = nn.Sequential(
             nn.Linear(self.encoder.size + numbers + 1, config.width), nn.Mish(), nn.Linear(config.width, numbers)
         )
-        if config.critic:
-            self.value_head = nn.Linear(self.encoder.size, config.critic)
 
     def velocity(self, context, x, sigma):
         told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
@@ -192,23 +188,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def imitated(place: Path, name: str, sampler: str = "flow_sde", **new: Any) -> VLAConfig:
     sft = {**vla_runs.SFT, "policy": {"path": None, "new": {"type": name, "image_size": 0, **new}}}
     return vla_runs.config(place, sampler=sampler, iterations=2, **sft)
-
-
-def test_sft_then_ppo(file: Path, tmp_path: Path) -> None:
-    name = f"{file}:Wide"
-    for folder in ("sft", "ppo"):
-        (tmp_path / folder).mkdir()
-    run = train(imitated(tmp_path / "sft", name, args={"width": 12}))
-    policy = load_policy(run / "policy")
-    assert type(policy).__name__ == "Wide" and policy.name == name and not policy.critic and policy.config.width == 12
-    config = vla_runs.config(tmp_path / "ppo", policy={"path": str(run)}, iterations=2)
-    whole = train(config)
-    assert load_policy(whole / "policy").critic == 1
-    before, after = load_trained(whole, step=1), load_trained(whole)
-    assert vla_runs.moved(after, vla_runs.weights(before)) >= {"body.0.weight", "value_head.weight"}
-    with Progress(1, enabled=False) as progress:
-        found = judge_policy(config, whole, progress)
-    assert len(found.success) == config.evaluation.episodes
 
 
 def test_what_it_cannot_do_is_told_before_anything_is_written(file: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from genrl.vla.simulators.simulator import Simulator, as_picture, find_registere
 from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import train
 from tests.run_folders import rows
+from tests.vla.simulators.test_vla_workers import same
 
 headless()
 
@@ -38,10 +39,6 @@ def play(env: Environment, steps: int = 4, scale: float = 1.0, seed: int = 1) ->
         shown += [*observation.values(), *rest[:3], rest[3]["n_executed"]]
     env.close()
     return shown
-
-
-def same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @needs("gym_pusht", "genrl-diffusion[pusht]")

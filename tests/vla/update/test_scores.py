@@ -199,17 +199,15 @@ def update_gradient(
 
 
 BY_ACTION: dict[str, Any] = {"values": "action", "level": "action", "discount": "smdp"}
+CLIPS = {"clip_range": 0.02, "clip_base": 0.001}
 
 UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
     "flow_sde all": ("flow_sde all", {}),
     "flow_cps": ("flow_cps", {}),
     "flow_noise": ("flow_noise", {"entropy_weight": 0.3}),
     "reinflow": ("reinflow", {"clip_range": 0.01}),
-    "dppo": (
-        "diffusion",
-        {"reduction": "mean", "clip_range": 0.02, "clip_base": 0.001, "denoising_gamma": 0.9, "value_weight": 0.5},
-    ),
-    "dppo, higher above": ("diffusion", {"clip_range": 0.02, "clip_base": 0.001, "clip_range_high": 0.05}),
+    "dppo": ("diffusion", {"reduction": "mean", **CLIPS, "denoising_gamma": 0.9, "value_weight": 0.5}),
+    "dppo, higher above": ("diffusion", {**CLIPS, "clip_range_high": 0.05}),
     "dual clip": ("flow_sde", {"dual_clip": 1.01, "clip_range": 0.01, "clip_range_high": 0.02}),
     "element": ("flow_sde", {"level": "element"}),
     "value clip": ("flow_sde", {"value_clip": 0.05, "huber_delta": 0.1, "value_weight": 2.0}),
@@ -287,13 +285,8 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
                     stds.append(0.2 * (0.6 / 0.2) ** ((torch.tanh(raw) + 1) / 2))
             total = total - p.entropy_weight * (0.5 * math.log(2 * math.pi * math.e) + torch.stack(stds).log()).mean()
         total.backward()
-        wanted = vla_runs.gradients(run)
-        assert found.keys() == wanted.keys()
-        largest = max(float(g.abs().max()) for g in wanted.values())
-        for key, gradient in wanted.items():
-            torch.testing.assert_close(found[key], gradient, rtol=2e-3, atol=2e-4 * largest, msg=key)
-        assert any(g.abs().max() > 0 for key, g in wanted.items() if key.startswith("expert") or key.startswith("body"))
-        assert any(g.abs().max() > 0 for key, g in wanted.items() if key.startswith("value_"))
+        reached = vla_runs.assert_gradients(found, run, 2e-3)
+        assert "value_head" in reached and reached & {"expert", "body"}
 
 
 def test_processes_number_their_decisions_as_one_would(tmp_path: Path) -> None:
