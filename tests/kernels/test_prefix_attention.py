@@ -16,7 +16,7 @@ from genrl.kernels import fused as module
 from genrl.kernels import joint_attention, machine
 from genrl.kernels import prefix_attention as prefix
 from genrl.kernels.fused import fused, gated, modulated, qk_norm_rope
-from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch, slots
+from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch
 from genrl.runtime.weights.devices import without_cudnn_attention
 from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton, values_and_gradients
 
@@ -98,15 +98,6 @@ def test_definition_is_attention_of_each_row_alone() -> None:
                 values[:, :count].repeat_interleave(2, 0),
             )
             torch.testing.assert_close(found[r, :, t : t + 1], alone, atol=1e-5, rtol=1e-5)
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
-def test_slots_hold_every_row_once(numbers: list[int]) -> None:
-    row_of = torch.tensor(numbers)
-    found = slots(row_of, 5)
-    assert torch.equal(found.row.flatten()[found.place], torch.arange(len(numbers)))
-    assert torch.equal(found.place // found.row.shape[1], row_of)
 
 
 def test_shapes_that_do_not_fit() -> None:

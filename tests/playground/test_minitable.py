@@ -8,24 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genrl.playground.minitable import (
-    INSTRUCTIONS,
-    PUT,
-    TOUCH,
-    MiniTable,
-    State,
-    demonstrate,
-    expert_chunk,
-    render,
-    task,
-)
+from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, MiniTable, State, demonstrate, expert_chunk, task
 from genrl.playground.minitable.demonstrations import (
     expert_demonstrations,
     minitable_episodes,
     minitable_rest,
     write_minitable,
 )
-from genrl.playground.minitable.render import THINGS, cloud
+from genrl.playground.minitable.render import THINGS, cloud, render
 from genrl.vla.data.frames import ACTION_IS_PAD, chunks, dataset_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.offline.imitation import imitate
@@ -38,12 +28,8 @@ def keys(count: int, seed: int = 0) -> np.ndarray:
 
 
 def table(gripper=(0.0, 0.0), red=(0.4, 0.0), green=(0.0, 0.4), blue=(-0.4, 0.0), held=-1, number=0) -> State:
-    return State(
-        np.array([gripper], dtype=np.float32),
-        np.array([[red, green, blue]], dtype=np.float32),
-        np.array([held]),
-        np.array([number]),
-    )
+    places = np.array([gripper], np.float32), np.array([[red, green, blue]], np.float32)
+    return State(*places, np.array([held]), np.array([number]))
 
 
 def act(state: State, *action: float) -> State:
@@ -145,13 +131,9 @@ def test_next_step_auto_reset(chunk: int) -> None:
         stays = ~terminated & ~truncated & ~ended
         assert (count[stays] == chunk).all()
         if terminated.any():
-            final = State(
-                observation["agent_pos"][terminated, :2],
-                observation["environment_state"][terminated].reshape(-1, 3, 2),
-                np.full(terminated.sum(), -1),
-                observation["task_index"][terminated],
-            )
-            assert task.is_success(final).all()
+            ended_at = {name: value[terminated] for name, value in observation.items()}
+            discs, nothing = ended_at["environment_state"].reshape(-1, 3, 2), np.full(terminated.sum(), -1)
+            assert task.is_success(State(ended_at["agent_pos"][:, :2], discs, nothing, ended_at["task_index"])).all()
         kinds |= ({"success"} if terminated.any() else set()) | ({"limit"} if truncated.any() else set())
         before, ended = observation, terminated | truncated
     assert kinds == {"success", "limit"}
@@ -170,12 +152,9 @@ def test_a_chunk_is_its_actions_one_by_one() -> None:
             assert not (terminated | truncated).any()  # noise does not succeed this soon
     for name, value in together.items():
         assert np.array_equal(value, single[name])
-    assert {name: (value.dtype, value.shape) for name, value in together.items()} == {
-        "agent_pos": (np.float32, (16, 3)),
-        "environment_state": (np.float32, (16, 6)),
-        "task_index": (np.int64, (16,)),
-        "pixels": (np.uint8, (16, 32, 32, 3)),
-    }
+    numbers = {"agent_pos": (np.float32, (16, 3)), "environment_state": (np.float32, (16, 6))}
+    shown = numbers | {"task_index": (np.int64, (16,)), "pixels": (np.uint8, (16, 32, 32, 3))}
+    assert {name: (value.dtype, value.shape) for name, value in together.items()} == shown
     assert wide.task_description == [INSTRUCTIONS[k] for k in together["task_index"]] and wide.action_dim == 3
     assert "pixels" not in MiniTable(1, image_size=0).reset(seed=0)[0]
 

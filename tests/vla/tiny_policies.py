@@ -1,6 +1,7 @@
 """Embedded policies with random weights, for MiniTable, and its demonstrations."""
 
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,18 +11,7 @@ from genrl.playground.minitable import INSTRUCTIONS, PUT, Demonstrations, demons
 from genrl.playground.minitable.demonstrations import minitable_episodes, minitable_rest
 from genrl.vla.data.frames import episode_frames, frame_statistics
 from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig, TinyFlowConfig, TinyFlowVLA
-from genrl.vla.policies.policy import (
-    ENVIRONMENT,
-    IMAGE,
-    POINTS,
-    STATE,
-    TOKENS,
-    Batch,
-    Inputs,
-    NoiseHead,
-    tokenise,
-    vocabulary,
-)
+from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, POINTS, STATE, TOKENS, Batch, Inputs, tokenise, vocabulary
 
 WORDS = vocabulary(INSTRUCTIONS)
 SEES = Inputs(state=3, vocabulary=WORDS, image=32)
@@ -43,9 +33,7 @@ def frames(count: int = 8, image: int = 32, horizon: int = 4, points: int = 0) -
     return minitable_frames(demonstrate(keys, PUT), horizon=horizon, image_size=image, points=points)
 
 
-def flow(
-    inputs: Inputs = TOLD, *, critic: int = 0, noise_head: NoiseHead = "none", seed: int = 0, stir: bool = True
-) -> TinyFlowVLA:
+def flow(inputs: Inputs = TOLD, *, critic: int = 0, noise_head: Any = "none", seed: int = 0, stir: bool = True) -> Any:
     """stir: the last layers, zero at the start, get numbers, so that everything has an effect."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)

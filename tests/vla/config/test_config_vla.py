@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from genrl.config import ConfigError, check_files, dump, load, load_located
+from genrl.config import ConfigError, check_files, load, load_located
 from genrl.vla.config import schema as sections
 from genrl.vla.config.schema import VLAConfig
 from tests.config.schemas import schema_validator
@@ -75,15 +75,10 @@ class TestDefaults:
         asked = ({"path": "a"}, {"path": "a", "freeze": "nothing"}, {"new": {}})
         assert [sections.Policy.model_validate(policy).frozen for policy in asked] == [True, False, False]
 
-    @pytest.mark.parametrize("kind", ["flow_sde", "flow_cps", "flow_noise", "reinflow", "diffusion"])
-    def test_every_kind_of_sampler_by_its_name_alone(self, kind: str, tmp_path: Path) -> None:
-        config = load(write(tmp_path, TRAINED, sampler={"kind": kind}))
-        assert isinstance(config, VLAConfig) and config.sampler.kind == kind
-        (tmp_path / "b.yaml").write_text(dump(config))
-        assert load(tmp_path / "b.yaml").sampler == config.sampler  # type: ignore[union-attr]
 
-
-GROUPS = "environment: {name: minitable, num_envs: 16, group_size: 4}"
+GROUPS, FILTER = "environment: {name: minitable, num_envs: 16, group_size: 4}", "success_filter: [0.1, 0.9]"
+CHAIN, FIVE = "sampler: {kind: diffusion}", "sampler: {kind: diffusion, steps: 5}"
+FSDP, RAY = "distributed: {fsdp: true}", "environment: {name: minitable, workers: ray}"
 RULES: list[tuple[dict[str, Any], str, str, str]] = [
     # a valid base, the sections that are changed, keys of the message, part of its text
     (TRAINED, "policy: {}", "policy.path (default), policy.new (default)", "write one of them"),
@@ -96,25 +91,14 @@ RULES: list[tuple[dict[str, Any], str, str, str]] = [
     (TRAINED, GROUPS.replace("16", "10"), "environment.num_envs, environment.group_size", "a multiple"),
     (TRAINED, "trainer: {algorithm: grpo}", "environment.group_size (default)", "write 2 or more (8 is usual)"),
     (TRAINED, ppo("success_filter: [0.9, 0.1]", GROUPS), "trainer.success_filter", "found [0.9, 0.1]"),
-    (
-        TRAINED,
-        ppo("success_filter: [0.1, 0.9]"),
-        "trainer.success_filter, environment.group_size (default)",
-        "2 or more",
-    ),
-    (
-        *(TRAINED, ppo("success_filter: [0.1, 0.9], episodes: all", GROUPS)),
-        *("trainer.success_filter, trainer.episodes", "write episodes: first"),
-    ),
+    (TRAINED, ppo(FILTER), "trainer.success_filter, environment.group_size (default)", "2 or more"),
+    (TRAINED, ppo(FILTER + ", episodes: all", GROUPS), "trainer.success_filter, trainer.episodes", "episodes: first"),
     (TRAINED, ppo("weighting: episodes, episodes: all"), "trainer.weighting, trainer.episodes", "episodes: first"),
     (TRAINED, ppo("values: action, discount: smdp"), "trainer.level (default), trainer.values", "level: action, or"),
     (TRAINED, ppo("values: action, level: action"), "trainer.discount (default), trainer.values", "discount: smdp"),
     (TRAINED, "sampler: {kind: flow_noise, low: 0.7}", "sampler.low, sampler.high (default)", "must be the smaller"),
     (TRAINED, "sampler: {kind: reinflow, high: 0.01}", "sampler.low (default), sampler.high", "must be the smaller"),
-    (
-        *(TRAINED, "sampler: {kind: diffusion, steps: 5}"),
-        *("sampler.ft_denoising_steps (default), sampler.steps", "10 of 5 steps"),
-    ),
+    (TRAINED, FIVE, "sampler.ft_denoising_steps (default), sampler.steps", "10 of 5 steps"),
     (NEW, new("type: diffusion_mlp"), "policy.new.type, sampler.kind (default)", "write sampler.kind: diffusion"),
     (NEW, "sampler: {kind: diffusion}", "policy.new.type (default), sampler.kind", "write sampler.kind: flow_sde"),
     (NEW, new("type: tiny_flow_vlo"), "policy.new.type", "did you mean tiny_flow_vla? they are: act, diffusion_mlp, "),
@@ -124,17 +108,11 @@ RULES: list[tuple[dict[str, Any], str, str, str]] = [
     (NEW, new("type: pi0"), "policy.new.type", "write its folder as"),
     (TRAINED, ppo("entropy_weight: 0.01"), "trainer.entropy_weight, sampler.kind (default)", "write 0"),
     (TRAINED, ppo("element_clip: [2.0, -5.0]"), "trainer.element_clip", "found [2.0, -5.0]"),
-    (
-        *(TRAINED, ppo("clip_base: 0.5", "sampler: {kind: diffusion}")),
-        *("trainer.clip_base, trainer.clip_range (default)", "base is the smaller"),
-    ),
+    (TRAINED, ppo("clip_base: 0.5", CHAIN), "trainer.clip_base, trainer.clip_range (default)", "base is the smaller"),
     (TRAINED, ppo("clip_base: 0.1"), "trainer.clip_base, sampler.kind (default)", "DPPO's chain"),
     (TRAINED, ppo("denoising_gamma: 0.9"), "trainer.denoising_gamma, sampler.kind (default)", "DPPO's chain"),
-    (
-        *(TRAINED, "distributed: {fsdp: true}, environment: {name: minitable, workers: ray}"),
-        *("environment.workers, distributed.fsdp", "write ray_simulators"),
-    ),
-    (TRAINED, ppo("fit_batch: true", "distributed: {fsdp: true}"), "trainer.fit_batch, distributed.fsdp", "by hand"),
+    (TRAINED, f"{FSDP}, {RAY}", "environment.workers, distributed.fsdp", "write ray_simulators"),
+    (TRAINED, ppo("fit_batch: true", FSDP), "trainer.fit_batch, distributed.fsdp", "by hand"),
 ]
 
 
@@ -280,7 +258,7 @@ class TestFiles:
             (
                 "environment: {name: libero, tasks: [libero_spatial/10]}",
                 "environment.tasks",
-                "no task 'libero_spatial/10'",
+                "no task 'libero_spatial/",
             ),
             ("environment: {name: libero, args: {protocol: openpy}}", "environment.args", "did you mean openpi?"),
             (new("type: 'none.py:Mine'"), "policy.new.type", "no file none.py"),

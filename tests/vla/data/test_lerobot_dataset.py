@@ -19,6 +19,7 @@ from genrl.vla.data.lerobot_dataset import Episode, Limits, open_dataset, write_
 from genrl.vla.data.lerobot_dataset.read import _values
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
+DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
@@ -112,20 +113,10 @@ def test_files_are_those_that_lerobot_reads(tmp_path: Path) -> None:
     write_dataset(tmp_path / "set", made, fps=10, names={"action": ["x", "y"]}, robot_type="arm")
     info = json.loads((tmp_path / "set/meta/info.json").read_text())
     features = info.pop("features")
-    assert info == {
-        "codebase_version": "v3.0",
-        "robot_type": "arm",
-        "total_episodes": 4,
-        "total_frames": 20,
-        "total_tasks": 4,
-        "chunks_size": 1000,
-        "data_files_size_in_mb": 100,
-        "video_files_size_in_mb": 200,
-        "fps": 10,
-        "splits": {"train": "0:4"},
-        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "video_path": None,
-    }
+    counts = {"total_episodes": 4, "total_frames": 20, "total_tasks": 4, "fps": 10, "robot_type": "arm"}
+    limits = {"chunks_size": 1000, "data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
+    where = {"codebase_version": "v3.0", "splits": {"train": "0:4"}, "data_path": DATA, "video_path": None}
+    assert info == counts | limits | where
     assert features["action"] == {"dtype": "float32", "shape": [2], "names": ["x", "y"]}
     assert features[TOP] == {"dtype": "image", "shape": [16, 20, 3], "names": ["height", "width", "channels"]}
     assert features["timestamp"] == {"dtype": "float32", "shape": [1], "names": None}
@@ -161,10 +152,7 @@ def by_hand(folder: Path) -> None:
     png = io.BytesIO()
     Image.fromarray(np.full((4, 6, 3), 200, np.uint8)).save(png, "PNG")
     info = {
-        "codebase_version": "v3.0",
-        "total_episodes": 2,
-        "fps": 30,
-        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        **{"codebase_version": "v3.0", "total_episodes": 2, "fps": 30, "data_path": DATA},
         "features": {
             "observation.image": {"dtype": "image", "shape": [3, 4, 6], "names": ["channels", "height", "width"]},
             "action": {"dtype": "float32", "shape": [2], "names": {"motors": ["a", "b"]}, "fps": 30.0},
@@ -184,12 +172,8 @@ def by_hand(folder: Path) -> None:
         "action": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]],
         "pose": [[[1.0, 2.0], [3.0, 4.0]]] * 3,
         "note": ["a", "b", "c"],
-        "timestamp": [0.0, 1 / 30, 0.0],
-        "frame_index": [0, 1, 0],
-        "episode_index": [0, 0, 1],
-        "index": [0, 1, 2],
-        "task_index": [0, 0, 0],
-        "extra": [1, 2, 3],
+        **{"timestamp": [0.0, 1 / 30, 0.0], "frame_index": [0, 1, 0], "episode_index": [0, 0, 1]},
+        **{"index": [0, 1, 2], "task_index": [0, 0, 0], "extra": [1, 2, 3]},
     }
     pq.write_table(pa.table(table), folder / "data/chunk-000/file-000.parquet")
 
@@ -349,18 +333,18 @@ def test_columns_and_episodes_that_are_not_there(tmp_path: Path) -> None:
         found.read(episodes=[0, 2])
 
 
+GOOD = episode(1).columns
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         (Episode([], {}), "episode 1 has no frame"),
-        (Episode(["x"] * 4 + [" "], episode(1).columns), "episode 1, frame 4: the instruction is empty"),
-        (Episode(["x"] * 4, episode(1).columns), r"observation.state must be float32 \[4, 3\].*got float32 \[5, 3\]"),
+        (Episode(["x"] * 4 + [" "], GOOD), "episode 1, frame 4: the instruction is empty"),
+        (Episode(["x"] * 4, GOOD), r"observation.state must be float32 \[4, 3\].*got float32 \[5, 3\]"),
         (episode(1, pictures=False), "episode 1 has the columns"),
-        (
-            Episode(["x"] * 5, {**episode(1).columns, "action": np.full((5, 2), np.nan, np.float32)}),
-            "episode 1, frame 0: action is not finite",
-        ),
-        (Episode(["x"] * 5, {**episode(1).columns, "action": np.zeros((5, 2))}), "action must be float32"),
+        (Episode(["x"] * 5, GOOD | {"action": np.full((5, 2), np.nan, np.float32)}), "frame 0: action is not finite"),
+        (Episode(["x"] * 5, GOOD | {"action": np.zeros((5, 2))}), "action must be float32"),
     ],
 )
 def test_episodes_that_do_not_fit_leave_nothing(tmp_path: Path, bad: Episode, message: str) -> None:

@@ -159,9 +159,7 @@ def test_rows_are_independent_and_every_input_matters(kind: str, folders: dict[s
 
 
 @pytest.mark.parametrize("kind", FLOWS)
-def test_replay_is_the_sample_and_heads_are_saved_beside_the_weights(
-    kind: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_replay_is_the_sample_and_heads_are_saved_beside(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     policy = load_policy(folders[kind]).with_heads(critic=1, noise_head="expert", seed=0)
     seen, (horizon, width) = observation(kind, policy), FLOWS[kind][1]
     with torch.no_grad():
@@ -200,6 +198,7 @@ def test_a_bfloat16_backbone_runs_and_is_near(kind: str, folders: dict[str, Path
 
 
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
+FROZEN: dict[str, Any] = {"freeze": "encoder"}
 MERGED = 2e-5
 """A sum of products in float32, taken in another order: of velocities up to 3.6. Largest seen: 2.1e-6."""
 
@@ -256,7 +255,7 @@ def test_a_run_of_adapters_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_a_frozen_encoder_has_none(tmp_path: Path) -> None:
-    policy = open_policy(published_runs.config(tmp_path, "pi0", policy={**LORA, "freeze": "encoder"}))[0]
+    policy = open_policy(published_runs.config(tmp_path, "pi0", policy={**LORA, **FROZEN}))[0]
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     adapted = {name.split(".layers.")[0] for name in trained if is_adapter(name)}
     assert adapted == {"paligemma_with_expert.gemma_expert.model"}
@@ -284,11 +283,7 @@ def test_what_takes_no_adapters_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [
-        ("pi0", LORA),
-        pytest.param("pi05", {"freeze": "encoder"}, marks=pytest.mark.slow),
-        pytest.param("smolvla", LORA, marks=pytest.mark.slow),
-    ],
+    [("pi0", LORA), *(pytest.param(*more, marks=pytest.mark.slow) for more in [("pi05", FROZEN), ("smolvla", LORA)])],
 )
 def test_what_is_not_trained_in_bfloat16(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Nothing else is; what is trained learns as in float32 within bfloat16's rounding, and the run resumes."""
@@ -308,18 +303,19 @@ SFT = {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 4}
 PPO = {"algorithm": "ppo", "epochs": 1, "minibatch": 8, "critic_warmup": 0, "kl_stop": None}
 SDE, NOISE = {"kind": "flow_sde", "steps": 2}, {"kind": "flow_noise", "steps": 2}
 DPPO = {"kind": "diffusion", "steps": 3, "ft_denoising_steps": 3}
-FROZEN = {"smolvla": "vlm_with_expert.vlm.", "groot": "backbone.", "diffusion": "diffusion.rgb_encoder."}
+STAYS = {"smolvla": "vlm_with_expert.vlm.", "groot": "backbone.", "diffusion": "diffusion.rgb_encoder."}
 
 
-@pytest.mark.parametrize(
-    ("kind", "sampler", "values"),
-    [("pi05", NOISE, "chunk"), ("smolvla", NOISE, "action"), ("groot", SDE, "chunk"), ("pi0", SDE, "action")]
-    + [("diffusion", DPPO, "chunk")],
-    ids=lambda value: value if isinstance(value, str) else value["kind"],
-)
-def test_it_imitates_and_is_reinforced_from_that_run(
-    kind: str, sampler: dict[str, Any], values: str, tmp_path: Path
-) -> None:
+REINFORCED: dict[str, tuple[dict[str, Any], str]] = {
+    **{"pi05": (NOISE, "chunk"), "smolvla": (NOISE, "action"), "groot": (SDE, "chunk"), "pi0": (SDE, "action")},
+    "diffusion": (DPPO, "chunk"),
+}
+"""Their samplers, and what their critics have values of."""
+
+
+@pytest.mark.parametrize("kind", REINFORCED)
+def test_it_imitates_and_is_reinforced_from_that_run(kind: str, tmp_path: Path) -> None:
+    sampler, values = REINFORCED[kind]
     policy = published_runs.made(kind, tmp_path / "a")
     assert IMAGE in policy.inputs
     save_policy(policy, tmp_path / "base")
@@ -339,7 +335,7 @@ def test_it_imitates_and_is_reinforced_from_that_run(
     two = trained("ppo", str(tmp_path / "sft"), trainer={**PPO, **how})
     assert vla_runs.rows(tmp_path / "ppo")[-1]["rollout/log_prob_off"] == 0.0
     assert any("value_head" in name for name in two) and any("noise_head" in name for name in two) == (sampler is NOISE)
-    frozen = FROZEN.get(kind, "paligemma_with_expert.paligemma.")
+    frozen = STAYS.get(kind, "paligemma_with_expert.paligemma.")
     assert any(name.startswith(frozen) for name in base)
     for name in base.keys() & two.keys():
         if "value_head" not in name:

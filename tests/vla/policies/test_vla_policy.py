@@ -103,13 +103,6 @@ def test_a_context_noise_head_does_not_see_the_chunk_and_an_expert_one_does() ->
         assert torch.equal(policy.velocity_and_noise(context, x, sigma)[0], policy.velocity(context, x, sigma))
 
 
-def test_actions_are_those_of_the_robot() -> None:
-    policy, actions = flow(), frames()[ACTION]
-    chunk = policy.normalised(actions)
-    assert chunk.abs().max() <= 1 + 1e-6
-    torch.testing.assert_close(policy.actions(chunk), actions)
-
-
 def test_instructions_become_tokens_and_unknown_ones_are_refused() -> None:
     lines = ["put the red block in the far zone", "touch the blue block"]
     tokens = tokenise(lines, WORDS)

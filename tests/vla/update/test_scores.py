@@ -15,23 +15,14 @@ from torch import Tensor, nn
 
 from genrl.mdp import ddpm
 from genrl.runtime.loop.recorded import Recorded
-from genrl.runtime.loop.updating import Loss, Meter
+from genrl.runtime.loop.updating import Meter
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.rollout.rollout import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
 from genrl.vla.run import VLARun, check_on_policy
+from genrl.vla.update import scores
 from genrl.vla.update.learn import learn
-from genrl.vla.update.scores import (
-    Decisions,
-    Scored,
-    actor_loss,
-    at_level,
-    decisions,
-    filtered,
-    recorded_decisions,
-    score,
-)
-from genrl.vla.update.settings import Update
+from genrl.vla.update.scores import Decisions, Scored, actor_loss, at_level, decisions, recorded_decisions, score
 from tests.vla import vla_runs
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -182,9 +173,7 @@ def test_a_policy_that_scores_otherwise_than_it_draws_is_refused(tmp_path: Path)
             check_on_policy(run.policy, rollout._replace(log_prob=rollout.log_prob * math.nan), slots)
 
 
-def update_gradient(
-    run: VLARun, rollout: ChunkRollout, chosen: Decisions, settings: Update, loss: Loss
-) -> dict[str, Tensor]:
+def update_gradient(run: VLARun, rollout: ChunkRollout, chosen: Decisions) -> dict[str, Tensor]:
     """What one update over all decisions gives the optimiser, before clipping."""
     found: dict[str, Tensor] = {}
 
@@ -194,7 +183,7 @@ def update_gradient(
         return dict.fromkeys(groups, 0.0)
 
     run.loop.optimization.step = caught  # type: ignore[method-assign, assignment]
-    learn(run, rollout, chosen, settings, Meter(), loss, policy=True, critic=run.policy.critic)
+    learn(run, rollout, chosen, run.settings, Meter(), gae.loss, policy=True, critic=run.policy.critic)
     return found
 
 
@@ -227,7 +216,7 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
         policy, p = run.policy, run.settings
         stir(policy, 0.004)
         chosen = taught(rollout, values=p.values)
-        found = update_gradient(run, rollout, chosen, p, gae.loss)
+        found = update_gradient(run, rollout, chosen)
 
         elements = by_hand(policy, rollout, chosen)
         ratios = rollout.log_prob.shape[2]
@@ -311,17 +300,17 @@ def test_the_success_filter_leaves_out_what_always_or_never_succeeds(tmp_path: P
         rewards = torch.zeros_like(rollout.rewards)
         rewards[0, 0, 0] = 1.0
         mixed = rollout._replace(rewards=rewards, group=torch.arange(8) // 4)
-        assert filtered(mixed, run.settings).tolist() == [True] * 4 + [False] * 4
+        assert scores.filtered(mixed, run.settings).tolist() == [True] * 4 + [False] * 4
         rewards[0, 1:4, 0] = 1.0
-        assert not filtered(mixed, run.settings).any()
+        assert not scores.filtered(mixed, run.settings).any()
         lost = rollout.valid.clone()
         lost[:, 0] = False  # the simulator of the only failure was lost: of the rest all succeed
         rewards[0, 0, 0] = 0.0
-        assert filtered(mixed, run.settings).tolist() == [True] * 4 + [False] * 4
-        assert not filtered(mixed._replace(valid=lost), run.settings).any()
-        assert not filtered(mixed._replace(valid=torch.zeros_like(lost)), run.settings).any()
+        assert scores.filtered(mixed, run.settings).tolist() == [True] * 4 + [False] * 4
+        assert not scores.filtered(mixed._replace(valid=lost), run.settings).any()
+        assert not scores.filtered(mixed._replace(valid=torch.zeros_like(lost)), run.settings).any()
         free = run.settings.model_copy(update={"success_filter": None})
-        assert filtered(mixed._replace(valid=lost), free).tolist() == [False] + [True] * 7
+        assert scores.filtered(mixed._replace(valid=lost), free).tolist() == [False] + [True] * 7
 
 
 def test_the_entropy_is_of_what_can_reach_the_robot(tmp_path: Path) -> None:

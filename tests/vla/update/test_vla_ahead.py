@@ -21,15 +21,8 @@ from genrl.vla.rollout.rollout import training_rows
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.train import train
-from genrl.vla.update.scores import (
-    actor_loss,
-    context_of,
-    decisions,
-    importance_figures,
-    recorded_decisions,
-    score,
-    weighed,
-)
+from genrl.vla.update import scores
+from genrl.vla.update.scores import actor_loss, decisions, recorded_decisions, score, weighed
 from tests.run_folders import assert_one_run
 from tests.vla import vla_runs
 from tests.vla.rollout import far_here
@@ -53,9 +46,7 @@ def changes(name: str, staleness: int, **environment: Any) -> dict[str, Any]:
     ("name", "staleness"),
     [("ppo", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("dppo", "flow_noise", "grpo"))],
 )
-def test_one_run_whoever_acts_and_wherever_it_stops(
-    tmp_path: Path, name: str, staleness: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_run_whoever_acts_and_wherever_it_ends(tmp_path: Path, name: str, staleness: int, monkeypatch: Any) -> None:
     here = train(vla_runs.config(tmp_path, output=str(tmp_path / "here"), **changes(name, staleness)))
     far_here.install(monkeypatch)
     far = train(vla_runs.config(tmp_path, output=str(tmp_path / "far"), **changes(name, staleness, workers="ray")))
@@ -84,7 +75,7 @@ def test_which_weights_act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def watched(run: VLARun, settings: Any) -> Any:
         rollout = collect(run, settings)
         rows = training_rows(rollout, rollout.valid.flatten().nonzero()[:, 0])
-        context = context_of(run.policy, rows.observation, rows.context)
+        context = scores.context_of(run.policy, rows.observation, rows.context)
         proximal = rollout.sampler.replay(run.policy, context, rows.states, rows.next_states, rows.step_index).log_prob
         torch.testing.assert_close(proximal.detach(), rows.log_prob, rtol=1e-5, atol=1e-5)
         return rollout
@@ -132,7 +123,7 @@ def test_importance_by_hand(tmp_path: Path) -> None:
         weights = found.importance.flatten()
         assert weights[first].tolist() == pytest.approx([0.5, 1.0], abs=1e-3)
         number = int(rollout.valid.sum())
-        figures = importance_figures(found)
+        figures = scores.importance_figures(found)
         assert figures["importance/mean"] == pytest.approx((number - 0.5) / number, abs=1e-3)
         assert figures["importance/max_abs_dev"] == pytest.approx(0.5, abs=1e-3)
         settings = run.settings.model_copy(update={"importance": "none"})
