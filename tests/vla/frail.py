@@ -1,4 +1,4 @@
-"""Environments for workers, and how to make them fail: an action says so."""
+"""Environments for workers, and how to make them fail: an action says so; and one with costs."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-FINE, RAISE, KILL, HANG, NAN = 0.0, 0.2, 0.4, 0.6, 0.8
+FINE, RAISE, KILL, HANG = 0.0, 0.2, 0.4, 0.6
 
 
 class Frail(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
@@ -36,7 +36,7 @@ class Frail(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
             os.kill(os.getpid(), signal.SIGKILL)
         if mode == HANG:
             time.sleep(3600.0)
-        self.position += float(action[0]) * (np.nan if mode == NAN else 1.0)
+        self.position += float(action[0])
         self.time += 1
         success = self.position >= 1.0
         return self.shown(), 0.25, False, self.time >= 6, {"is_success": success}
@@ -82,3 +82,26 @@ def dies_at_start_once(flag: str) -> Frail:
         Path(flag).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return Frail()
+
+
+class Line(gymnasium.Env[np.ndarray, np.ndarray]):
+    """Actions are moves of up to 1, each pays its move; it ends at 3, and beyond 1 an action costs what the place is.
+
+    Observations [2]: the place, and how far the end is.
+    """
+
+    observation_space = spaces.Box(-20.0, 20.0, (2,), np.float64)
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.place = 0.0
+        return self.seen(), {}
+
+    def seen(self) -> np.ndarray:
+        return np.array([self.place, 3.0 - self.place])
+
+    def step(self, action: np.ndarray) -> Any:
+        self.place += float(action[0])
+        cost = self.place if self.place > 1 else 0.0
+        return self.seen(), float(action[0]), self.place >= 3, False, {"cost": cost}

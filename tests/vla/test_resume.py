@@ -22,6 +22,7 @@ from tests.run_folders import differences, last_state, rows, start_ranks, wait
 from tests.vla import published_runs, vla_ranks, vla_runs
 
 EVALUATED = {"evaluation": {"every": 2, "episodes": 6, "num_envs": 3}}
+MLP = {"type": "diffusion_mlp", "image_size": 0}
 TRAINERS: dict[str, dict[str, Any]] = {
     "ppo": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 3}},
     "ppo of reinflow": {"sampler": "reinflow"},
@@ -33,11 +34,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "grpo": vla_runs.GRPO,
     "sft": vla_runs.SFT,
     "dagger": vla_runs.DAGGER,
-    "sft of a diffusion policy": {
-        **vla_runs.SFT,
-        "policy": {"path": None, "new": {"type": "diffusion_mlp", "image_size": 0}},
-        "sampler": "diffusion",
-    },
+    "sft of a diffusion policy": {**vla_runs.SFT, "sampler": "diffusion", "policy": {"path": None, "new": MLP}},
 }
 
 
@@ -112,17 +109,11 @@ def test_stopped_in_an_evaluation(places: list[tuple[str, int]], tmp_path: Path,
     assert [row["step"] for row in rows if "eval/success_mean" in row] == [0, 2, 3]
 
 
+BATCH = {**vla_runs.SAMPLERS["flow_sde"], "selection": "random_per_batch"}
+SIXTEEN = {"environment": {"group_size": 4, "num_envs": 16}, "evaluation": {"every": 0}}
 DISTRIBUTED: dict[str, dict[str, Any]] = {
-    "ppo": {
-        "sampler": {**vla_runs.SAMPLERS["flow_sde"], "selection": "random_per_batch"},
-        "trainer": {"weighting": "episodes", "microbatch": 3, "minibatch": 10},
-    },
-    "grpo of dppo's chain, one process learns nothing": {
-        **vla_runs.GRPO,
-        "sampler": "diffusion",
-        "environment": {"group_size": 4, "num_envs": 16},
-        "evaluation": {"every": 0},
-    },
+    "ppo": {"sampler": BATCH, "trainer": {"weighting": "episodes", "microbatch": 3, "minibatch": 10}},
+    "grpo of dppo's chain, one process learns nothing": {**vla_runs.GRPO, "sampler": "diffusion", **SIXTEEN},
     "sft": {**vla_runs.SFT, "trainer": {**vla_runs.SFT["trainer"], "batch_size": 17}},
 }
 

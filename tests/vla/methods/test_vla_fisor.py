@@ -140,8 +140,7 @@ def test_plain_cloning_weighs_everything_alike(monkeypatch) -> None:
 
     plain = loss(FISOR(weighted=False))
     monkeypatch.setattr(fisor, "weights", lambda *_: torch.full((8,), 3.0))
-    triple = loss(FISOR())
-    torch.testing.assert_close(triple, 3.0 * plain)
+    torch.testing.assert_close(loss(FISOR()), 3.0 * plain)
 
 
 def test_figures_count_episodes() -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,22 +15,12 @@ from genrl.playground.minitable.world import TableWorld
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.rl_vlm_f import preference_labels as preferences
 from genrl.vla.methods.rl_vlm_f.preference_labels import UNUSABLE, LabelCache, Pairs, draw_pairs, label_pairs
-from genrl.vla.offline.transitions import Words, play
+from genrl.vla.offline.transitions import Words
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
+from tests.vla.offline.test_transitions import expert_data
 from tests.vla.tiny_policies import TOLD, WORDS, frames
 
 READS = Words(WORDS)
-
-
-def data(count: int = 20, noise: float = 0.5):
-    env = MiniTable(count, image_size=0, chunk=4)
-
-    def behave(observation, decision):
-        chunk = expert_chunk(env.state, 4)
-        chunk += np.random.default_rng(decision).normal(0, noise, chunk.shape)
-        return torch.from_numpy(chunk.astype(np.float32))
-
-    return play(env, behave, READS, decisions=10, seed=0, one_episode=True, gamma=0.9)
 
 
 @settings(max_examples=25)
@@ -179,7 +168,7 @@ def test_rewards_are_learned_by_the_likelihood_of_preferences() -> None:
 
 
 def test_new_rewards_do_not_depend_on_what_nobody_said() -> None:
-    found, nets = data(), ensemble()
+    found, nets = expert_data(20, 0.5, one_episode=True, gamma=0.9), ensemble()
     said = keyed_noise((len(found.reward),), 1)
     blind = found._replace(reward=said, success=~found.success, terminated=~found.terminated)
     labelled, again = preferences.relabel(nets, found), preferences.relabel(nets, blind)

@@ -42,9 +42,9 @@ def observations(count: int = 16):
     return rows({name: value for name, value in frames().items() if name != ACTION}, torch.arange(count))
 
 
-def collected(policy, tables: int = 8, decisions: int = 6):
-    env = MiniTable(tables, image_size=0, max_steps=16)
-    return collect(env, policy, SAMPLER, RolloutPlan(decisions=decisions, seed=0, iteration=0))
+def collected(policy, tables: int = 8, **shown):
+    env = MiniTable(tables, max_steps=16, **({"image_size": 0} | shown))
+    return collect(env, policy, SAMPLER, RolloutPlan(decisions=6, seed=0, iteration=0))
 
 
 def scored_by(policy):
@@ -129,8 +129,7 @@ def test_offline_evaluation_averages_q_and_keeps_the_last_one() -> None:
 def test_what_is_imagined_is_what_the_encoder_sees() -> None:
     """A rollout keeps it instead of points; a model of it is right about the next, and the policy acts."""
     policy = flow(FEELS)
-    env = MiniTable(48, image_size=FEELS.image, points=FEELS.points, max_steps=16)
-    rollout = collect(env, policy, SAMPLER, RolloutPlan(decisions=6, seed=0, iteration=0))
+    rollout = collected(policy, 48, image_size=FEELS.image, points=FEELS.points)
     kept = rollout._replace(observations=seen(policy, rollout.observations))
     assert set(kept.observations) == {STATE, SEEN, TOKENS}
     shown = {name: value[3] for name, value in rollout.observations.items()}
@@ -166,12 +165,8 @@ def test_online_advantages_are_those_of_exact_gae() -> None:
     shown = rollout.observations
     with torch.no_grad():
         values = torch.stack([critics.v({name: value[t] for name, value in shown.items()}) for t in range(7)])
-    found = chunk_gae(
-        *(rollout.rewards, rollout.n_executed, rollout.terminated, rollout.truncated, values[:-1], values[1:]),
-        gamma=0.9,
-        lam=0.8,
-        mode="smdp",
-    )
+    given = (rollout.rewards, rollout.n_executed, rollout.terminated, rollout.truncated, values[:-1], values[1:])
+    found = chunk_gae(*given, gamma=0.9, lam=0.8, mode="smdp")
     torch.testing.assert_close(returns, found.returns[rollout.valid].float())
     expected = found.advantages[rollout.valid]
     expected = (expected - expected.mean()) / expected.std()

@@ -28,16 +28,8 @@ from genrl.vla.policies.policy import ACTION, STATE, PredictsActions, PredictsNo
 from genrl.vla.rollout.sampling import ChunkNoise, Diffusion, Frozen, Regression
 from genrl.vla.setup import export, load_trained, sampler_of
 from genrl.vla.train import judge_policy, open_policy, train
-from tests.vla import vla_runs
-from tests.vla.published import (
-    ACT_REAL,
-    DIFFUSION_REAL,
-    act_folder,
-    act_observation,
-    act_shapes,
-    diffusion_folder,
-    diffusion_shapes,
-)
+from tests.vla import published, vla_runs
+from tests.vla.published import ACT_REAL, DIFFUSION_REAL
 from tests.vla.published import diffusion_observation as observation
 
 LEROBOT = Path(__file__).parents[2] / "fixtures" / "lerobot"
@@ -59,7 +51,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     found = {}
     for prefix, settings in KINDS.items():
         found[prefix] = tmp_path_factory.mktemp("act")
-        act_folder(found[prefix], **settings)
+        published.act_folder(found[prefix], **settings)
     return found
 
 
@@ -74,15 +66,15 @@ def config(place: Path, **changes: Any) -> Any:
 def test_the_layout_is_the_published_one(folders) -> None:
     """LeRobot counts 51,613,582 parameters of an ACT with its default sizes, one camera and fourteen joints; its frozen
     batch norms and the places of the VAE's tokens are no parameters."""
-    published = act_shapes(ACT_REAL)
-    assert len(published) == 234
-    buffers = [k for k in published if k.endswith("pos_enc") or (".backbone." in k and len(published[k]) == 1)]
-    assert sum(math.prod(shape) for key, shape in published.items() if key not in buffers) == 51_613_582
+    listed = published.act_shapes(ACT_REAL)
+    assert len(listed) == 234
+    buffers = [k for k in listed if k.endswith("pos_enc") or (".backbone." in k and len(listed[k]) == 1)]
+    assert sum(math.prod(shape) for key, shape in listed.items() if key not in buffers) == 51_613_582
     robot = load_policy(folders[""]).robot
     robot.widths, robot.action_dim = {STATE: 14}, 14
     with torch.device("meta"):
         real = ACT(ACTConfig(), robot)
-    assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == published
+    assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == listed
 
 
 def of_lerobot(prefix: str) -> dict[str, Tensor]:
@@ -95,7 +87,7 @@ def of_lerobot(prefix: str) -> dict[str, Tensor]:
 def test_it_acts_as_lerobots_own(prefix: str, folders) -> None:
     policy, given = load_policy(folders[prefix]), of_lerobot(prefix)
     with torch.no_grad():
-        chunk = Regression().act(policy, policy.encode(act_observation()), torch.zeros(3, 8, 3))
+        chunk = Regression().act(policy, policy.encode(published.act_observation()), torch.zeros(3, 8, 3))
     assert given["chunk"].std(0).mean() > 0.05 and given["chunk"].std(1).mean() > 0.05  # of rows, and of actions
     torch.testing.assert_close(chunk, given["chunk"], rtol=0, atol=1e-5)
     torch.testing.assert_close(policy.actions(chunk), given["acts"], rtol=0, atol=1e-5)
@@ -103,10 +95,10 @@ def test_it_acts_as_lerobots_own(prefix: str, folders) -> None:
 
 @pytest.mark.parametrize("prefix", KINDS)
 def test_its_loss_is_lerobots_own(prefix: str, tmp_path) -> None:
-    act_folder(tmp_path, dropout=0.0, **KINDS[prefix])
+    published.act_folder(tmp_path, dropout=0.0, **KINDS[prefix])
     policy, given = load_policy(tmp_path), of_lerobot(prefix)
     policy.loss_noise = lambda *_: {"latent": given["latent"], "dropout": torch.zeros(3, dtype=torch.int64)}
-    shown = act_observation() | {ACTION: given["actions"], ACTION_IS_PAD: ~given["valid"]}
+    shown = published.act_observation() | {ACTION: given["actions"], ACTION_IS_PAD: ~given["valid"]}
     recorded = recorded_frames(policy, shown, torch.arange(3), torch.Generator(), torch.ones(1))
     loss = imitation_loss(policy, recorded)
     torch.testing.assert_close(loss.float(), given["loss"], rtol=1e-5, atol=0)
@@ -123,9 +115,9 @@ def test_its_loss_is_lerobots_own(prefix: str, tmp_path) -> None:
 
 def test_the_parts_of_the_processes_add_up(tmp_path) -> None:
     """The error over what was demonstrated, the divergence over the frames."""
-    act_folder(tmp_path, dropout=0.0)
+    published.act_folder(tmp_path, dropout=0.0)
     policy = load_policy(tmp_path)
-    shown = act_observation(9) | {ACTION: torch.randn(9, 8, 3, generator=torch.Generator().manual_seed(0))}
+    shown = published.act_observation(9) | {ACTION: torch.randn(9, 8, 3, generator=torch.Generator().manual_seed(0))}
     shown[ACTION_IS_PAD] = torch.arange(8) >= 8 - 2 * (torch.arange(9) % 4)[:, None]
     index, bars = torch.arange(9), ddpm.cosine_alpha_bars(2)
 
@@ -140,13 +132,13 @@ def test_the_parts_of_the_processes_add_up(tmp_path) -> None:
 
 def test_dropout_is_of_the_recorded_seed_and_of_training_alone(folders) -> None:
     policy = load_policy(folders[""])
-    shown = act_observation() | {ACTION: torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(0))}
+    shown = published.act_observation() | {ACTION: torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(0))}
     first = recorded_frames(policy, shown, torch.arange(3), generator(0, "x"), torch.ones(1))
     other = replace(first, tensors=first.tensors | {"noise/dropout": first["noise/dropout"] + 1})
     state = torch.get_rng_state()
     with torch.no_grad():
         losses = [float(imitation_loss(policy, given)) for given in (first, first, other)]
-        chunks = [policy.regressed(policy.encode(act_observation())) for _ in range(2)]
+        chunks = [policy.regressed(policy.encode(published.act_observation())) for _ in range(2)]
     assert losses[0] == losses[1] != losses[2] and torch.equal(*chunks)
     assert not policy.training and torch.equal(state, torch.get_rng_state())
 
@@ -230,7 +222,7 @@ TIMES = torch.tensor([99, 40, 0])
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("diffusion")
-    diffusion_folder(path)
+    published.diffusion_folder(path)
     return path
 
 
@@ -240,16 +232,16 @@ def chunk(batch: int = 3) -> Tensor:
 
 def test_the_layout_of_diffusion_policy_is_the_published_one(folder) -> None:
     """LeRobot counts 262,709,026 parameters in diffusion_pusht: two observations of one camera and two numbers."""
-    published = diffusion_shapes(DIFFUSION_REAL)
-    assert sum(math.prod(shape) for key, shape in published.items() if "pos_grid" not in key) == 262_709_026
+    listed = published.diffusion_shapes(DIFFUSION_REAL)
+    assert sum(math.prod(shape) for key, shape in listed.items() if "pos_grid" not in key) == 262_709_026
     robot = load_policy(folder).robot
     robot.widths, robot.action_dim = {STATE: 2}, 2
     real = diffusion_policy.DiffusionPolicy(diffusion_policy.DiffusionPolicyConfig(), robot, (96, 96))
-    assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == published
+    assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == listed
 
 
 def test_a_policy_that_predicts_actions_predicts_their_noise(folder, tmp_path) -> None:
-    diffusion_folder(tmp_path, prediction_type="sample")
+    published.diffusion_folder(tmp_path, prediction_type="sample")
     policy, told = load_policy(tmp_path), load_policy(folder)
     context = policy.encode(observation())
     noise, action = policy.noise(context, chunk(), TIMES), told.noise(context, chunk(), TIMES)
@@ -294,7 +286,7 @@ def test_a_ddim_chain_is_lerobots_but_for_the_noise_of_a_clipped_action(folder) 
 
 
 def test_pictures_are_resized_as_pillow_does(tmp_path) -> None:
-    diffusion_folder(tmp_path, resize_shape=[40, 37])
+    published.diffusion_folder(tmp_path, resize_shape=[40, 37])
     policy = load_policy(tmp_path)
     policy.robot.modes[CAMERA] = "IDENTITY"
     seen = torch.randint(0, 256, (1, 60, 90, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

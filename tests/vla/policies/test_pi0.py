@@ -19,16 +19,8 @@ from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE, TOKENS
 from tests.conftest import GOLDEN
-from tests.vla.published import (
-    LINES,
-    PI_REAL,
-    SMOL_REAL,
-    pi_folder,
-    pi_observation,
-    pi_shapes,
-    smol_folder,
-    smol_shapes,
-)
+from tests.vla import published
+from tests.vla.published import LINES, PI_REAL, SMOL_REAL
 
 LEROBOT = Path(__file__).parents[2] / "fixtures" / "lerobot"
 BOTH = pytest.mark.parametrize("adaptive", [False, True], ids=["pi0", "pi05"])
@@ -39,12 +31,12 @@ def folders(tmp_path_factory):
     made = {}
     for adaptive in (False, True):
         path = tmp_path_factory.mktemp("pi")
-        made[adaptive] = path, pi_folder(path, adaptive=adaptive)
+        made[adaptive] = path, published.pi_folder(path, adaptive=adaptive)
     return made
 
 
 def observation(policy, batch: int = 3) -> dict[str, Tensor]:
-    return pi_observation(batch) | {TOKENS: policy.tokenise([LINES[n % 3] for n in range(batch)])}
+    return published.pi_observation(batch) | {TOKENS: policy.tokenise([LINES[n % 3] for n in range(batch)])}
 
 
 def chunk(batch: int = 3) -> Tensor:
@@ -68,21 +60,21 @@ def acts_as(policy, seen: dict[str, Tensor], given: dict[str, Tensor]) -> None:
 def test_the_layout_is_the_published_one(adaptive: bool, folders) -> None:
     """The real sizes, on no device: names and shapes of the list. pi05_base has 812 tensors, LeRobot counts
     3,616,757,520 parameters in it, 693,422,112 of them beside PaliGemma."""
-    published = pi_shapes(PI_REAL, adaptive=adaptive)
-    assert len(published) == (812 if adaptive else 777)
+    listed = published.pi_shapes(PI_REAL, adaptive=adaptive)
+    assert len(listed) == (812 if adaptive else 777)
     if adaptive:
-        sizes = {key: math.prod(shape) for key, shape in published.items()}
+        sizes = {key: math.prod(shape) for key, shape in listed.items()}
         assert sum(sizes.values()) == 3_616_757_520
         assert sum(size for key, size in sizes.items() if ".paligemma." not in key) == 693_422_112
     policy = load_policy(folders[adaptive][0])
     real = pi0.PI0(pi0.PI0Config(adaptive), policy.robot, policy.prompts, 257152)
-    wanted = {pi0.own_name(key): shape for key, shape in published.items() if "gemma_expert.lm_head" not in key}
+    wanted = {pi0.own_name(key): shape for key, shape in listed.items() if "gemma_expert.lm_head" not in key}
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == wanted
 
 
 def test_an_embedding_stored_under_both_its_names_and_a_trained_number_stay_so(tmp_path) -> None:
     """What was trained is not rounded to the dtype of the file."""
-    weights = pi_folder(tmp_path / "a", dtype=torch.bfloat16)
+    weights = published.pi_folder(tmp_path / "a", dtype=torch.bfloat16)
     both = weights | {pi0._EMBEDDING: weights[pi0._TIED].clone()}
     save_file(both, tmp_path / "a" / "model.safetensors")
     policy = load_policy(tmp_path / "a")
@@ -158,7 +150,7 @@ def test_gradients_reach_the_expert_and_not_what_is_frozen(adaptive: bool, folde
     for name, parameter in policy.named_parameters():
         frozen = name.startswith("paligemma_with_expert.paligemma.")
         assert parameter.requires_grad != frozen and (parameter.grad is None) == frozen, name
-    pi_folder(tmp_path, adaptive=adaptive, train_expert_only=False, freeze_vision_encoder=True)
+    published.pi_folder(tmp_path, adaptive=adaptive, train_expert_only=False, freeze_vision_encoder=True)
     policy = load_policy(tmp_path)
     matching_error(policy, policy.encode(seen), actions, chunk(), SIGMA, None).square().mean().backward()
     last = "language_model.layers.3."  # its queries and what follows them reach nothing that the expert reads
@@ -195,7 +187,7 @@ def test_cameras_can_be_renamed_and_left_out(folders) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
-    weights = pi_folder(tmp_path)
+    weights = published.pi_folder(tmp_path)
     file = tmp_path / "model.safetensors"
 
     def refused(changed: dict[str, Tensor], match: str) -> None:
@@ -219,7 +211,7 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
 
 
 def test_a_base_model_needs_statistics_and_keeps_those_it_is_given(tmp_path) -> None:
-    pi_folder(tmp_path / "base")
+    published.pi_folder(tmp_path / "base")
     for name in ("policy_preprocessor", "policy_postprocessor"):
         file = tmp_path / "base" / f"{name}.json"
         content = json.loads(file.read_text())
@@ -257,7 +249,7 @@ def test_what_an_observation_lacks_is_named(folders) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("smol")
-    smol_folder(path)
+    published.smol_folder(path)
     return path
 
 
@@ -265,18 +257,18 @@ def test_the_layout_is_the_published_one_smolvla(folder) -> None:
     """The real sizes, on no device. LeRobot counts 450,046,176 parameters in smolvla_base, and trains 99,880,992; in
     lerobot/smolvla_libero, whose file has 906,712,520 bytes, the backbone and the expert are bfloat16 but for what is
     no layer of transformers' own."""
-    published = smol_shapes(SMOL_REAL)
-    sizes = {key: math.prod(shape) for key, shape in published.items()}
-    assert len(published) == 500 and sum(sizes.values()) == 450_046_176
+    listed = published.smol_shapes(SMOL_REAL)
+    sizes = {key: math.prod(shape) for key, shape in listed.items()}
+    assert len(listed) == 500 and sum(sizes.values()) == 450_046_176
     assert sum(size for key, size in sizes.items() if ".vlm." not in key) == 99_880_992
-    cross = [key for key, shape in published.items() if "lm_expert" in key and shape == (320, 320)]
-    single = sum(sizes[key] for key in published if key in cross or "vlm_with_expert" not in key)
+    cross = [key for key, shape in listed.items() if "lm_expert" in key and shape == (320, 320)]
+    single = sum(sizes[key] for key in listed if key in cross or "vlm_with_expert" not in key)
     assert len(cross) == 16 and 0 < 906_712_520 - (2 * sum(sizes.values()) + 2 * single) < 100_000  # the header
     policy = load_policy(folder)
     vlm = smolvla._vlm_config(policy.folder, smolvla.PUBLISHED)
     vlm.text_config.vocab_size = 49280
     real = smolvla.SmolVLA(smolvla.SmolVLAConfig(), policy.robot, policy.prompts, vlm)
-    wanted = {key.removeprefix("model."): shape for key, shape in published.items() if "lm_head" not in key}
+    wanted = {key.removeprefix("model."): shape for key, shape in listed.items() if "lm_head" not in key}
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == wanted
 
 
@@ -290,13 +282,13 @@ def test_gradients_reach_the_expert_and_the_state_and_not_what_is_frozen(folder,
         frozen = name.startswith("vlm_with_expert.vlm.")
         assert parameter.requires_grad != frozen and (parameter.grad is None) == frozen, name
         assert frozen or parameter.grad.abs().max() > 0, name
-    smol_folder(tmp_path, train_state_proj=False)
+    published.smol_folder(tmp_path, train_state_proj=False)
     policy = load_policy(tmp_path)
     assert not any(value.requires_grad for value in policy.encode(seen).values())
 
 
 def test_a_tied_head_is_the_embedding(folder, tmp_path) -> None:
-    weights = smol_folder(tmp_path)
+    weights = published.smol_folder(tmp_path)
     model = "model.vlm_with_expert.vlm."
     weights[f"{model}lm_head.weight"] = weights.pop(f"{model}model.text_model.embed_tokens.weight")
     save_file(weights, tmp_path / "model.safetensors")

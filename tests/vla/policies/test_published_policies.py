@@ -181,19 +181,6 @@ def test_replay_is_the_sample_and_heads_are_saved_beside(kind: str, folders: dic
         load_policy(folders[kind]).velocity_and_noise(context, chunk, SIGMA)
 
 
-@pytest.mark.parametrize("kind", ["pi0", "groot"])
-def test_a_bfloat16_backbone_runs_and_is_near(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    if kind == "pi0":
-        published.pi_folder(tmp_path, dtype=HALF)
-    else:
-        groot_folder(tmp_path, weights=groot_weights(dtype=HALF))
-    small, exact = load_policy(tmp_path), load_policy(folders[kind])
-    seen, chunk = observation(kind, exact), keyed_noise((3, *FLOWS[kind][1]), 0)
-    assert HALF in {p.dtype for p in small.parameters() if not p.requires_grad}
-    ours, theirs = (p.velocity(p.encode(seen), chunk, SIGMA) for p in (small, exact))
-    assert ours.dtype == torch.float32 and (ours - theirs).abs().max() < 0.1 * theirs.abs().max()
-
-
 # -- Low-rank adapters of published policies: what they train, how a run goes on, the folder in which they are merged
 
 

@@ -18,13 +18,11 @@ from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch,
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, Frozen, LearnedNoise
-from tests.vla.tiny_policies import SEES, TOLD, diffusion, flow, frames
+from tests.vla.tiny_policies import SEES, TOLD, Leads, diffusion, flow, frames
 
 
-class Expert:
-    """A policy that says where the expert's chunk is, whatever the noise: its velocity leads there in one step."""
-
-    horizon, action_dim, critic = 6, 3, 1
+class Expert(Leads):
+    horizon, action_dim = 6, 3
     inputs = (STATE, ENVIRONMENT, TOKENS)
 
     def tokenise(self, instructions) -> torch.Tensor:
@@ -34,18 +32,6 @@ class Expert:
         tables = table_of(torch.cat([observation[STATE], observation[ENVIRONMENT]], 1).numpy())
         tables = tables._replace(task=observation[TOKENS][:, 0].numpy())
         return {"chunk": torch.from_numpy(expert_chunk(tables, 6)), "state": observation[STATE]}
-
-    def velocity(self, context: Batch, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        return (x - context["chunk"]) / sigma[:, None, None]
-
-    def value(self, context: Batch) -> torch.Tensor:
-        return context["state"].sum(1, keepdim=True)
-
-    def normalised(self, actions: torch.Tensor) -> torch.Tensor:
-        return actions
-
-    def actions(self, chunk: torch.Tensor) -> torch.Tensor:
-        return chunk
 
 
 def told(size: int = 12, **how) -> MiniTable:

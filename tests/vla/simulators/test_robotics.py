@@ -5,7 +5,6 @@ import importlib.util
 import random
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -22,6 +21,7 @@ from genrl.vla.simulators.robotics.point_maze import PointMazeEnv, steps_to
 from genrl.vla.simulators.robotics.reacher import FORE, UPPER, ReacherEnv, posture
 from genrl.vla.simulators.simulator import find_registered, headless
 from genrl.vla.simulators.tables import open_environment
+from tests.vla import frail
 
 headless()
 installed = pytest.mark.skipif(
@@ -195,7 +195,7 @@ def test_who_has_an_expert() -> None:
         demonstrated("gym_pusht/PushT-v0", (), 1, seed=0)
 
 
-LINE = f"{Path(__file__).parents[1] / 'dangerous_line.py'}:Line"
+LINE = f"{frail.__file__}:Line"
 
 
 def line(**changes: Any) -> Simulation:

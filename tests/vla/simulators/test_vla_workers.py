@@ -23,6 +23,7 @@ from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import open_environment
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, RAISE
+from tests.vla.tiny_policies import Leads
 
 FRAIL = f"{Path(frail.__file__)}:make"
 
@@ -167,19 +168,21 @@ def test_a_worker_imports_no_torch() -> None:
     assert subprocess.check_output([sys.executable, "-c", said], text=True).strip() == "False"
 
 
+TRAINER = """
+import time
+from genrl.vla.simulators.contract import Simulation
+from genrl.vla.simulators.tables import open_environment
+if __name__ == "__main__":
+    env = open_environment(Simulation(FRAIL, num_envs=4, chunk=2, workers=2))
+    env.reset(seed=0)
+    print(*[worker.process.pid for worker in env.crew.workers], flush=True)
+    time.sleep(600)
+"""
+
+
 @pytest.mark.slow
 def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, time\n"
-        "from genrl.vla.simulators.contract import Simulation\n"
-        "from genrl.vla.simulators.tables import open_environment\n"
-        "if __name__ == '__main__':\n"
-        f"    env = open_environment(Simulation({FRAIL!r}, num_envs=4, chunk=2, workers=2))\n"
-        "    env.reset(seed=0)\n"
-        "    print(*[worker.process.pid for worker in env.crew.workers], flush=True)\n"
-        "    time.sleep(600)\n"
-    )
+    (script := tmp_path / "train.py").write_text(TRAINER.replace("FRAIL", repr(FRAIL)))
     trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     pids = [int(pid) for pid in trainer.stdout.readline().split()]
@@ -269,10 +272,10 @@ def test_wrong_calls_are_refused() -> None:
             env.reset(options={"episodes": [1, 2]})
 
 
-class Walker:
+class Walker(Leads):
     """A policy of fixed actions; `modes` says for every decision how each slot fails."""
 
-    horizon, action_dim, critic, image_size = 2, 2, 1, 0
+    horizon, action_dim, image_size = 2, 2, 0
     inputs = (STATE,)
 
     def __init__(self, modes: list[tuple[float, ...]], move: float = 0.1) -> None:
@@ -285,17 +288,6 @@ class Walker:
         modes = self.modes.pop(0) if self.modes else (FINE,) * len(observation[STATE])
         chunk = torch.from_numpy(actions(*modes, move=self.move))
         return {"chunk": chunk, "state": observation[STATE]}
-
-    def velocity(self, context, x, sigma) -> torch.Tensor:
-        return (x - context["chunk"]) / sigma[:, None, None]
-
-    def value(self, context) -> torch.Tensor:
-        return context["state"].sum(1, keepdim=True)
-
-    def normalised(self, chunk):
-        return chunk
-
-    actions = normalised
 
 
 def collected(env: Environment, modes: list[tuple[float, ...]], **how: Any) -> ChunkRollout:
