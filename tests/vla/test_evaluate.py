@@ -70,32 +70,28 @@ def test_it_tells_of_every_decision_and_of_every_episode() -> None:
     assert told == [0, 3, 0, 2]
 
 
-class TestFilms:
-    def test_a_picture_for_every_decision_and_one_of_the_end(self) -> None:
-        found = judged(clips=12)
-        assert [clip.instruction for clip in found.clips] == found.instruction
-        assert [clip.success for clip in found.clips] == found.success
-        for clip, steps in zip(found.clips, found.steps, strict=True):
-            assert len(clip.frames) == 1 + -(-steps // 4) and clip.frames.dtype == np.uint8
-            assert not np.array_equal(clip.frames[0], clip.frames[-1])
+def test_films_have_a_picture_for_every_decision_and_one_of_the_end() -> None:
+    """As many as were asked for, however few run side by side."""
+    found = judged(clips=12)
+    assert [(clip.instruction, clip.success) for clip in found.clips] == [fact[:2] for fact in facts(found)]
+    for clip, steps in zip(found.clips, found.steps, strict=True):
+        assert len(clip.frames) == 1 + -(-steps // 4) and clip.frames.dtype == np.uint8
+        assert not np.array_equal(clip.frames[0], clip.frames[-1])
+    several = [judged(size, clips=4).clips for size in (1, 12, 20)]
+    assert [len(clips) for clips in several] == [4, 4, 4] and judged(clips=0).clips == []
+    assert 1 <= sum(clip.success for clip in several[1]) <= 3
 
-    def test_as_many_as_were_asked_for_however_few_run_side_by_side(self) -> None:
-        several = [judged(size, clips=4).clips for size in (1, 12, 20)]
-        assert [len(clips) for clips in several] == [4, 4, 4] and judged(clips=0).clips == []
-        assert 1 <= sum(clip.success for clip in several[1]) <= 3
 
-    @settings(max_examples=40)
-    @given(flags=st.lists(st.booleans(), max_size=20), most=st.integers(0, 8))
-    def test_half_of_each_as_far_as_there_are(self, flags: list[bool], most: int) -> None:
-        clips = [Clip(np.full((1, 1, 1, 3), n, dtype=np.uint8), "x", flag) for n, flag in enumerate(flags)]
-        kept = balanced(clips, most)
-        assert len(kept) == min(most, len(clips))
-        order = [int(clip.frames[0, 0, 0, 0]) for clip in kept]
-        assert order == sorted(set(order))
-        good, bad = sum(clip.success for clip in kept), sum(not clip.success for clip in kept)
-        left = {True: flags.count(True) - good, False: flags.count(False) - bad}
-        if abs(good - bad) > 1:  # only where the fewer are used up
-            assert left[good < bad] == 0
+@settings(max_examples=40)
+@given(flags=st.lists(st.booleans(), max_size=20), most=st.integers(0, 8))
+def test_films_are_half_of_each_as_far_as_there_are(flags: list[bool], most: int) -> None:
+    clips = [Clip(np.full((1, 1, 1, 3), n, dtype=np.uint8), "x", flag) for n, flag in enumerate(flags)]
+    kept = balanced(clips, most)
+    order = [int(clip.frames[0, 0, 0, 0]) for clip in kept]
+    assert len(kept) == min(most, len(clips)) and order == sorted(set(order))
+    good, bad = sum(clip.success for clip in kept), sum(not clip.success for clip in kept)
+    left = {True: flags.count(True) - good, False: flags.count(False) - bad}
+    assert abs(good - bad) <= 1 or left[good < bad] == 0  # only where the fewer are used up
 
 
 class Losing:
@@ -116,13 +112,6 @@ class Losing:
             lost = np.arange(len(truncated)) == 1
             info = info | {"is_success": info["is_success"] & ~lost, "dropped": lost}
         return observation, reward, terminated, truncated, info
-
-
-def test_an_episode_that_was_lost_leaves_the_others_as_they_are() -> None:
-    whole = judged(12)
-    found = evaluate(Acting(policy(), FlowSteps()), Losing(tables(12)), episodes=12, seed=5)  # type: ignore[arg-type]
-    assert found.lost == 1
-    assert facts(found) == facts(whole)[:1] + facts(whole)[2:]
 
 
 def test_figures() -> None:
@@ -206,19 +195,13 @@ def test_a_policy_that_does_not_act_alone_is_refused(tmp_path: Path) -> None:
         train.judge_policy(lone, tmp_path / "none", progress)
 
 
-class HalfLost(Losing):
-    def step(self, actions: Any) -> Any:
-        raw, reward, terminated, truncated, info = self.env.step(actions)
-        lost = np.arange(self.env.num_envs) % 2 == 1
-        return raw, reward, ~lost, truncated | lost, info | {"dropped": lost, "is_success": ~lost}
-
-
 def test_a_lost_episode_is_no_failure() -> None:
-    """A policy that always succeeds is reported so, with the number of episodes that nobody saw end."""
-    found = evaluate(Acting(policy(), FlowSteps()), HalfLost(tables(4)), episodes=8, seed=5)  # type: ignore[arg-type]
+    """It leaves the others as they are, and nobody saw it end."""
+    whole, losing = facts(judged(12)), Losing(tables(12))
+    found = evaluate(Acting(policy(), FlowSteps()), losing, episodes=12, seed=5)  # type: ignore[arg-type]
     rates = success_rates(found)
-    assert (found.lost, len(found.success)) == (4, 4)
-    assert (rates["eval/success_mean"], rates["eval/lost"]) == (1.0, 4.0)
+    assert facts(found) == whole[:1] + whole[2:] and 0 < sum(found.success) < 11
+    assert (rates["eval/success_mean"], rates["eval/lost"]) == (pytest.approx(sum(found.success) / 11), 1.0)
     with pytest.raises(RuntimeError, match="all 8 episodes .* were lost"):
         success_rates(Judged([], [], [], [], [], 8))
 

@@ -143,13 +143,6 @@ def test_plain_cloning_weighs_everything_alike(monkeypatch) -> None:
     torch.testing.assert_close(loss(FISOR()), 3.0 * plain)
 
 
-def test_figures_count_episodes() -> None:
-    data = played(10, 0.0)
-    found = fisor.judged(data._replace(cost=(data.episode < 2).float()))
-    assert found["eval/success_mean"] == 1.0 and found["eval/violating"] == pytest.approx(0.2)
-    assert found["eval/cost_mean"] == pytest.approx((data.episode < 2).float().sum().item() / 10)
-
-
 def test_the_losses_of_the_critics_by_hand() -> None:
     """Of rewards the lower Q, whose expectile is above the mean; of violations the higher, the other way round."""
     data = played(40, 0.0)
@@ -176,7 +169,11 @@ def test_the_losses_of_the_critics_by_hand() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_its_evaluation_has_a_sheet() -> None:
+def test_its_evaluation_counts_episodes_and_has_a_sheet() -> None:
+    data = played(10, 0.0)
+    found = fisor.judged(data._replace(cost=(data.episode < 2).float()))
+    assert found["eval/success_mean"] == 1.0 and found["eval/violating"] == pytest.approx(0.2)
+    assert found["eval/cost_mean"] == pytest.approx((data.episode < 2).float().sum().item() / 10)
     data = played(3, careful=1.0)
     sheet = of_decisions(nets(data).slow_actor, data)
     assert [look.text for look in sheet.looks] == [f"cost {data.cost[data.episode == k].sum():g}" for k in range(3)]

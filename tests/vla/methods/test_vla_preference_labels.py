@@ -89,13 +89,9 @@ def test_a_judge_is_asked_once_about_what_it_was_shown(tmp_path) -> None:
         words = ["y"] * 4 if other is fresh else lines
         assert label_pairs(silent, images.__getitem__, words, pairs, other).tolist() == [0, 1, 0, 0] and other.asked
     assert preferences.image_hash(images[0]) == preferences.image_hash(images[2]) != preferences.image_hash(images[1])
-
-
-def test_a_spoilt_cache_names_the_line(tmp_path) -> None:
-    path = tmp_path / "labels.jsonl"
-    path.write_text(json.dumps({"key": "a", "label": 1}) + "\n{broken\n")
+    (tmp_path / "spoilt.jsonl").write_text(json.dumps({"key": "a", "label": 1}) + "\n{broken\n")
     with pytest.raises(ValueError, match="line 2 is no label"):
-        LabelCache(path, "j")
+        LabelCache(tmp_path / "spoilt.jsonl", "j")
 
 
 def test_a_judge_that_fails_stops_the_run_and_is_asked_again() -> None:

@@ -51,15 +51,12 @@ def scored_by(policy):
     return lambda recorded: rl100.loss(RL100(), Acting(policy, SAMPLER), recorded)
 
 
-def test_the_clip_range_decays_for_200_uses() -> None:
-    assert [rl100.decayed_clip(0.25, 0.96, uses) for uses in (0, 2)] == pytest.approx([0.25, 0.25 * 0.96**2])
-    assert rl100.decayed_clip(0.25, 0.96, 5000) == rl100.decayed_clip(0.25, 0.96, 200) > 0
-
-
-def test_the_gate_moves_up_only() -> None:
+def test_the_gate_moves_up_only_and_the_clip_range_decays_for_200_uses() -> None:
     gate = rl100.Gate(1.0)
     assert [gate.admits(value) for value in (0.5, 1.0, 1.2, 1.1, 1.3)] == [False, False, True, False, True]
     assert (gate.best, gate.accepted, gate.refused) == (1.3, 2, 3)
+    assert [rl100.decayed_clip(0.25, 0.96, uses) for uses in (0, 2)] == pytest.approx([0.25, 0.25 * 0.96**2])
+    assert rl100.decayed_clip(0.25, 0.96, 5000) == rl100.decayed_clip(0.25, 0.96, 200) > 0
 
 
 def test_every_denoising_step_is_an_update_of_its_own_and_the_first_is_on_policy() -> None:

@@ -84,19 +84,15 @@ def of_lerobot(prefix: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("prefix", KINDS)
-def test_it_acts_as_lerobots_own(prefix: str, folders) -> None:
-    policy, given = load_policy(folders[prefix]), of_lerobot(prefix)
+def test_it_acts_and_its_loss_is_as_lerobots_own(prefix: str, tmp_path) -> None:
+    """The loss on a batch of which a part is padding, with LeRobot's noise in the latent."""
+    published.act_folder(tmp_path, dropout=0.0, **KINDS[prefix])
+    policy, given = load_policy(tmp_path), of_lerobot(prefix)
     with torch.no_grad():
         chunk = Regression().act(policy, policy.encode(published.act_observation()), torch.zeros(3, 8, 3))
     assert given["chunk"].std(0).mean() > 0.05 and given["chunk"].std(1).mean() > 0.05  # of rows, and of actions
     torch.testing.assert_close(chunk, given["chunk"], rtol=0, atol=1e-5)
     torch.testing.assert_close(policy.actions(chunk), given["acts"], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("prefix", KINDS)
-def test_its_loss_is_lerobots_own(prefix: str, tmp_path) -> None:
-    published.act_folder(tmp_path, dropout=0.0, **KINDS[prefix])
-    policy, given = load_policy(tmp_path), of_lerobot(prefix)
     policy.loss_noise = lambda *_: {"latent": given["latent"], "dropout": torch.zeros(3, dtype=torch.int64)}
     shown = published.act_observation() | {ACTION: given["actions"], ACTION_IS_PAD: ~given["valid"]}
     recorded = recorded_frames(policy, shown, torch.arange(3), torch.Generator(), torch.ones(1))

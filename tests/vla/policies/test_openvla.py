@@ -123,7 +123,7 @@ def test_bins_are_those_of_numpy() -> None:
     assert token_actions().shape == (256,) and token_actions().unique().numel() == 255
 
 
-def test_a_replay_is_what_was_sampled_and_evaluation_takes_the_likeliest(tmp_path: Path) -> None:
+def test_a_replay_is_what_was_sampled_and_imitation_is_cross_entropy(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path)
     policy = load_policy(tmp_path, adapt=oft())
     given = seen(policy)
@@ -139,17 +139,11 @@ def test_a_replay_is_what_was_sampled_and_evaluation_takes_the_likeliest(tmp_pat
         torch.testing.assert_close(drawn.log_prob[:, 0].double(), exact, rtol=1e-5, atol=1e-5)
         best = sampler.act(policy, context, torch.zeros(3, 4, 3))
         assert torch.equal(best, policy.centres[context["logits"].argmax(-1)])
+    actions, logits = torch.linspace(-1, 1, 36).view(3, 4, 3), context["logits"].flatten(0, 2)
+    wanted = torch.nn.functional.cross_entropy(logits, action_tokens(actions).flatten(), reduction="none")
+    torch.testing.assert_close(policy.demonstration_error(context, actions).flatten(), wanted)
     with pytest.raises(TypeError, match="Regression draws nothing"):
         Regression().sample(policy, context, Regression().noise(policy, rngs))
-
-
-def test_cross_entropy_is_of_the_demonstrated_tokens(tmp_path: Path) -> None:
-    openvla_folders.write(tmp_path)
-    policy = load_policy(tmp_path, adapt=oft())
-    context, actions = policy.encode(seen(policy)), torch.linspace(-1, 1, 36).view(3, 4, 3)
-    told, logits = action_tokens(actions).flatten(), context["logits"].flatten(0, 2)
-    wanted = torch.nn.functional.cross_entropy(logits, told, reduction="none")
-    torch.testing.assert_close(policy.demonstration_error(context, actions).flatten(), wanted)
 
 
 def test_the_continuous_head_is_a_function_of_the_hidden_states(tmp_path: Path) -> None:

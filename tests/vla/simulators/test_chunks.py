@@ -79,10 +79,7 @@ def test_a_limit_of_our_own_comes_first_and_success_is_no_truncation() -> None:
     assert facts(begun(4, max_steps=2).execute(chunk(0, 0, 0, 0))) == [0.0, False, True]
     outcome = begun(4, max_steps=3).execute(chunk(1, 1, 1, 1))
     assert facts(outcome) == [3.0, True, False] and outcome.n_executed[0] == 3
-
-
-def test_actions_are_clipped_to_the_box() -> None:
-    outcome = begun(2).execute(chunk(9, -4))
+    outcome = begun(2).execute(chunk(9, -4))  # clipped to the box
     assert facts(outcome) == [0.0, False, False] and outcome.rewards.tolist() == [[1.0, -1.0]]
 
 
@@ -91,6 +88,8 @@ def test_what_cannot_be_is_refused() -> None:
         begun(2, success_key="success").execute(chunk(0, 0))
     with pytest.raises(Misuse, match="space of vectors"):
         Simulator(gymnasium.make("CartPole-v1"), Reading(chunk=2))
+    with pytest.raises(Misuse, match=r"mine, agent_pos is <U1 \[2\], no numbers"):
+        named({"agent_pos": ["1", "2"]}, 0, "mine")
 
 
 class Says(Walk):
@@ -133,11 +132,6 @@ def test_what_is_no_success_is_not_cast(told: Any) -> None:
     simulator.begin(0)
     with pytest.raises(Misuse, match="fourth value that step returns is .* and it is true or false"):
         simulator.execute(chunk(1, 1, 1, 1, 1))
-
-
-def test_states_that_are_texts_are_refused() -> None:
-    with pytest.raises(Misuse, match=r"mine, agent_pos is <U1 \[2\], no numbers"):
-        named({"agent_pos": ["1", "2"]}, 0, "mine")
 
 
 def test_an_end_that_says_nothing_is_no_failure() -> None:

@@ -120,16 +120,18 @@ class Blind(gymnasium.Env[np.ndarray, np.ndarray]):
         return None
 
 
-def test_pictures_that_cannot_be_rendered_are_told() -> None:
+class Unseeded(Blind):
+    def reset(self):  # type: ignore[override]
+        return np.zeros(2), {}
+
+
+def test_pictures_that_cannot_be_rendered_and_resets_without_a_seed_are_told() -> None:
     with pytest.raises(Misuse, match="render_mode"):
         Simulator(Blind(), Reading(chunk=1, image_size=32)).begin(0)
     with pytest.raises(Misuse, match="not int"):
         Simulator(3, Reading(chunk=1))  # type: ignore[arg-type]
-
-
-class Unseeded(Blind):
-    def reset(self):  # type: ignore[override]
-        return np.zeros(2), {}
+    with pytest.raises(Misuse, match=r"cannot be given a seed.*reset\(self, \*, seed=None, options=None\)"):
+        Simulator(Unseeded(), Reading(chunk=1))
 
 
 class Wide(Blind):
@@ -142,11 +144,6 @@ class Wide(Blind):
 
     def render(self):
         return np.zeros((48, 64, 3), np.uint8)
-
-
-def test_an_environment_without_a_seed_is_told_what_reset_takes() -> None:
-    with pytest.raises(Misuse, match=r"cannot be given a seed.*reset\(self, \*, seed=None, options=None\)"):
-        Simulator(Unseeded(), Reading(chunk=1))
 
 
 @pytest.mark.parametrize("by_itself", [True, False], ids=["observed", "rendered"])

@@ -188,9 +188,6 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(Misuse, match="FetchReach-v4 needs mujoco: pip install 'gymnasium-robotics"):
         env.Shared("FetchReach-v4")
-
-
-def test_who_has_an_expert() -> None:
     with pytest.raises(ValueError, match="gym_pusht/PushT-v0 has no scripted expert.*fetch, reacher have one"):
         demonstrated("gym_pusht/PushT-v0", (), 1, seed=0)
 
