@@ -87,18 +87,9 @@ def test_it_acts_and_learns_as_lerobots_own(kind: str, tmp_path) -> None:
     torch.testing.assert_close(errors.sum() / given["valid"].sum(), theirs["loss"], rtol=1e-4, atol=0)
 
 
-def test_gradients_reach_the_head_and_not_the_backbone(folder, tmp_path) -> None:
-    policy = load_policy(folder).with_heads(critic=1, noise_head="none", seed=0)
-    seen, actions = observation(policy), policy.normalised(torch.randn(3, 8, 3))
-    drawn = policy.loss_noise(3, torch.Generator().manual_seed(0))
+def test_noise_levels_are_those_of_flows_and_parts_are_trained_as_the_folder_says(folder, tmp_path) -> None:
+    drawn = load_policy(folder).loss_noise(3, torch.Generator().manual_seed(0))
     assert torch.equal(drawn["level"], flow_times(3, _after_noise()))
-    context = policy.encode(seen)
-    policy.errors(context, actions, torch.ones(3, 8, dtype=torch.bool), drawn).actions.mean().backward()
-    policy.value(context).sum().backward()
-    for name, parameter in policy.named_parameters():
-        frozen = name.startswith("backbone.")
-        assert parameter.requires_grad != frozen and (parameter.grad is None) == frozen, name
-        assert frozen or parameter.grad.abs().max() > 0, name
     groot_folder(tmp_path, tune_projector=False, tune_vlln=False, tune_top_llm_layers=1, tune_visual=True)
     policy = load_policy(tmp_path)
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}

@@ -16,6 +16,7 @@ from torch import Tensor
 from genrl.config import load
 from genrl.mdp.noise import keyed_noise
 from genrl.runtime.weights.weights import put_back
+from genrl.vla.offline.imitation import matching_error
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.layers import is_adapter
 from genrl.vla.policies.lerobot import Adapt
@@ -51,6 +52,18 @@ FLOWS: dict[str, tuple[Callable[[Path], Any], tuple[int, int]]] = {
     "groot": (groot_folder, (8, 12)),
 }
 """Those that predict velocities, and the shape of their chunks."""
+
+
+PALIGEMMA = "paligemma_with_expert.paligemma."
+STAYS = {"pi0": PALIGEMMA, "pi05": PALIGEMMA, "smolvla": "vlm_with_expert.vlm.", "groot": "backbone."}
+STAYS["diffusion"] = "diffusion.rgb_encoder."
+    "smolvla": "vlm_with_expert.vlm.",
+    "groot": "backbone.",
+    "diffusion": "diffusion.rgb_encoder.",
+    "pi0": PALIGEMMA,
+    "pi05": PALIGEMMA,
+}
+"""Where the names of what is frozen begin."""
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +194,20 @@ def test_replay_is_the_sample_and_heads_are_saved_beside(kind: str, folders: dic
         load_policy(folders[kind]).velocity_and_noise(context, chunk, SIGMA)
 
 
+@pytest.mark.parametrize("kind", FLOWS)
+def test_gradients_reach_the_expert_and_not_what_is_frozen(kind: str, folders: dict[str, Path]) -> None:
+    policy, shape = load_policy(folders[kind]).with_heads(critic=1, noise_head="none", seed=0), FLOWS[kind][1]
+    actions = policy.normalised(torch.randn(3, shape[0], 3))
+    assert actions.shape == (3, *shape) and not actions[..., 3:].any()
+    context = policy.encode(observation(kind, policy))
+    matching_error(policy, context, actions, keyed_noise((3, *shape), 0), SIGMA, None).square().mean().backward()
+    policy.value(context).sum().backward()
+    for name, parameter in policy.named_parameters():
+        frozen = name.startswith(STAYS[kind])
+        assert parameter.requires_grad != frozen and (parameter.grad is None) == frozen, name
+        assert frozen or kind.startswith("pi") or parameter.grad.abs().max() > 0, name
+
+
 # -- Low-rank adapters of published policies: what they train, how a run goes on, the folder in which they are merged
 
 
@@ -290,7 +317,6 @@ SFT = {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 4}
 PPO = {"algorithm": "ppo", "epochs": 1, "minibatch": 8, "critic_warmup": 0, "kl_stop": None}
 SDE, NOISE = {"kind": "flow_sde", "steps": 2}, {"kind": "flow_noise", "steps": 2}
 DPPO = {"kind": "diffusion", "steps": 3, "ft_denoising_steps": 3}
-STAYS = {"smolvla": "vlm_with_expert.vlm.", "groot": "backbone.", "diffusion": "diffusion.rgb_encoder."}
 
 
 REINFORCED: dict[str, tuple[dict[str, Any], str]] = {
@@ -322,7 +348,7 @@ def test_it_imitates_and_is_reinforced_from_that_run(kind: str, tmp_path: Path) 
     two = trained("ppo", str(tmp_path / "sft"), trainer={**PPO, **how})
     assert vla_runs.rows(tmp_path / "ppo")[-1]["rollout/log_prob_off"] == 0.0
     assert any("value_head" in name for name in two) and any("noise_head" in name for name in two) == (sampler is NOISE)
-    frozen = STAYS.get(kind, "paligemma_with_expert.paligemma.")
+    frozen = STAYS[kind]
     assert any(name.startswith(frozen) for name in base)
     for name in base.keys() & two.keys():
         if "value_head" not in name:
