@@ -57,12 +57,6 @@ FLOWS: dict[str, tuple[Callable[[Path], Any], tuple[int, int]]] = {
 PALIGEMMA = "paligemma_with_expert.paligemma."
 STAYS = {"pi0": PALIGEMMA, "pi05": PALIGEMMA, "smolvla": "vlm_with_expert.vlm.", "groot": "backbone."}
 STAYS["diffusion"] = "diffusion.rgb_encoder."
-    "smolvla": "vlm_with_expert.vlm.",
-    "groot": "backbone.",
-    "diffusion": "diffusion.rgb_encoder.",
-    "pi0": PALIGEMMA,
-    "pi05": PALIGEMMA,
-}
 """Where the names of what is frozen begin."""
 
 
