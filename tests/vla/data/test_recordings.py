@@ -101,6 +101,11 @@ def test_what_is_recorded_after_a_success_is_left_out(tmp_path: Path, later: tup
     assert (steps.action == whole.action[:5]).all() and (steps.reward == whole.reward[:5]).all()
 
 
+def refused(words: str, path: Path, success_key: str | None = None, cost_key: str | None = None) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_steps(path, success_key=success_key, cost_key=cost_key)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -112,36 +117,28 @@ def test_what_is_recorded_after_a_success_is_left_out(tmp_path: Path, later: tup
     ],
 )
 def test_a_broken_file_is_refused_by_key_and_row(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_steps(dsrl(tmp_path / "some.hdf5", **changes), success_key=None, cost_key=None)
+    refused(message, dsrl(tmp_path / "some.hdf5", **changes))
 
 
 def test_what_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="says nothing of success .*write null"):
-        read_steps(dsrl(tmp_path / "some.hdf5"), success_key="is_success", cost_key=None)
-    with pytest.raises(ValueError, match="there is no such file"):
-        read_steps(tmp_path / "none.hdf5", success_key=None, cost_key=None)
+    refused("says nothing of success .*write null", dsrl(tmp_path / "some.hdf5"), success_key="is_success")
+    refused("there is no such file", tmp_path / "none.hdf5")
     folder = minari(tmp_path / "made")
     with h5py.File(folder / "data" / "main_data.hdf5", "a") as file:
         told = file["episode_0/infos/cost"][()]
         file["episode_0/infos/unsure"] = np.where(np.arange(len(told)) == 1, np.nan, told)
-    with pytest.raises(ValueError, match="episode_0, a value of unsure is nan, and it is true or false"):
-        read_steps(folder, success_key="unsure", cost_key=None)
-    with pytest.raises(ValueError, match=r"/episode_0/infos/costs is missing \(the nearest is 'cost'\)"):
-        read_steps(folder, success_key=None, cost_key="costs")
-    with pytest.raises(ValueError, match="Minari's format 'arrow'"):
-        read_steps(minari(tmp_path / "arrow", data_format="arrow"), success_key=None, cost_key=None)
+    refused("episode_0, a value of unsure is nan, and it is true or false", folder, success_key="unsure")
+    refused(r"/episode_0/infos/costs is missing \(the nearest is 'cost'\)", folder, cost_key="costs")
+    refused("Minari's format 'arrow'", minari(tmp_path / "arrow", data_format="arrow"))
     main = folder / "data" / "main_data.hdf5"
     with h5py.File(main, "a") as file:
         del file["episode_1/observations"]
         file["episode_1/observations"] = np.zeros((5, 8, 8, 3), np.uint8)
-    with pytest.raises(ValueError, match="episode_1/observations are not vectors; pictures"):
-        read_steps(main, success_key=None, cost_key=None)
+    refused("episode_1/observations are not vectors; pictures", main)
     with h5py.File(main, "a") as file:
         del file["episode_1/observations"]
         file["episode_1/observations"] = np.zeros((4, 2))
-    with pytest.raises(ValueError, match="episode_1 has 4 actions, so 5 observations, but 4 are there"):
-        read_steps(main, success_key=None, cost_key=None)
+    refused("episode_1 has 4 actions, so 5 observations, but 4 are there", main)
 
 
 def test_a_decision_from_every_step(tmp_path: Path) -> None:

@@ -92,9 +92,8 @@ def test_the_first_successes_and_failures_are_written(tmp_path: Path, monkeypatc
 
 def test_what_is_no_clip_is_refused() -> None:
     for frames in (np.zeros((0, 8, 8, 3), np.uint8), np.zeros((2, 8, 8, 3)), np.zeros((8, 8, 3), np.uint8)):
-        with pytest.raises(ValueError, match="the clip of 'go' must be uint8"):
-            captioned(Clip(frames, "go", True))
-        with pytest.raises(ValueError, match="the clip of 'go' must be uint8"):
-            contact_sheet([Clip(frames, "go", True)])
+        for shown in (lambda clip: captioned(clip), lambda clip: contact_sheet([clip])):
+            with pytest.raises(ValueError, match="the clip of 'go' must be uint8"):
+                shown(Clip(frames, "go", True))
     with pytest.raises(ValueError, match="a clip and two moments"):
         contact_sheet([])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 import genrl_rewards
@@ -133,34 +134,14 @@ def test_a_served_model_labels_pairs(root: Path, tmp_path: Path) -> None:
     assert first["loss/policy"] == again["loss/policy"]
 
 
-@pytest.mark.parametrize(
-    ("name", "override", "message"),
-    [
-        ("fisor", "environment.name=metaworld", "minitable"),
-        ("fisor", "policy.new.type=tiny_flow_vla", "diffusion_mlp"),
-        ("fisor", "policy.new.points=8", "policy.new.points.*works on states; write 0"),
-        ("rl_vlm_f", "policy.new.image_size=32", "states"),
-        ("rl_vlm_f", "trainer.labels.judge=preference_juge", "Did you mean 'preference_judge'"),
-        ("rl_vlm_f", "trainer.labels.judge=geneval", "asks for include"),
-        ("rl_vlm_f", "trainer.labels={remote: http://127.0.0.1:1, args: {max_tokens: 8}}", "give them to its server"),
-        ("rl100", "sampler.selection=last", "write all"),
-        ("diwa", "demonstrations=null", "expert"),
-        ("v_ptr", "environment.name=metaworld", "write minitable"),
-        ("v_ptr", "policy.new.type=my.py:Policy", "pre-trains the picture encoder of embedded policies; write tiny_fl"),
-        ("v_ptr", "policy.new.points=8", "pre-trains what looks at pictures; write 0"),
-        ("v_ptr", "policy.new.image_size=0", "pre-trains what looks at pictures; write 32"),
-        ("v_ptr", "demonstrations.expert=5", "makes its own data; take them out"),
-        ("fisor_bullet", "environment.cost_key=null", "fisor limits costs: write the entry of info"),
-        ("fisor_bullet", "environment.instruction=null", "hold no sentences; write the one of the task"),
-        ("fisor_bullet", "policy.new.horizon=2", "costs of a file are those of single actions; write 1"),
-        ("fisor_bullet", "environment.name=minitable", "a file of steps is of a gymnasium environment"),
-        ("fisor_bullet", "environment.reward=success", "nothing would ever be paid without one"),
-    ],
-)
-def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, name: str, override: str, message: str) -> None:
-    line = [line_file(tmp_path / "line.hdf5", 2)] if name == "fisor_bullet" else []
-    with pytest.raises(ConfigError, match=message):
-        (of_file if line else small)(root, name, *line, tmp_path, override)
+CASES = yaml.safe_load((Path(__file__).parents[2] / "fixtures" / "config" / "impossible_recipes.yaml").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['recipe']}: {case['change']}")
+def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, case: dict[str, str]) -> None:
+    line = [line_file(tmp_path / "line.hdf5", 2)] if case["recipe"] == "fisor_bullet" else []
+    with pytest.raises(ConfigError, match=case["says"]):
+        (of_file if line else small)(root, case["recipe"], *line, tmp_path, case["change"])
 
 
 # -- What a policy's run logs is what the catalogue documents, both ways
