@@ -1,6 +1,5 @@
-"""What a run of a policy has beside its method: the average, its best, undone iterations, smaller micro-batches."""
+"""What a run of a policy has beside its method: the average, what is watched, smaller micro-batches."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,7 @@ import pytest
 import torch
 
 from genrl.cli.arguments import is_policy
-from genrl.config import ConfigError, check_files, load
-from genrl.runtime.folder.run import Run
-from genrl.runtime.loop import updating
+from genrl.config import ConfigError, check_files
 from genrl.runtime.loop.progress import Progress
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.methods.ppo import train as gae
@@ -28,7 +25,6 @@ from tests.vla.published_runs import oft_config as config
 
 EVALUATED: dict[str, Any] = {"every": 1, "episodes": 4, "num_envs": 4}
 AVERAGED: dict[str, Any] = {"ema": {"decay": 0.5}, "optimizer": {"lr": 1e-2}}
-SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
 
 
 def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,50 +42,6 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
     assert any(not torch.equal(value, trained[name]) for name, value in average.items())
     for written in (vla_runs.trained_weights(run), load_trained(run).state_dict()):
         assert all(torch.equal(written[name], value) for name, value in average.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "call", "left"), [({}, 3, 0), (vla_runs.GRPO, 1, 0), (vla_runs.SFT, 4, 1)], ids=["ppo", "grpo", "sft"]
-)
-def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
-    changes: dict[str, Any], call: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the average and the optimiser, to the bit; nothing of it was logged. call: the backward pass (from 0) before
-    which the run is asked to end; left: after how many iterations it ended."""
-    common = {"iterations": 2, "checkpoint": {"every": 9}, "ema": {"decay": 0.5}, **changes}
-    straight = train(vla_runs.config(tmp_path, output=str(tmp_path / "straight"), **common))
-    backward, calls, stopped = updating._backward, iter(range(10**6)), tmp_path / "stopped"
-
-    def watched(*arguments: Any) -> None:
-        if next(calls) == call:
-            signal.raise_signal(signal.SIGTERM)
-        backward(*arguments)
-
-    with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(updating, "_backward", watched)
-        train(vla_runs.config(tmp_path, output=str(stopped), **common))
-    assert vla_runs.last_state(stopped).step == left
-    train(load(Run(stopped).config), stopped)  # type: ignore[arg-type]
-    assert vla_runs.differences(straight, stopped) == []
-
-
-def test_a_run_whose_success_falls_is_stopped_with_its_best_beside_it(tmp_path: Path, monkeypatch: Any) -> None:
-    found: list[dict[str, torch.Tensor]] = []
-
-    def scripted(self: VLARun, iteration: int) -> dict[str, float]:
-        found.append({name: p.detach().clone() for name, p in self.loop.weights.named.items()})
-        return {"eval/success_mean": SCORES[iteration]}
-
-    monkeypatch.setattr(VLARun, "evaluate", scripted)
-    evaluation = {**EVALUATED, "on_collapse": "stop"}
-    run = train(vla_runs.config(tmp_path, iterations=4, evaluation=evaluation, **AVERAGED))
-    rows = vla_runs.rows(run)
-    assert [row["eval/below_best"] for row in rows] == pytest.approx([0.0, 0.0, 0.3, 0.4])
-    assert len(found) == 4
-    for folder, evaluated in (("policy", found[3]), ("policy-best", found[1])):
-        written = dict(load_policy(run / folder).named_parameters())
-        assert all(torch.equal(written[name], value) for name, value in evaluated.items())
 
 
 def test_what_cannot_be_watched(tmp_path: Path) -> None:
