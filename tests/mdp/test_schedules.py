@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp import gaussian, kernels, noise_levels, schedules, windows
-from genrl.mdp.plan import compress_tail, make_plan
-from genrl.mdp.windows import moving_window
+from genrl.mdp import gaussian, kernels, noise_levels, plan, schedules
+from genrl.mdp.plan import compress_tail, make_plan, moving_window
 from genrl.objectives.advantages.groups import group_advantages
 from tests.golden_cases import Arrays, Case, cases, check_all, error
 from tests.reference.grids import is_truncated, shifted_grid
@@ -64,7 +63,7 @@ def test_a_window_is_never_empty_and_lies_inside(size: int, low: int, extra: int
 def test_early_starts_of_a_geometric_window_are_more_likely() -> None:
     draw = partial(schedules.geometric_window, 3, 1, 8, ratio=0.5, seed=3)
     starts = torch.tensor([draw(iteration=i).start for i in range(2000)])
-    law = torch.tensor(windows.geometric_start_probabilities(5, 0.5))
+    law = torch.tensor(plan.geometric_start_probabilities(5, 0.5))
     counts = torch.bincount(starts, minlength=6)
     assert counts[0] == 0 and len(counts) == 6
     assert ((counts[1:] - 2000 * law).abs() < 5 * (2000 * law * (1 - law)).sqrt()).all()
@@ -92,7 +91,7 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
     for schedule in (
         partial(schedules.window_steps, seed=0),
         partial(schedules.geometric_window, ratio=0.5, seed=0),
-        partial(windows.moving_window, every=3),
+        partial(plan.moving_window, every=3),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             schedule(size, low, high, iteration=0)
@@ -104,38 +103,38 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 12), st.integers(1, 5), st.integers(0, 200))
 def test_a_moving_window_is_always_full(size: int, low: int, extra: int, every: int, iteration: int) -> None:
     high = low + size + extra
-    window = windows.moving_window(size, low, high, iteration=iteration, every=every)
+    window = plan.moving_window(size, low, high, iteration=iteration, every=every)
     assert len(window) == size and low <= window[0] and window[-1] < high
     if iteration:
-        before = windows.moving_window(size, low, high, iteration=iteration - 1, every=every).start
+        before = plan.moving_window(size, low, high, iteration=iteration - 1, every=every).start
         assert 0 <= window.start - before <= 1
 
 
 def test_a_moving_window_reaches_every_step_and_stays_as_long_as_told() -> None:
-    starts = [windows.moving_window(4, 0, 8, iteration=i, every=3).start for i in range(40)]
+    starts = [plan.moving_window(4, 0, 8, iteration=i, every=3).start for i in range(40)]
     assert starts[:15] == [start for start in range(5) for _ in range(3)] and set(starts[12:]) == {4}
 
 
 def test_a_ratio_of_1_makes_all_starts_alike() -> None:
-    assert windows.geometric_start_probabilities(4, 1.0) == [0.25] * 4
-    assert windows.draw_start([0.25] * 4, 1.0 - 1e-17) == 3
+    assert plan.geometric_start_probabilities(4, 1.0) == [0.25] * 4
+    assert plan.draw_start([0.25] * 4, 1.0 - 1e-17) == 3
     for starts, ratio in ((0, 0.5), (3, 0.0), (3, 1.1)):
         with pytest.raises(ValueError, match="at least one start"):
-            windows.geometric_start_probabilities(starts, ratio)
+            plan.geometric_start_probabilities(starts, ratio)
 
 
 def test_the_backward_interval_grows_to_the_longest_and_stays() -> None:
-    intervals = [windows.backward_interval(20, shortest=14, longest=18, stages=10, stage=s) for s in range(15)]
+    intervals = [plan.backward_interval(20, shortest=14, longest=18, stages=10, stage=s) for s in range(15)]
     assert all(interval.stop == 20 for interval in intervals)
     lengths = [len(interval) for interval in intervals]
     assert lengths[0] == 14 and lengths == sorted(lengths) and lengths[9:] == [18] * 6
     with pytest.raises(ValueError, match="1 <= shortest <= longest <= steps"):
-        windows.backward_interval(10, shortest=4, longest=11, stages=5, stage=0)
+        plan.backward_interval(10, shortest=4, longest=11, stages=5, stage=0)
 
 
 def test_the_noise_of_one_depth_does_not_grow() -> None:
-    assert windows.growing_noise(0.7, 0.5, 1) == (0.7,)
-    assert windows.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
+    assert plan.growing_noise(0.7, 0.5, 1) == (0.7,)
+    assert plan.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
 
 
 # -- MixGRPO as released: windows, tails, transitions, sums of advantages (golden tree_mixgrpo and samplers_windows)
@@ -205,14 +204,14 @@ def test_windows_tails_and_advantages(golden) -> None:
     a = Arrays(golden("tree_mixgrpo"))
     for tag in a.tags(r"(sched_\w+)_cfg_json"):
         o = json.loads(a.text(f"{tag}_cfg_json"))
-        windows = [
+        plan = [
             mixgrpo_window(o["w"], o["M"], iteration=iteration, strategy=o["strategy"], every=o["tau"],
                            stride=o["stride"] if o["overlap"] else None, wrap=o["roll"], first=o["start"], seed=1000,
                            longest=o["max_it"], shortest=o["min_it"], rate=o["k"], threshold=o["thr"])
             for iteration in range(len(a.given(f"{tag}_start")))
         ]  # fmt: skip
-        a.check(f"{tag}_start", [window.start for window in windows])
-        a.check(f"{tag}_length", [len(window) for window in windows])
+        a.check(f"{tag}_start", [window.start for window in plan])
+        a.check(f"{tag}_length", [len(window) for window in plan])
     for tag in a.tags(r"(paper_T\w+)"):
         steps, size, stride, every = (
             int(number) for number in re.fullmatch(r"paper_T(\d+)_w(\d+)_s(\d+)_tau(\d+)", tag).groups()
@@ -244,7 +243,7 @@ def test_windows_of_whole_runs(golden) -> None:
     assert kinds
     for case in kinds:
         p = case.params
-        windows = [
+        plan = [
             mixgrpo_window(
                 p["group_size"],
                 p["max_timesteps"],
@@ -260,8 +259,8 @@ def test_windows_of_whole_runs(golden) -> None:
             )
             for iteration in range(len(case["start"]))
         ]
-        assert [window.start for window in windows] == case["start"].tolist(), case.id
-        assert [len(window) for window in windows] == case["size"].tolist(), case.id
+        assert [window.start for window in plan] == case["start"].tolist(), case.id
+        assert [len(window) for window in plan] == case["size"].tolist(), case.id
 
 
 # -- Draws of noise levels: golden trainers_schedules (its columns of times), and their distributions

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from genrl.mdp import gaussian, kernels
-from genrl.mdp.plan import SamplingPlan, caterpillar, make_plan, sliding_depths
+from genrl.mdp.plan import (
+    SamplingPlan,
+    backward_interval,
+    caterpillar,
+    draw_start,
+    geometric_start_probabilities,
+    growing_noise,
+    make_plan,
+    sliding_depths,
+)
 from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
-from genrl.mdp.windows import backward_interval, draw_start, geometric_start_probabilities, growing_noise
 from genrl.objectives.advantages import credit, pruning
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
