@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp import gaussian, kernels, noise_levels, plan, schedules
+from genrl.mdp import forward, gaussian, kernels, plan, schedules
 from genrl.mdp.plan import compress_tail, make_plan, moving_window
 from genrl.objectives.advantages.groups import group_advantages
 from tests.golden_cases import Arrays, Case, cases, check_all, error
@@ -279,23 +279,23 @@ def test_golden_times(golden) -> None:
 
     for kind, stratified in (("stratified", True), ("iid", False)):
         count = len(a.given(f"out_ff_logit_normal_{kind}"))
-        draws = noise_levels.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
+        draws = forward.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
         check(f"out_ff_logit_normal_{kind}", 1000 * (1 - 0.9 * draws))
     for found in a.matches(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)"):
         lowest = 1000 * (1 - float(found[2].replace("p", ".")))
         last, count = int((grid >= lowest - 1e-3).nonzero().max()), len(a.given(found[0]))
         if found[1] == "_with_init":  # the first step always, the others from the rest
-            steps = noise_levels.stratified_steps(count - 1, 1, last, source())
+            steps = forward.stratified_steps(count - 1, 1, last, source())
             check(found[0], torch.cat([grid[:1], grid[steps]]))
         else:
             first = int(found[1] == "_wo_init")
-            check(found[0], grid[noise_levels.stratified_steps(count, first, last, source())])
+            check(found[0], grid[forward.stratified_steps(count, first, last, source())])
     a.all_used("out_ff_(discrete|logit_normal).*")
 
 
 @given(st.integers(1, 20), st.integers(0, 999))
 def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None:
-    normal = noise_levels.logit_normal_draws(count, torch.Generator().manual_seed(seed))
+    normal = forward.logit_normal_draws(count, torch.Generator().manual_seed(seed))
     assert normal.min() >= 0.01 and normal.max() < 1.0
     quantiles = torch.special.ndtr(normal.logit())
     inside = (normal > 0.01) & (normal < 1 - 1e-6)  # where the floor did not act
@@ -305,7 +305,7 @@ def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None
 
 @given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
 def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
-    steps = noise_levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
+    steps = forward.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
     assert len(steps) == count and (steps.diff() >= 0).all()
     assert steps[0] >= first and steps[-1] <= max(first, first + length - 1) + (length < count)
     if length >= count and length % count == 0:
@@ -316,6 +316,6 @@ def test_steps_ascend_inside_their_range(count: int, first: int, length: int, se
 def test_no_draw_is_refused() -> None:
     source = torch.Generator()
     with pytest.raises(ValueError, match="at least one draw"):
-        noise_levels.logit_normal_draws(0, source)
+        forward.logit_normal_draws(0, source)
     with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
-        noise_levels.stratified_steps(2, 3, 1, source)
+        forward.stratified_steps(2, 3, 1, source)

@@ -26,8 +26,8 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
+from genrl.mdp.forward import stratified_steps
 from genrl.mdp.noise import generator
-from genrl.mdp.noise_levels import stratified_steps
 from genrl.objectives.advantages.groups import informative
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
