@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.mdp.gaussian import compute_dtype, per_sample
-from genrl.mdp.kernels import PredictionType
+from genrl.mdp.kernels import PredictionType, compute_dtype, per_sample
 from genrl.mdp.schedules import shift
 
 Scalar = Tensor | float

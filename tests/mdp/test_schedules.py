@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp import forward, gaussian, kernels, plan, schedules
+from genrl.mdp import forward, kernels, plan, schedules
 from genrl.mdp.plan import compress_tail, make_plan, moving_window
 from genrl.objectives.advantages.groups import group_advantages
 from tests.golden_cases import Arrays, Case, cases, check_all, error
@@ -181,21 +181,21 @@ def test_transitions(golden) -> None:
         step = kernels.flow_sde(x, v, *level, noise_level=eta, sigma_max=sigmas[1])
         a.check(f"{tag}_mean", step.mean)
         a.check(f"{tag}_std", step.std.flatten()[0])
-        drawn, straight = gaussian.sample(step.mean, step.std, a.given(f"{tag}_noise")), kernels.ode(x, v, *level).mean
+        drawn, straight = kernels.sample(step.mean, step.std, a.given(f"{tag}_noise")), kernels.ode(x, v, *level).mean
         a.check(f"{tag}_det0_next", drawn)
         a.check(f"{tag}_det1_next", straight)
         a.check(f"{tag}_x0", kernels.ode(x, v, level[0], 0.0).mean)
         # The peer's constant is of float32. An ODE step's value is meaningless: it is never asked for elsewhere.
         for name, at_point in (("given", given), ("det0", drawn), ("det1", straight)):
-            a.check(f"{tag}_{name}_logp", gaussian.log_prob(at_point, step.mean, step.std), rtol=1e-9, atol=5e-8)
+            a.check(f"{tag}_{name}_logp", kernels.log_prob(at_point, step.mean, step.std), rtol=1e-9, atol=5e-8)
     for tag in a.tags(r"(dance\d+)_mean"):
         at = int(tag.removeprefix("dance"))
         step = kernels.dance_sde(x, v, sigmas[at], sigmas[at + 1], noise_level=eta)
         a.check(f"{tag}_mean", step.mean)
         a.check(f"{tag}_std", step.std.flatten()[0])
-        full = gaussian.log_prob(given, step.mean, step.std)
+        full = kernels.log_prob(given, step.mean, step.std)
         a.check(f"{tag}_given_logp_full", full, rtol=1e-9, atol=5e-8)
-        peak = gaussian.log_prob(step.mean, step.mean, step.std)
+        peak = kernels.log_prob(step.mean, step.mean, step.std)
         a.check(f"{tag}_given_logp_no_const", full - peak, rtol=1e-9, atol=5e-8)
     a.all_used(f"{STEPS}.*")
 

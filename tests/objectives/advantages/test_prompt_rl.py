@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genrl.mdp import gaussian
+from genrl.mdp import kernels
 from genrl.objectives.advantages import prompt_rl
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.surrogates import policy_losses
@@ -35,7 +35,7 @@ def test_golden_joint_step(golden) -> None:
     clip, beta = a.given("dit_clip_beta").tolist()
     mean, std = a.given("dit_mean").requires_grad_(), a.given("dit_std")
     per_edge = advantages.flatten().repeat_interleave(len(mean) // advantages.numel())
-    density = gaussian.log_prob(a.given("dit_next"), mean, std)
+    density = kernels.log_prob(a.given("dit_next"), mean, std)
     surrogate = policy_losses.clipped_surrogate(density, a.given("dit_old_logp"), per_edge, clip, clip)
     kl = policy_losses.kl_gaussian(mean, a.given("dit_ref_mean"), std)
     loss = (surrogate.loss + beta * kl).mean()

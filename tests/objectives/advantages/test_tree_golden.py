@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.mdp import gaussian, kernels
+from genrl.mdp import kernels
 from genrl.mdp.plan import (
     SamplingPlan,
     backward_interval,
@@ -246,22 +246,22 @@ def test_branchgrpo_transitions(golden) -> None:
         noise = a.given(f"{tag}_noise")
         a.check(f"{tag}_mean", step.mean, **loose)
         a.check(f"{tag}_std", step.std.flatten()[0], **loose)
-        taken = gaussian.sample(step.mean, step.std, noise)
+        taken = kernels.sample(step.mean, step.std, noise)
         a.check(f"{tag}_next", taken, **loose)
-        a.check(f"{tag}_logp", gaussian.log_prob(taken, step.mean, step.std), **loose)
+        a.check(f"{tag}_logp", kernels.log_prob(taken, step.mean, step.std), **loose)
         a.check(f"{tag}_x0", kernels.ode(x, v, sigmas[at], 0.0).mean, **loose)
         # Released: children of one state get several times the noise, but are scored without it.
         noise = a.given(f"{tag}_split_noise")
         mean, std = (part[:1].expand(len(noise), *part.shape[1:]) for part in step)
         for scale in map(int, a.tags(rf"{tag}_split_next_scale(\d+)")):
-            child = gaussian.sample(mean, scale * std, noise)
+            child = kernels.sample(mean, scale * std, noise)
             a.check(f"{tag}_split_next_scale{scale}", child, **loose)
-            released = gaussian.log_prob(child, mean, std)
+            released = kernels.log_prob(child, mean, std)
             a.check(f"{tag}_split_logp_scale{scale}", released, rtol=1e-4, atol=2e-3)
             squares = noise.double().square().flatten(1).mean(1)
             proper = released + (scale**2 - 1) / 2 * squares - math.log(scale)  # what it should be scored with
             torch.testing.assert_close(
-                gaussian.log_prob(child, mean, scale * std).double(), proper, rtol=1e-4, atol=2e-3
+                kernels.log_prob(child, mean, scale * std).double(), proper, rtol=1e-4, atol=2e-3
             )
 
     base, own = a.given("corr_xi0"), a.given("corr_eta")

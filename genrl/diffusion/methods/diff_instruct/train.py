@@ -33,7 +33,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.gaussian import per_sample
+from genrl.mdp.kernels import per_sample
 from genrl.mdp.noise import generator
 from genrl.objectives.forward import diff_instruct as objective
 from genrl.objectives.forward.diff_instruct import score_from_prediction, score_from_velocity
