@@ -1,10 +1,16 @@
-"""Which steps of a batch of rollouts belong to an episode, what the episode was worth, and which groups can teach.
+"""Advantages of episodes: which steps belong to one, what it was worth, generalised advantage estimation over its steps.
 
-Shapes: T rows of B environments, C actions per row. done [T, B, C]: an episode ended with that action. Groups are
-integers [B]; environments of one group start from the same initial state.
+Shapes: T rows of B environments; a row is one decision (a chunk of up to C actions, or one action). done [T, B, C]: an
+episode ended with that action. Groups are integers [B]; environments of one group start from the same initial state.
+Estimates are computed in float64. terminated: the episode ended in this row by the task's own rules; truncated: it was
+cut (a time limit). next_values is the value of the *true* next observation, the final one where the episode ended,
+never that of the episode which follows. Rows that only reset an environment (gymnasium's next-step mode) may hold
+anything: no trace enters or leaves through them; leave them out with `valid_transitions`.
 """
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,3 +61,158 @@ def informative_groups(returns: Tensor, group: Tensor, *, low: float, high: floa
     mean = empty.index_add(0, index, returns.double()) / count
     slack = 1e-6  # a mean of float32 rewards that equals a bound counts as inside
     return ((mean >= low - slack) & (mean <= high + slack))[index]
+
+
+ChunkMode = Literal["chunk", "smdp"]
+
+
+class Estimate(NamedTuple):
+    """advantages and returns = advantages + values, the critic's target: [T, B], of actions [T, B, C]; float64."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+class ChunkReward(NamedTuple):
+    """reward [T, B] of what was executed of each chunk, and the discount [T, B] of what follows it; float64."""
+
+    reward: Tensor
+    discount: Tensor
+
+
+def gae(
+    rewards: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    *,
+    discount: Tensor | float,
+    lam: float,
+) -> Estimate:
+    """`d = r + G (1 - terminated) V' - V`, `A = d + G lam (1 - done) A'`: GAE (arXiv 1506.02438, eq. 16).
+
+    A truncated episode is bootstrapped, a terminated one is not, and both end the trace. All [T, B]; discount G is one
+    number or [T, B] (`chunk_rewards`). Raises ValueError for shapes that differ.
+    """
+    shapes = {tuple(t.shape) for t in (rewards, terminated, truncated, values, next_values)}
+    if len(shapes) != 1 or rewards.dim() != 2:
+        raise ValueError(f"rewards, flags and values must all have one shape [T, B]; got {sorted(shapes)}")
+    factor = torch.as_tensor(discount, dtype=torch.float64, device=rewards.device).expand(rewards.shape)
+    now = values.detach().double()
+    # where, not a product: values of rows that only reset may be NaN.
+    following = torch.where(terminated.bool(), 0.0, next_values.detach().double())
+    delta = rewards.double() + factor * following - now
+    carried = torch.where(terminated.bool() | truncated.bool(), 0.0, factor * lam)
+    advantages = torch.zeros_like(delta)
+    ahead = torch.zeros_like(delta[0])
+    for t in reversed(range(len(delta))):
+        ahead = delta[t] + carried[t] * ahead
+        advantages[t] = ahead
+    return Estimate(advantages, advantages + now)
+
+
+def executed_mask(n_executed: Tensor, size: int) -> Tensor:
+    """Which actions of chunks of `size` were executed, bool [..., size]: the first n_executed [...] of each.
+
+    The mask of action-level losses, and all false for a row that only resets (n_executed 0).
+    """
+    return torch.arange(size, device=n_executed.device) < n_executed[..., None]
+
+
+def chunk_rewards(rewards: Tensor, n_executed: Tensor, *, gamma: float, mode: ChunkMode) -> ChunkReward:
+    """The rewards of the executed actions of each chunk as one: rewards [T, B, C], n_executed [T, B] of 0 .. C.
+
+    "chunk": their sum, and gamma per chunk, whatever its length (pi_RL, DPPO). "smdp": `sum_j gamma^j r_j`, and gamma^n
+    for n executed actions, the exact discount of a semi-Markov process (RL-100). Rewards after n do not count.
+    Raises ValueError where n_executed is not in 0 .. C.
+    """
+    paid = torch.where(_executed(rewards, n_executed), rewards.double(), 0.0)
+    if mode == "chunk":
+        return ChunkReward(paid.sum(-1), torch.full(paid.shape[:-1], gamma, dtype=torch.float64, device=paid.device))
+    if mode == "smdp":
+        place = torch.arange(rewards.shape[-1], dtype=torch.float64, device=rewards.device)
+        return ChunkReward((paid * gamma**place).sum(-1), gamma ** n_executed.double())
+    raise ValueError(f"mode must be 'chunk' or 'smdp', got {mode!r}")
+
+
+def chunk_gae(
+    rewards: Tensor,
+    n_executed: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    mode: ChunkMode,
+) -> Estimate:
+    """`gae` over decisions: rewards [T, B, C], the rest [T, B]. With one action per decision it is plain GAE."""
+    chunk = chunk_rewards(rewards, n_executed, gamma=gamma, mode=mode)
+    return gae(chunk.reward, terminated, truncated, values, next_values, discount=chunk.discount, lam=lam)
+
+
+def action_gae(
+    rewards: Tensor,
+    n_executed: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    values: Tensor,
+    next_values: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+) -> Estimate:
+    """GAE whose steps are the executed actions of chunks, gamma per action (pi_RL's action level): [T, B, C].
+
+    rewards and values [T, B, C], values[..., j] that of going on with action j of the chunk, having seen what came
+    before the chunk alone; the rest [T, B]: flags of the last executed action, next_values of the observation after it.
+    Actions that were not executed have advantage and return 0. With chunks of one action it is `gae`.
+    Raises ValueError for shapes that differ, and where n_executed is not in 0 .. C.
+    """
+    shapes = {tuple(t.shape) for t in (n_executed, terminated, truncated, next_values)}
+    if rewards.shape != values.shape or shapes != {tuple(rewards.shape[:-1])} or rewards.dim() != 3:
+        shapes_got = [list(rewards.shape), list(values.shape), sorted(shapes)]
+        raise ValueError(f"rewards and values must be [T, B, C], flags and next_values [T, B]; got {shapes_got}")
+    executed = _executed(rewards, n_executed)
+    paid, now = rewards.double(), values.detach().double()
+    done = terminated.bool() | truncated.bool()
+    advantages = torch.zeros_like(paid)
+    ahead = torch.zeros_like(paid[0, :, 0])
+    for t in reversed(range(len(paid))):
+        ahead = torch.where(done[t], 0.0, ahead)
+        following = torch.where(terminated[t].bool(), 0.0, next_values[t].detach().double())
+        for j in reversed(range(paid.shape[-1])):
+            advantage = paid[t, :, j] + gamma * following - now[t, :, j] + gamma * lam * ahead
+            # An action that was not executed hands on what comes after it, undiscounted: it took no time.
+            ahead = torch.where(executed[t, :, j], advantage, ahead)
+            following = torch.where(executed[t, :, j], now[t, :, j], following)
+            advantages[t, :, j] = advantage
+    advantages = torch.where(executed, advantages, 0.0)
+    return Estimate(advantages, torch.where(executed, advantages + now, 0.0))
+
+
+def normalise_advantages(advantages: Tensor, valid: Tensor | None = None, *, eps: float, ddof: int = 1) -> Tensor:
+    """`(A - mean) / (std + eps)` with the statistics of the valid entries, applied to all: any shape, float64.
+
+    eps 1e-5 in pi_RL, 1e-8 in DPPO; both ddof 1. Fewer than two valid entries have no spread: std 0.
+    Raises ValueError where none is valid, and for a NaN among the valid ones.
+    """
+    counted = (advantages if valid is None else advantages[valid]).double()
+    if counted.numel() == 0:
+        raise ValueError("no entry is valid: there is no advantage to normalise")
+    if bool(counted.isnan().any()):
+        raise ValueError("an advantage of a valid entry is NaN: look for a NaN reward or value")
+    spread = counted.std(correction=ddof) if counted.numel() > ddof else counted.new_zeros(())
+    return (advantages.double() - counted.mean()) / (spread + eps)
+
+
+def _executed(rewards: Tensor, n_executed: Tensor) -> Tensor:
+    size = rewards.shape[-1]
+    if bool(((n_executed < 0) | (n_executed > size)).any()):
+        extremes = [int(n_executed.min()), int(n_executed.max())]
+        raise ValueError(
+            f"of chunks of {size} actions between {extremes[0]} and {extremes[1]} cannot have been executed"
+        )
+    return executed_mask(n_executed, size)

@@ -18,7 +18,7 @@ def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
 def q_target(rewards: Tensor, next_values: Tensor, terminated: Tensor, discount: Tensor | float) -> Tensor:
     """`r + G (1 - terminated) V(s')`: what Q is regressed on (eq. 6). A time limit is bootstrapped, an end is not.
 
-    discount G: gamma, or gamma^n [N] for a chunk of n executed actions (`gae.chunk_rewards`, "smdp").
+    discount G: gamma, or gamma^n [N] for a chunk of n executed actions (`episodes.chunk_rewards`, "smdp").
     """
     following = torch.where(terminated.bool(), 0.0, next_values.detach())
     return rewards + discount * following

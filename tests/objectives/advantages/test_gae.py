@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genrl.objectives.advantages import episodes
-from genrl.objectives.advantages.gae import (
+from genrl.objectives.advantages.episodes import (
     action_gae,
     chunk_gae,
     chunk_rewards,

@@ -14,7 +14,7 @@ from torch import Tensor
 from genrl.mdp import chains, ddpm, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.gae import normalise_advantages
+from genrl.objectives.advantages.episodes import normalise_advantages
 from genrl.objectives.surrogates import actor_critic as ac
 from genrl.objectives.surrogates import iql
 from genrl.objectives.surrogates import iql as feasibility

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.objectives.advantages.gae import Estimate, action_gae, chunk_gae, executed_mask
+from genrl.objectives.advantages.episodes import Estimate, action_gae, chunk_gae, executed_mask
 from genrl.objectives.surrogates import actor_critic
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, summed
