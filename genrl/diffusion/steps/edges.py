@@ -20,17 +20,20 @@ from genrl.mdp import tree as trees
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.advantages.credit import (
     PromptHistory,
+    best_siblings,
     branch_extremes,
+    depth_pruned,
     edge_weights,
+    extreme_leaves,
     leaf_counts,
     level_softmax,
     mean_of_leaves,
     normalise_per_depth,
     path_softmax,
     signed_advantage,
+    width_pruned,
 )
 from genrl.objectives.advantages.groups import group_statistics
-from genrl.objectives.advantages.pruning import best_siblings, depth_pruned, extreme_leaves, width_pruned
 from genrl.objectives.surrogates.layer_tuning import progress_weights
 from genrl.runtime.loop.updating import Meter
 

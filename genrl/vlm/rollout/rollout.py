@@ -16,7 +16,7 @@ import genrl_rewards
 from genrl.config.economy import Selection
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages import groups
-from genrl.objectives.advantages.pruning import max_variance
+from genrl.objectives.advantages.credit import max_variance
 from genrl.objectives.advantages.reward_shaping import over_views
 from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
