@@ -1,4 +1,4 @@
-"""Advantages of episodes: which steps belong to one, what it was worth, generalised advantage estimation over its steps.
+"""Advantages of episodes: which steps belong to one, what it was worth, advantage estimation over its steps.
 
 Shapes: T rows of B environments; a row is one decision (a chunk of up to C actions, or one action). done [T, B, C]: an
 episode ended with that action. Groups are integers [B]; environments of one group start from the same initial state.

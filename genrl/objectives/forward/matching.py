@@ -1,14 +1,19 @@
-"""Matching losses: learn on noised samples instead of sampling steps, with their old-policy schedules.
+"""Matching losses: learn on noised samples instead of sampling steps (DiffusionNFT, AWM, DGPO, CRD).
 
-Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data, `noisy = (1 - sigma) clean + sigma noise`.
-Shapes: clean, noisy and velocities [B, ...]; sigma a float, [] or [B]; weights [B]. Losses are per sample, [B].
+They noise finished samples, `noisy = (1 - sigma) clean + sigma noise`, and compare velocity errors there: any solver
+may sample, no log-probability of a step is needed.
+Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data; `target` is that velocity, noise - clean.
+Shapes: clean, noisy, velocities and target [B, ...]; sigma a float, [] or [B]; errors, weights, advantages and losses
+per sample, [B].
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
@@ -97,3 +102,195 @@ def _normalised_error(prediction: Tensor, clean: Tensor) -> Tensor:
     # In float64, and from 1e-5 up, as in the released code; without gradient, or large errors would be rewarded.
     scale = difference.detach().abs().double().mean(dim=1).clamp(min=1e-5).to(difference.dtype)
     return difference.square().mean(dim=1) / scale
+
+
+Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
+CRDLoss = Literal["mse", "bce"]
+
+
+def matching_error(velocity: Tensor, target: Tensor) -> Tensor:
+    """`<(v - u)^2>`, the flow-matching loss, mean over the elements of each sample: [B].
+
+    float32 (float64 if either is). Gradient through `velocity` only.
+    """
+    return _difference(velocity, target).square().mean(dim=1)
+
+
+# Advantage weighted matching (arXiv 2509.25050) ----------------------------------------------------------------------
+
+
+def awm_log_prob(
+    velocity: Tensor, target: Tensor, sigma: Tensor | float, weighting: Weighting, *, power: float = 0.25
+) -> Tensor:
+    """AWM's log-likelihood of a sample, a bound up to a constant: its negative, weighted matching error m. [B].
+
+    weighting: uniform -m, sigma -m sigma, sigma_squared -m sigma^2, huber -(sqrt(m + 1e-10) - 1e-5) sigma,
+    ghuber (the released default) -((m + 1e-10)^p - 1e-10^p) sigma / p with p = power. It goes into
+    `policy_losses.clipped_surrogate`, for each noise ("exp_first") or averaged over a sample's noises ("sum_first").
+    """
+    error = matching_error(velocity, target)
+    time = torch.as_tensor(sigma, dtype=error.dtype, device=error.device)
+    if weighting == "uniform":
+        return -error
+    if weighting == "sigma":
+        return -error * time
+    if weighting == "sigma_squared":
+        return -error * time**2
+    if weighting == "huber":
+        return -((error + 1e-10).sqrt() - 1e-5) * time
+    if weighting == "ghuber":
+        return -((error + 1e-10).pow(power) - math.pow(1e-10, power)) * time / power
+    raise ValueError(f"weighting must be uniform, sigma, sigma_squared, huber or ghuber, got {weighting!r}")
+
+
+def awm_advantage(advantage: Tensor, *, clip: float = 5.0, maximum: float = 1.0) -> Tensor:
+    """`clamp(A, -clip, clip) / clip * maximum`, [B]: AWM rescales advantages to +-maximum, Flow-Factory clamps them.
+
+    Raises ValueError for clip <= 0.
+    """
+    if clip <= 0:
+        raise ValueError(f"the advantage clip must be positive, got {clip}")
+    return advantage.detach().clamp(-clip, clip) / clip * maximum
+
+
+# Direct group preference optimisation (arXiv 2510.08425) -------------------------------------------------------------
+
+
+def dgpo_group_weight(error: Tensor, ref_error: Tensor, advantage: Tensor, group: Tensor, *, beta: float) -> Tensor:
+    """`sigmoid(S_g)` of each sample's group, [B], without gradient: how wrongly the group is ordered yet.
+
+    `S_g = beta / K sum_{i in g} A_i (m_theta,i - m_ref,i)`, m the matching errors under the present and the reference
+    policy at one noise and level for the whole group. group: int64 [B]; every group of it must be whole, K its size.
+    """
+    index, size = _index(group)
+    terms = _host(advantage) * (_host(error) - _host(ref_error))
+    return torch.sigmoid(beta * _group_sum(terms, index) / size)[index].to(error.dtype).to(error.device)
+
+
+def dgpo_loss(error: Tensor, old_error: Tensor, advantage: Tensor, group_weight: Tensor, *, clip: float) -> Tensor:
+    """`w_g A_i m_theta,i`, [B], whose gradient is that of -log sigmoid of the group's preference.
+
+    Clip: where `q = exp(m_old - m_theta)`, the ratio to the old policy, has gone beyond 1 + clip for A > 0, or below
+    1 - clip for A <= 0, the sample has a value but no gradient. Gradient through `error` only.
+    Raises ValueError for a negative clip range.
+    """
+    if clip < 0:
+        raise ValueError(f"a clip range cannot be negative, got {clip}")
+    weight = advantage.detach().to(error.dtype)
+    done = dgpo_clipped(error, old_error, advantage, clip=clip)
+    return group_weight.detach() * weight * torch.where(done, error.detach(), error)
+
+
+def dgpo_clipped(error: Tensor, old_error: Tensor, advantage: Tensor, *, clip: float) -> Tensor:
+    """Whether a sample is beyond the clip range of `dgpo_loss`, bool [B]."""
+    ratio = torch.exp(old_error.detach() - error.detach())
+    return torch.where(advantage > 0, ratio > 1.0 + clip, ratio < 1.0 - clip)
+
+
+# Centred reward distillation (arXiv 2603.14128) ----------------------------------------------------------------------
+
+
+class Centre(NamedTuple):
+    """The point that a group's implicit rewards and targets are measured from, one value per sample, [B]."""
+
+    implicit: Tensor
+    target: Tensor
+
+
+def implicit_reward(velocity: Tensor, old_velocity: Tensor, target: Tensor, *, adaptive: bool = True) -> Tensor:
+    """`r_theta = e_old - e_theta`: the reward under which the present policy would be optimal around the old one. [B].
+
+    `e = <(v - u)^2> / w`; adaptive: w = <|v - u|> without gradient, at least 1e-5, for each of the two; else 1.
+    """
+    new = _scaled_error(velocity, target, adaptive)
+    return _scaled_error(old_velocity.detach(), target, adaptive) - new
+
+
+def crd_target(advantage: Tensor, *, clip: float = 5.0) -> Tensor:
+    """`a = clamp(A, -clip, clip) / (2 clip) + 1/2` in [0, 1]: the external reward that r_theta is to equal."""
+    return nft_reward_weight(advantage, clip)
+
+
+def group_centres(implicit: Tensor, target: Tensor, group: Tensor, *, temperature: float | None = None) -> list[Centre]:
+    """Centres of each group: at its mean (None), or at two softmax means, of its best and of its worst samples.
+
+    The reward of a KL-regularised optimum equals r_theta up to a constant of the prompt, which centring within the
+    prompt removes: `sum_j p_j r_j` with p = 1/K, or softmax(+-a / temperature) over the group. implicit, target [N];
+    group int64 [N] (Flow-Factory centres over the whole batch: give all one group). No gradient; float64 on the host.
+    Raises ValueError for a temperature that is not positive.
+    """
+    if temperature is not None and temperature <= 0:
+        raise ValueError(f"the temperature must be positive, or None for plain means, got {temperature}")
+    index, _ = _index(group)
+    values, aims = _host(implicit), _host(target)
+    logits = [torch.zeros_like(aims)] if temperature is None else [aims / temperature, -aims / temperature]
+    centres = []
+    for logit in logits:
+        # A softmax by hand, since groups differ in size; less the largest, so that no exponential overflows.
+        highest = torch.full_like(_group_sum(logit, index), -torch.inf).scatter_reduce(0, index, logit, "amax")
+        share = (logit - highest[index]).exp()
+        share = share / _group_sum(share, index)[index]
+        centres.append(Centre(_group_sum(share * values, index)[index], _group_sum(share * aims, index)[index]))
+    return centres
+
+
+def crd_loss(
+    implicit: Tensor, target: Tensor, centres: list[Centre], *, beta: float = 1.0, kind: CRDLoss = "mse"
+) -> Tensor:
+    """Mean over the centres of `[beta (r_theta - centre) - (a - centre)]^2`, [B].
+
+    kind "bce": binary cross-entropy of the logit `beta (r_theta - centre)` with sigmoid(a - centre).
+    The released trainer multiplies by `advantage clip / beta`. Gradient through `implicit` only, not the centres.
+    """
+    losses = []
+    for centre in centres:
+        predicted = beta * (implicit - _like(centre.implicit, implicit))
+        aim = _like(target.detach(), implicit) - _like(centre.target, implicit)
+        if kind == "mse":
+            losses.append((predicted - aim).square())
+        elif kind == "bce":
+            losses.append(F.binary_cross_entropy_with_logits(predicted, aim.sigmoid(), reduction="none"))
+        else:
+            raise ValueError(f"kind must be 'mse' or 'bce', got {kind!r}")
+    return torch.stack(losses).mean(dim=0)
+
+
+def reward_adaptive_weight(target: Tensor, kl_weight: float, *, minimum: float = 1e-4) -> Tensor:
+    """`m + a (kl_weight - m)`: the KL weight of each sample, [B]; good ones are kept closer to the reference.
+
+    With `policy_losses.kl_velocity` to the pretrained model (under its guidance) it is CRD's reward-adaptive KL. m is
+    `minimum`, or a kl_weight below it: then all have the same weight, where the formula would give good ones less.
+    """
+    least = min(minimum, kl_weight)
+    return least + target.detach() * (kl_weight - least)
+
+
+def _scaled_error(velocity: Tensor, target: Tensor, adaptive: bool) -> Tensor:
+    difference = _difference(velocity, target)
+    error = difference.square().mean(dim=1)
+    # Detached: with its gradient the weight would reward large errors.
+    return error / difference.detach().abs().mean(dim=1).clamp(min=1e-5) if adaptive else error
+
+
+def _difference(velocity: Tensor, target: Tensor) -> Tensor:
+    """[B, D]; nothing flows into the target."""
+    dtype = torch.promote_types(torch.promote_types(velocity.dtype, target.dtype), torch.float32)
+    return (velocity.to(dtype) - target.detach().to(dtype)).flatten(1)
+
+
+def _host(values: Tensor) -> Tensor:
+    return values.detach().cpu().double()
+
+
+def _like(values: Tensor, other: Tensor) -> Tensor:
+    return values.to(other.dtype).to(other.device)
+
+
+def _index(group: Tensor) -> tuple[Tensor, Tensor]:
+    """Dense group index of each sample, and the size of each group (float64), on the host."""
+    index: Tensor = torch.unique(group.cpu(), return_inverse=True)[1]
+    return index, torch.bincount(index).double()
+
+
+def _group_sum(values: Tensor, index: Tensor) -> Tensor:
+    return values.new_zeros(int(index.max()) + 1).index_add(0, index, values)

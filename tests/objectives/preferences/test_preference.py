@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from genrl.objectives.advantages.groups import best_and_worst
-from genrl.objectives.forward import forward_process
+from genrl.objectives.forward import matching
 from genrl.objectives.preferences import preference
 from tests.golden_cases import Arrays
 from tests.reference.tokens import masked_token_log_prob
@@ -23,8 +23,8 @@ def test_golden_diffusion_dpo(golden) -> None:
     """The first half of the batch is chosen, the second rejected."""
     a = Arrays(golden("pairwise_dpo_losses"))
     prediction, target = a.given("diffdpo_model_pred").requires_grad_(), a.given("diffdpo_target")
-    errors = forward_process.matching_error(prediction, target).chunk(2)
-    reference = forward_process.matching_error(a.given("diffdpo_ref_pred"), target).chunk(2)
+    errors = matching.matching_error(prediction, target).chunk(2)
+    reference = matching.matching_error(a.given("diffdpo_ref_pred"), target).chunk(2)
     gains, one = [old - new for new, old in zip(errors, reference, strict=True)], torch.ones(len(errors[0]))
     for found in a.matches(r"(diffdpo_(half|full|hinge|ipo)_beta([\d.]+)_)loss"):
         kind = found[2] if found[2] in ("hinge", "ipo") else "sigmoid"
@@ -93,8 +93,8 @@ def test_golden_trainers_dpo(golden) -> None:
 
     velocity, source = both("v_theta").requires_grad_(), a.given("in_noise")
     target = torch.cat([source, source]) - both("x0")
-    errors = forward_process.matching_error(velocity, target).chunk(2)
-    reference = forward_process.matching_error(both("v_ref"), target).chunk(2)
+    errors = matching.matching_error(velocity, target).chunk(2)
+    reference = matching.matching_error(both("v_ref"), target).chunk(2)
     for found in a.matches(r"out_flow_grpo_loss_beta([\d.]+)"):
         gains = [old - new for new, old in zip(errors, reference, strict=True)]
         out = preference.pair_loss("sigmoid", *gains, beta=float(found[1]) / 2)

@@ -27,7 +27,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.decay import ramp
-from genrl.objectives.forward.forward_process import (
+from genrl.objectives.forward.matching import (
     crd_loss,
     crd_target,
     group_centres,
