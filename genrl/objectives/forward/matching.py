@@ -5,6 +5,13 @@ may sample, no log-probability of a step is needed.
 Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data; `target` is that velocity, noise - clean.
 Shapes: clean, noisy, velocities and target [B, ...]; sigma a float, [] or [B]; errors, weights, advantages and losses
 per sample, [B].
+
+Last the schedules of a snapshot that follows the trained weights: d in `snapshot <- d snapshot + (1 - d) weights`, by
+optimiser step; 0 copies the weights, 1 keeps the snapshot. Published ones beside `nft_old_policy_decay` and `ema_decay`:
+
+- AWM's and DGPO's reference: `ramp(n, slope=.001, maximum=.3)`
+- CRD's old policy: `ramp(n, start_value=.25, slope=.005, maximum=.999)`; its sampling policy:
+  `ramp(n, start_step=75, slope=.0075, maximum=.999)`
 """
 
 from __future__ import annotations
@@ -75,26 +82,6 @@ def diffusion_nft_loss(
     negative = _normalised_error(noisy - time * ((1.0 + beta) * old - beta * new), clean)
     weight = reward_weight.detach().to(clean)
     return advantage_clip / beta * (weight * positive + (1.0 - weight) * negative)
-
-
-def nft_old_policy_decay(step: int, kind: OldPolicyDecay) -> float:
-    """d in `theta_old <- d theta_old + (1 - d) theta` after `step` optimiser steps (DiffusionNFT's released schedules).
-
-    "none" 0 (the old policy is the last one), "ramp" min(.001 n, .5), "delayed_ramp" 0 until n = 75, then
-    min(.0075 (n - 75), .999).
-    """
-    if kind == "none":
-        return 0.0
-    if kind == "ramp":
-        return min(0.001 * step, 0.5)
-    if kind == "delayed_ramp":
-        return 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999)
-    raise ValueError(f"the old-policy decay must be none, ramp or delayed_ramp, got {kind!r}")
-
-
-def ema_decay(step: int, maximum: float = 0.9) -> float:
-    """`min((1 + n) / (10 + n), maximum)`: an average that forgets its start; Flow-GRPO's evaluation weights."""
-    return min((1.0 + step) / (10.0 + step), maximum)
 
 
 def _normalised_error(prediction: Tensor, clean: Tensor) -> Tensor:
@@ -294,3 +281,41 @@ def _index(group: Tensor) -> tuple[Tensor, Tensor]:
 
 def _group_sum(values: Tensor, index: Tensor) -> Tensor:
     return values.new_zeros(int(index.max()) + 1).index_add(0, index, values)
+
+
+def nft_old_policy_decay(step: int, kind: OldPolicyDecay) -> float:
+    """d in `theta_old <- d theta_old + (1 - d) theta` after `step` optimiser steps (DiffusionNFT's released schedules).
+
+    "none" 0 (the old policy is the last one), "ramp" min(.001 n, .5), "delayed_ramp" 0 until n = 75, then
+    min(.0075 (n - 75), .999).
+    """
+    if kind == "none":
+        return 0.0
+    if kind == "ramp":
+        return min(0.001 * step, 0.5)
+    if kind == "delayed_ramp":
+        return 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999)
+    raise ValueError(f"the old-policy decay must be none, ramp or delayed_ramp, got {kind!r}")
+
+
+def ema_decay(step: int, maximum: float = 0.9) -> float:
+    """`min((1 + n) / (10 + n), maximum)`: an average that forgets its start; Flow-GRPO's evaluation weights."""
+    return min((1.0 + step) / (10.0 + step), maximum)
+
+
+def ramp(step: int, *, slope: float, maximum: float, start_step: int = 0, start_value: float = 0.0) -> float:
+    """`min(start_value + slope (n - start_step), maximum)`, and start_value before start_step."""
+    return min(start_value + slope * max(step - start_step, 0), maximum)
+
+
+def cosine(step: int, *, initial: float, final: float, total_steps: int, warmup_steps: int = 0) -> float:
+    """Half a cosine from `initial` to `final` over the steps up to total_steps, after a linear rise from 0 to it.
+
+    Flow-Factory's "cosine" and "warmup_cosine". Raises ValueError unless 0 <= warmup_steps < total_steps.
+    """
+    if not 0 <= warmup_steps < total_steps:
+        raise ValueError(f"the warm-up ({warmup_steps} steps) must end before the schedule ({total_steps} steps)")
+    if step < warmup_steps:
+        return initial * step / warmup_steps
+    progress = min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
+    return initial + (final - initial) * (1.0 - math.cos(math.pi * progress)) / 2.0

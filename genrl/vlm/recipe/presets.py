@@ -289,7 +289,7 @@ PRESETS: dict[str, Preset] = {
         transforms=(Uncertainty(),),
         regularisers=(Kl(beta=0.04), Perception()),
         source="Q-Hawkeye, paper and code",
-        notes="gamma falls to 0 over 5 epochs (objectives.decay.cosine); G = 4; reward_shaping.score_reward + .8 "
+        notes="gamma falls to 0 over 5 epochs (objectives.matching.cosine); G = 4; reward_shaping.score_reward + .8 "
         "format",
     ),
     "g2rpo": Preset(

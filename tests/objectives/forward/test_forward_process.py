@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from genrl.mdp import noise
-from genrl.objectives import decay
 from genrl.objectives.forward import matching
 from genrl.objectives.forward.matching import Centre
 from genrl.objectives.surrogates import policy_losses
@@ -131,7 +130,7 @@ def test_golden_crd(golden) -> None:
         a.near(f"out_crd_grad_r_{found[1]}", torch.autograd.grad(loss, implicit)[0])
     for found in a.matches(r"out_decay_(.*)"):
         start_step, start_value, slope, maximum = DECAYS.get(found[1]) or map(number, found[1].split("-"))
-        ramp = partial(decay.ramp, slope=slope, maximum=maximum, start_step=int(start_step), start_value=start_value)
+        ramp = partial(matching.ramp, slope=slope, maximum=maximum, start_step=int(start_step), start_value=start_value)
         a.check(found[0], [ramp(int(n)) for n in a.given("in_decay_steps")], atol=1e-12)
     velocity, clean = a.given("in_v_new").requires_grad_(), a.given("in_x0")
     for kind in ("adaptive", "plain"):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from genrl.objectives.advantages import reward_shaping
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.forward import adversarial
+from genrl.objectives.preferences import preference
 from genrl.objectives.tokens import group_losses, token_advantages, token_credit, token_regularisers, token_trust
 from genrl.objectives.tokens.token_aggregation import aggregate
 from genrl.vlm.methods.music_rl import train as audio_tokens
@@ -148,7 +148,7 @@ def test_golden_audio_and_3d(golden) -> None:
 
     scores, first = (a.given("bt_score_a"), a.given("bt_score_b")), a.given("bt_a_preferred").bool()
     preferred, other = torch.where(first, *scores), torch.where(first, *scores[::-1])
-    a.check("bt_loss", adversarial.preference_loss(preferred, other).mean())
+    a.check("bt_loss", preference.preference_loss(preferred, other).mean())
 
     high, low = a.given("hi_reward_high"), a.given("hi_reward_low")
     group = torch.arange(len(high)).repeat_interleave(high.shape[1])

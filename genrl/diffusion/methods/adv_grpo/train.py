@@ -38,7 +38,7 @@ from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.forward.adversarial import adversary_loss, reward_model_lags
+from genrl.objectives.preferences.preference import adversary_loss, reward_model_lags
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.updating import Meter

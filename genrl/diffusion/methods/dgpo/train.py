@@ -27,8 +27,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages.groups import informative
-from genrl.objectives.decay import ramp
-from genrl.objectives.forward.matching import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error
+from genrl.objectives.forward.matching import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error, ramp
 from genrl.objectives.surrogates.policy_losses import kl_velocity
 from genrl.runtime.loop.recorded import Recorded
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from genrl.mdp import ddpm, forward
 from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import generator, seeded
-from genrl.objectives.surrogates import iql
-from genrl.objectives.surrogates import iql as feasibility
+from genrl.objectives.surrogates import actor_critic
+from genrl.objectives.surrogates import actor_critic as feasibility
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.runtime.show.intervals import wilson
@@ -94,11 +94,11 @@ def critic_losses(nets: Fisor, batch: Transitions, settings: FISOR) -> dict[str,
     violating = nets.violation.slow_q(observation, action).amax(0)
     with torch.no_grad():
         following, ahead = nets.reward.v(batch.next_observation), nets.violation.v(batch.next_observation)
-    target = iql.q_target(batch.reward, following, batch.terminated, batch.discount)
+    target = actor_critic.q_target(batch.reward, following, batch.terminated, batch.discount)
     h = torch.where(batch.cost > 0, settings.violation, SAFE)
     reach = feasibility.feasibility_target(h, ahead, ~batch.terminated, GAMMA)
     return {
-        "v": iql.expectile_loss(better - values, EXPECTILE).mean(),
+        "v": actor_critic.expectile_loss(better - values, EXPECTILE).mean(),
         "q": (nets.reward.q_values(observation, action) - target).square().mean(),
         "v_h": feasibility.reversed_expectile_loss(violating - worst, COST_EXPECTILE).mean(),
         "q_h": (nets.violation.q_values(observation, action) - reach).square().mean(),

@@ -19,8 +19,7 @@ from torch import Tensor
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed, generator, seeded
 from genrl.objectives.advantages.episodes import chunk_gae, normalise_advantages
-from genrl.objectives.surrogates.actor_critic import approximate_kl
-from genrl.objectives.surrogates.iql import expectile_loss
+from genrl.objectives.surrogates.actor_critic import approximate_kl, expectile_loss
 from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, deal
