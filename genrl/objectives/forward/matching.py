@@ -7,7 +7,7 @@ Shapes: clean, noisy, velocities and target [B, ...]; sigma a float, [] or [B]; 
 per sample, [B].
 
 Last the schedules of a snapshot that follows the trained weights: d in `snapshot <- d snapshot + (1 - d) weights`, by
-optimiser step; 0 copies the weights, 1 keeps the snapshot. Published ones beside `nft_old_policy_decay` and `ema_decay`:
+optimiser step; 0 copies the weights, 1 keeps it. Published ones beside `nft_old_policy_decay` and `ema_decay`:
 
 - AWM's and DGPO's reference: `ramp(n, slope=.001, maximum=.3)`
 - CRD's old policy: `ramp(n, start_value=.25, slope=.005, maximum=.999)`; its sampling policy:

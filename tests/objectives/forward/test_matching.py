@@ -10,8 +10,9 @@ from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor, nn
 
 from genrl.diffusion.forward import direct as direct_reward
+from genrl.diffusion.methods.diff_instruct import train
 from genrl.mdp import noise
-from genrl.objectives.forward import diff_instruct, matching
+from genrl.objectives.forward import matching
 from genrl.objectives.preferences import preference
 from genrl.objectives.surrogates import policy_losses
 from genrl_rewards.scorers.preference.adversary import top_patches
@@ -214,9 +215,9 @@ def test_golden_toys(golden) -> None:
         variance = (1 - t) ** 2 * row[1] ** 2 + t**2
         score = -(noisy - (1 - t) * row[0]) / variance
         ref_score = -(noisy - (1 - t) * m) / ((1 - t) ** 2 * v + t**2)
-        conditional = diff_instruct.score_from_noise(e, t)
-        divergence = diff_instruct.score_divergence(score, ref_score, weight=w, huber_c=c)
-        loss = diff_instruct.diff_instruct_star_loss(score, ref_score, conditional, weight=w, huber_c=c)
+        conditional = train.score_from_noise(e, t)
+        divergence = train.score_divergence(score, ref_score, weight=w, huber_c=c)
+        loss = train.diff_instruct_star_loss(score, ref_score, conditional, weight=w, huber_c=c)
         value = (mass * loss).sum()
         ours = [(mass * divergence).sum(), *torch.autograd.grad(value, (mu, tau)), value]
         assert torch.stack(ours).tolist() == pytest.approx(want, rel=1e-9, abs=1e-10)
@@ -232,19 +233,19 @@ def test_golden_linear_generator(golden) -> None:
     score = noisy @ a.given("lin_Wphi").T + a.given("lin_cphi")
     ref_score = noisy @ a.given("lin_Wref").T + a.given("lin_cref")
     unconditional = noisy @ a.given("lin_Wuncond").T
-    conditional = diff_instruct.score_from_noise(e, t)
+    conditional = train.score_from_noise(e, t)
 
     def regulariser(reference: Tensor) -> Tensor:
-        loss = diff_instruct.diff_instruct_star_loss(score, reference, conditional, weight=weight, huber_c=huber_c)
+        loss = train.diff_instruct_star_loss(score, reference, conditional, weight=weight, huber_c=huber_c)
         return loss.mean()
 
     terms = {
         "reg": regulariser(ref_score),
-        "reg_cfg_in": regulariser(diff_instruct.guided_score(unconditional, ref_score, scale)),
+        "reg_cfg_in": regulariser(train.guided_score(unconditional, ref_score, scale)),
         "reward": -alpha_reward * torch.tanh(sample @ a.given("lin_reward_dir")).mean(),
     }
     terms["total_in"] = terms["reg_cfg_in"] + terms["reward"]
-    matching = diff_instruct.score_matching_loss(score.detach(), conditional, weight=weight).mean()
+    matching = train.score_matching_loss(score.detach(), conditional, weight=weight).mean()
     a.check("lin_ta_dsm_loss", matching)
     for name, loss in terms.items():
         a.check(f"lin_{name}_loss", loss)
@@ -258,10 +259,10 @@ def test_scores_of_velocity_and_noise_are_one(seed: int, sigma: float) -> None:
     clean, e = (noise.keyed_noise((3, 2, 4), seed, name).double() for name in ("clean", "noise"))
     noisy = (1 - sigma) * clean + sigma * e
     levels = torch.tensor([sigma, 0.5, sigma], dtype=torch.float64)
-    of_velocity = diff_instruct.score_from_velocity(noisy, e - clean, sigma)
-    assert torch.allclose(of_velocity, diff_instruct.score_from_noise(e, sigma), rtol=1e-9, atol=1e-9)
+    of_velocity = train.score_from_velocity(noisy, e - clean, sigma)
+    assert torch.allclose(of_velocity, train.score_from_noise(e, sigma), rtol=1e-9, atol=1e-9)
     assert torch.allclose(of_velocity, -(noisy - (1 - sigma) * clean) / sigma**2, rtol=1e-6, atol=1e-9)
-    each = diff_instruct.score_from_noise(e, levels)
+    each = train.score_from_noise(e, levels)
     assert torch.allclose(each[1], -2 * e[1]) and torch.allclose(each[0], of_velocity[0])
 
 
@@ -269,10 +270,10 @@ def test_the_direction_is_bounded() -> None:
     """Pseudo-Huber: a large score difference counts by its direction alone."""
     y = 1e6 * noise.keyed_noise((4, 3), "y").double()
     zero = torch.zeros_like(y)
-    unit = diff_instruct.diff_instruct_star_loss(y, zero, y - y / y.norm(dim=1, keepdim=True), weight=1.0, huber_c=0.1)
+    unit = train.diff_instruct_star_loss(y, zero, y - y / y.norm(dim=1, keepdim=True), weight=1.0, huber_c=0.1)
     assert torch.allclose(unit, -torch.ones(4).double(), rtol=1e-6)
-    assert diff_instruct.huber_constant(10_000) == pytest.approx(0.054)
-    assert torch.equal(diff_instruct.guided_score(zero, y, 1.0), y)
+    assert train.huber_constant(10_000) == pytest.approx(0.054)
+    assert torch.equal(train.guided_score(zero, y, 1.0), y)
 
 
 # -- Losses of direct reward back-propagation
