@@ -67,7 +67,7 @@ def perception_loss(
 
     K is the token mean of `kl_k3_clamped` against the same tokens read with a degraded picture (current policy, no
     gradient). The published third term, on the entropy with the degraded picture, has no gradient in the released code.
-    Rows without a degraded twin have mask 0. rows: B of the whole step; see `token_aggregation.py`.
+    Rows without a degraded twin have mask 0. rows: B of the whole step; see `tokens.aggregate`.
     """
     share = 1.0 if rows is None else len(mask) / rows
     divergence = token_mean(kl_k3_clamped(log_prob, degraded_log_prob), mask)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from genrl.objectives.surrogates import policy_losses
-    from genrl.objectives.tokens import token_aggregation, token_regularisers
+    from genrl.objectives.tokens import token_regularisers, tokens
     from genrl.objectives.tokens import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     """The term, [], and what else was measured of it, without gradient."""
 else:
     policy_losses = lazily("genrl.objectives.surrogates.policy_losses")
-    token_aggregation = lazily("genrl.objectives.tokens.token_aggregation")
+    tokens = lazily("genrl.objectives.tokens.tokens")
     token_regularisers = lazily("genrl.objectives.tokens.token_regularisers")
     masking = lazily("genrl.objectives.tokens.tokens")
 
@@ -76,9 +76,7 @@ class EntropyPenalty(Added):
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         terms = -masking.masked(batch.terms[0], batch.mask)
-        return self.coefficient * token_aggregation.aggregate(
-            terms, batch.mask, "token_mean_global", tokens=batch.tokens
-        ), {}
+        return self.coefficient * tokens.aggregate(terms, batch.mask, "token_mean_global", tokens=batch.tokens), {}
 
 
 class EntropyBonus(Added):
@@ -92,7 +90,7 @@ class EntropyBonus(Added):
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         entropy = masking.masked(batch.read("policy_entropy", self.name), batch.mask)
-        total = token_aggregation.aggregate(entropy, batch.mask, "token_mean_global", tokens=batch.tokens)
+        total = tokens.aggregate(entropy, batch.mask, "token_mean_global", tokens=batch.tokens)
         return -self.coefficient * total, {"policy_entropy": masking.token_mean(entropy.detach(), batch.mask)}
 
 
@@ -178,9 +176,7 @@ class ValueLoss(Added):
             return self.coefficient * squares.sum() / batch.number, {}
         arguments = (masking.masked(tensor.to(value.dtype), batch.mask) for tensor in (value, before, returns))
         squares = token_regularisers.clipped_value_loss(*arguments, clip=self.clip)
-        return self.coefficient * token_aggregation.aggregate(
-            squares, batch.mask, "token_mean_global", tokens=batch.tokens
-        ), {}
+        return self.coefficient * tokens.aggregate(squares, batch.mask, "token_mean_global", tokens=batch.tokens), {}
 
 
 Regulariser = Kl | EntropyPenalty | EntropyBonus | EntropyBand | Perception | ValueLoss

@@ -11,7 +11,7 @@ from genrl.objectives.advantages import reward_shaping
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.preferences import preference
 from genrl.objectives.tokens import group_losses, token_advantages, token_credit, token_regularisers, token_trust
-from genrl.objectives.tokens.token_aggregation import aggregate
+from genrl.objectives.tokens.tokens import aggregate
 from genrl.vlm.methods.music_rl import train as audio_tokens
 from genrl_rewards.scorers.texts.verifiable import rating
 from tests.golden_cases import Arrays

@@ -23,8 +23,7 @@ from genrl.objectives.tokens import (
 )
 from genrl.objectives.tokens import group_losses as masked_diffusion
 from genrl.objectives.tokens import token_surrogates as ts
-from genrl.objectives.tokens.token_aggregation import aggregate
-from genrl.objectives.tokens.tokens import masked, mean_log_ratio, row_mean, sequence_log_ratio
+from genrl.objectives.tokens.tokens import aggregate, masked, mean_log_ratio, row_mean, sequence_log_ratio
 from tests.objectives.tokens.golden_tokens import Case, Expected, compare, kl_term, with_gradient
 from tests.reference.tokens import exact_loss
 
