@@ -17,7 +17,7 @@ from genrl.config.economy import Selection
 from genrl.mdp.noise import generator
 from genrl.objectives.advantages import groups
 from genrl.objectives.advantages.credit import max_variance
-from genrl.objectives.advantages.reward_shaping import over_views
+from genrl.objectives.tokens.token_regularisers import over_views
 from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate

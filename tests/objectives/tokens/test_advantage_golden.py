@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages import reward_shaping
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.preferences import preference
 from genrl.objectives.tokens import group_losses, token_advantages, token_credit, token_regularisers, token_trust
@@ -67,8 +66,8 @@ def dcpo_sas(case: Case) -> Expected:
 
 def grpo_care(case: Case) -> Expected:
     params, group = case.params, case.group_of("acc")
-    confidence = reward_shaping.answer_confidence(case["ref_logp"], case["answer_mask"], cap=params["cap"])
-    bonus = reward_shaping.consistency_bonus(
+    confidence = token_regularisers.answer_confidence(case["ref_logp"], case["answer_mask"], cap=params["cap"])
+    bonus = token_regularisers.consistency_bonus(
         case["acc"],
         confidence,
         group,
@@ -163,8 +162,8 @@ def test_golden_audio_and_3d(golden) -> None:
     a.check("agg_token_level", aggregate(terms, ragged, "token_mean_global"))
     a.check("agg_sequence_level", aggregate(terms, ragged, "seq_mean"))
     views = a.given("view_scores")
-    a.check("hps_max_view", reward_shaping.over_views(views, "max"))
-    a.check("unified_sum_view", reward_shaping.over_views(views, "sum"))
+    a.check("hps_max_view", token_regularisers.over_views(views, "max"))
+    a.check("unified_sum_view", token_regularisers.over_views(views, "sum"))
     a.all_used()
 
 
