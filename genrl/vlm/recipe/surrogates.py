@@ -11,18 +11,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from genrl.objectives.surrogates.policy_losses import SurrogateOutput
-    from genrl.objectives.tokens import (
-        group_losses,
-        token_surrogates,
-        token_trust,
-        token_weights,
-    )
+    from genrl.objectives.tokens import token_surrogates, token_trust, token_weights
     from genrl.objectives.tokens import (
         tokens as masking,
     )
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    group_losses = lazily("genrl.objectives.tokens.group_losses")
+    token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
     token_weights = lazily("genrl.objectives.tokens.token_weights")
     token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
     token_trust = lazily("genrl.objectives.tokens.token_trust")
@@ -204,7 +199,7 @@ class Vespo(Rule):
 
 class LinearBound(Rule):
     """A linear lower bound of the objective, of samples of a masked diffusion model's evidence bound in place of
-    log-probabilities of tokens: BGPO (`group_losses.linear_bound_loss`)."""
+    log-probabilities of tokens: BGPO (`token_surrogates.linear_bound_loss`)."""
 
     of_rows = True
     tensors = ("bound",)
@@ -219,7 +214,7 @@ class LinearBound(Rule):
         log_prob, old, advantage, mask = batch.terms
         ratio = masking.mean_log_ratio(log_prob.detach(), old, mask)[:, None].exp()
         return SurrogateOutput(
-            group_losses.linear_bound_loss(log_prob, old, advantage)[:, None],
+            token_surrogates.linear_bound_loss(log_prob, old, advantage)[:, None],
             ratio,
             ratio.new_zeros(ratio.shape).bool(),
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.preferences import preference
-from genrl.objectives.tokens import group_losses, token_advantages, token_credit, token_regularisers, token_trust
+from genrl.objectives.tokens import token_advantages, token_credit, token_regularisers, token_surrogates, token_trust
 from genrl.objectives.tokens.tokens import aggregate
 from genrl.vlm.methods.music_rl import train as audio_tokens
 from genrl_rewards.scorers.texts.verifiable import rating
@@ -292,7 +292,7 @@ def test_pacs(golden: Any, compare: str, balanced: bool) -> None:
     score = (new - data.given("pacs_old_logp")).sum(1)
     group = torch.arange(len(right)) // int(data.number("pacs_group_size"))
     way: Any = {"rloo": "others", "grpo": "group", "naive": "none"}[compare]
-    loss = group_losses.right_answer_loss(score, right, group, compare=way, balanced=balanced).mean()
+    loss = token_surrogates.right_answer_loss(score, right, group, compare=way, balanced=balanced).mean()
     name = f"pacs_{compare}_{'weighted' if balanced else 'plain'}"
     data.near(name, loss.detach())
     data.near(f"{name}_grad", torch.autograd.grad(loss, new)[0])

@@ -13,8 +13,8 @@ from genrl.objectives.surrogates.policy_losses import kl_k2, kl_k3
 from genrl.objectives.tokens import token_regularisers as tr
 from genrl.objectives.tokens import token_weights as tc
 from genrl.objectives.tokens import tokens
-from genrl.objectives.tokens.group_losses import linear_bound_loss
 from genrl.objectives.tokens.token_credit import semi_online_advantages, semi_online_returns
+from genrl.objectives.tokens.token_surrogates import linear_bound_loss
 from genrl.objectives.tokens.tokens import aggregate, masked
 from genrl.vlm.methods.music_rl.train import music_rl_loss
 from genrl.vlm.methods.opd.teaching import gap_advantage, generalised_divergence, with_rest
