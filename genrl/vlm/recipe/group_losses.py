@@ -1,4 +1,4 @@
-"""Losses of whole groups (`genrl.objectives.tokens.token_surrogates`), in place of weights, surrogate and aggregation."""
+"""Losses of whole groups (`genrl.objectives.token_surrogates`), in place of weights, surrogate and aggregation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of ratio and clip (`genrl.objectives.tokens.token_surrogates`, `token_trust`)."""
+"""Rules of ratio and clip (`genrl.objectives.token_surrogates`, `token_weights`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from genrl.objectives.surrogates.policy_losses import SurrogateOutput
-    from genrl.objectives.tokens import token_surrogates, token_trust, token_weights
-    from genrl.objectives.tokens import (
-        tokens as masking,
-    )
+    from genrl.objectives.tokens import token_surrogates, token_weights
+    from genrl.objectives.tokens import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
     token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
     token_weights = lazily("genrl.objectives.tokens.token_weights")
-    token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
-    token_trust = lazily("genrl.objectives.tokens.token_trust")
     masking = lazily("genrl.objectives.tokens.tokens")
 
 
@@ -222,7 +218,7 @@ class LinearBound(Rule):
 
 class ProbabilityMask(Rule):
     """The plain ratio; no gradient away from the old policy for tokens whose probability has moved by more than delta:
-    DPPO (`token_trust.probability_mask_surrogate`)."""
+    DPPO (`token_weights.probability_mask_surrogate`)."""
 
     near = True
     name: Literal["probability_mask"] = "probability_mask"
@@ -230,12 +226,12 @@ class ProbabilityMask(Rule):
     """Largest change of a token's probability."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        return token_trust.probability_mask_surrogate(*batch.terms, delta=self.delta)
+        return token_weights.probability_mask_surrogate(*batch.terms, delta=self.delta)
 
 
 class CumulativeMask(Rule):
     """`probability_mask` with a budget that the tokens of an answer share: CPPO
-    (`token_trust.cumulative_mask_surrogate`)."""
+    (`token_weights.cumulative_mask_surrogate`)."""
 
     near = True
     name: Literal["cumulative_mask"] = "cumulative_mask"
@@ -243,11 +239,11 @@ class CumulativeMask(Rule):
     """Largest change of a token's probability."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        return token_trust.cumulative_mask_surrogate(*batch.terms, delta=self.delta)
+        return token_weights.cumulative_mask_surrogate(*batch.terms, delta=self.delta)
 
 
 class Quadratic(Rule):
-    """The plain ratio less a square that holds a token's probability near: DRPO (`token_trust.quadratic_surrogate`)."""
+    """The plain ratio less a square that holds a token's probability near: DRPO (`token_weights.quadratic_surrogate`)."""
 
     near = True
     name: Literal["quadratic"] = "quadratic"
@@ -255,12 +251,12 @@ class Quadratic(Rule):
     """Change of a token's probability at which its gradient is 0."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        return token_trust.quadratic_surrogate(*batch.terms, width=self.width)
+        return token_weights.quadratic_surrogate(*batch.terms, width=self.width)
 
 
 class LowProbability(Rule):
     """PPO's clip of the ratio between 0 and 10; the rarest tokens of negative advantage are held near what they would
-    be without the noise, [proxy]: Lp-Reg (`token_trust.low_probability_surrogate`)."""
+    be without the noise, [proxy]: Lp-Reg (`token_weights.low_probability_surrogate`)."""
 
     near = True
     tensors = ("old", "proxy")
@@ -274,16 +270,16 @@ class LowProbability(Rule):
         assert batch.advantage is not None, "it is estimated before"
         # Lp-Reg protects tokens that are pushed down: rewarded ones need no help.
         blamed = batch.scored & (masking.per_token(batch.advantage, batch.mask).expand(batch.mask.shape) < 0)
-        rare = token_trust.lowest_share(batch.read("old_log_prob", self.name), blamed, share=self.share)
+        rare = token_weights.lowest_share(batch.read("old_log_prob", self.name), blamed, share=self.share)
         return {"held": rare}
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         proxy, held = (batch.read(name, self.name) for name in ("proxy", "held"))
-        return token_trust.low_probability_surrogate(*batch.terms, proxy, held)
+        return token_weights.low_probability_surrogate(*batch.terms, proxy, held)
 
 
 class EntropyAdaptive(Rule):
-    """PPO's clip and its advantages by the entropy of each token, [entropy]: HAPO (`token_trust.entropy_adaptive`)."""
+    """PPO's clip and its advantages by the entropy of each token, [entropy]: HAPO (`token_weights.entropy_adaptive`)."""
 
     near = True
     tensors = ("entropy",)
@@ -294,12 +290,12 @@ class EntropyAdaptive(Rule):
     """Negative advantages: the objective is at least dual * A."""
 
     def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
-        return {"height": token_trust.relative_entropy(batch.read("entropy", self.name), batch.mask)}
+        return {"height": token_weights.relative_entropy(batch.read("entropy", self.name), batch.mask)}
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         log_prob, old, _, mask = batch.terms
         height = batch.read("height", self.name).to(log_prob.dtype)
-        low, high, advantage = token_trust.entropy_adaptive(*batch.terms, height, width=self.width)
+        low, high, advantage = token_weights.entropy_adaptive(*batch.terms, height, width=self.width)
         return token_surrogates.clip_surrogate(log_prob, old, advantage, mask, low=low, high=high, dual=self.dual)
 
 

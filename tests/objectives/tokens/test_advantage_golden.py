@@ -9,7 +9,7 @@ from torch import Tensor
 
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.preferences import preference
-from genrl.objectives.tokens import token_advantages, token_credit, token_regularisers, token_surrogates, token_trust
+from genrl.objectives.tokens import token_advantages, token_credit, token_regularisers, token_surrogates, token_weights
 from genrl.objectives.tokens.tokens import aggregate
 from genrl.vlm.methods.music_rl import train as audio_tokens
 from genrl_rewards.scorers.texts.verifiable import rating
@@ -190,14 +190,14 @@ def test_probability_masks_and_the_quadratic(golden: Any) -> None:
     mask = ~old.isnan()
     terms = (new, old, advantage, mask)
     for delta in (0.15, 0.05):
-        found = token_trust.probability_mask_surrogate(*terms, delta=delta)
+        found = token_weights.probability_mask_surrogate(*terms, delta=delta)
         data.check(f"dppo_keep_delta{delta}", ~found.clipped[mask])
-    data.check("masked_loss_dppo0.15", token_trust.probability_mask_surrogate(*terms).loss[mask].detach())
+    data.check("masked_loss_dppo0.15", token_weights.probability_mask_surrogate(*terms).loss[mask].detach())
     for name in data.tags(r"cppo_keep_(.+)"):
         delta, last, slack = map(float, name.split("_"))
-        found = token_trust.cumulative_mask_surrogate(*terms, delta=delta, last=last, slack=slack)
+        found = token_weights.cumulative_mask_surrogate(*terms, delta=delta, last=last, slack=slack)
         data.check(f"cppo_keep_{name}", ~found.clipped[mask])
-    found = token_trust.quadratic_surrogate(*terms, width=data.number("drpo_epsilon"))
+    found = token_weights.quadratic_surrogate(*terms, width=data.number("drpo_epsilon"))
     data.check("drpo_loss_mu", found.loss[mask].detach())
     data.check("drpo_grad_mu", torch.autograd.grad(found.loss[mask].sum(), new)[0][mask])
     data.all_used(but=r"drpo_\w+_spo")  # without the old probability: plain SPO, which is no preset
@@ -205,15 +205,15 @@ def test_probability_masks_and_the_quadratic(golden: Any) -> None:
 
 def test_lp_reg(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
-    proxy = token_trust.min_p_log_prob(
+    proxy = token_weights.min_p_log_prob(
         data.given("lpreg_old_logits"), data.given("lpreg_tokens"), kappa=data.number("lpreg_kappa")
     )
     # of what is removed they have -1e4, which is never more than a log-probability either
     data.check("lpreg_proxy_logp", torch.where(proxy.isinf(), data.given("lpreg_proxy_logp"), proxy))
     new, mask = data.given("lpreg_new_logp").requires_grad_(), data.given("lpreg_mask")
     old, advantage = data.given("lpreg_old_logp"), data.given("lpreg_advantages")
-    chosen = token_trust.lowest_share(new, mask.bool() & (advantage < 0), share=data.number("lpreg_share"))
-    found = token_trust.low_probability_surrogate(new, old, advantage, mask, proxy, chosen)
+    chosen = token_weights.lowest_share(new, mask.bool() & (advantage < 0), share=data.number("lpreg_share"))
+    found = token_weights.low_probability_surrogate(new, old, advantage, mask, proxy, chosen)
     loss = aggregate(found.loss, mask, "token_mean_global")
     data.check("lpreg_loss", loss.detach())
     data.check("lpreg_grad", torch.autograd.grad(loss, new)[0])
@@ -224,7 +224,7 @@ def test_lp_reg_without_a_share_is_ppo_between_0_and_10() -> None:
     generator = torch.Generator().manual_seed(0)
     new, old, advantage = (torch.randn(3, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     mask, none = torch.ones(3, 6), torch.zeros(3, 6, dtype=torch.bool)
-    found = token_trust.low_probability_surrogate(new, old, advantage, mask, old, none).loss
+    found = token_weights.low_probability_surrogate(new, old, advantage, mask, old, none).loss
     ratio = (new - old).exp()
     torch.testing.assert_close(found, -torch.minimum(ratio * advantage, ratio.clamp(0, 10) * advantage))
 
@@ -232,8 +232,8 @@ def test_lp_reg_without_a_share_is_ppo_between_0_and_10() -> None:
 def test_hapo_as_intended(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
     mask, ratio = data.given("rein_mask"), data.given("hapo_ratio")
-    height = token_trust.relative_entropy(data.given("hapo_entropy"), mask)
-    found = token_trust.entropy_adaptive(
+    height = token_weights.relative_entropy(data.given("hapo_entropy"), mask)
+    found = token_weights.entropy_adaptive(
         ratio.log(), torch.zeros(ratio.shape), data.given("hapo_advantage_in"), mask, height
     )
     for name, got in zip(("h", "clip_low", "clip_high", "advantage"), (height, *found), strict=True):
