@@ -98,7 +98,7 @@ ROOMS = ("genrl/mdp", "genrl/objectives")
 
 AWAITED = {
     "genrl.mdp.chains.noise_at_zero": "golden arrays of ReinFlow and of reversed time; policies like GR00T",
-    "genrl.objectives.forward.matching.ema_decay": "Flow-GRPO's averaged weights as published have no key yet",
+    "genrl.objectives.matching.ema_decay": "Flow-GRPO's averaged weights as published have no key yet",
 }
 """Public functions that nothing calls, and what will, or why they are there."""
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from genrl.mdp import forward, kernels, plan, schedules
 from genrl.mdp.plan import compress_tail, make_plan, moving_window
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.groups import group_advantages
 from tests.golden_cases import Arrays, Case, cases, check_all, error
 from tests.reference.grids import is_truncated, shifted_grid
 from tests.reference.released_windows import mixgrpo_window, released_points

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from genrl.objectives.forward import matching
+from genrl.objectives import matching
 from genrl.runtime.loop.collapse import Score, has_fallen, has_left, is_better
 from tests.golden_cases import Arrays
 

@@ -18,7 +18,7 @@ from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.mdp import tree as trees
 from genrl.mdp.plan import SamplingPlan
-from genrl.objectives.advantages.credit import (
+from genrl.objectives.credit import (
     PromptHistory,
     best_siblings,
     branch_extremes,
@@ -33,8 +33,8 @@ from genrl.objectives.advantages.credit import (
     signed_advantage,
     width_pruned,
 )
-from genrl.objectives.advantages.groups import group_statistics
-from genrl.objectives.surrogates.layer_tuning import progress_weights
+from genrl.objectives.groups import group_statistics
+from genrl.objectives.layer_tuning import progress_weights
 from genrl.runtime.loop.updating import Meter
 
 

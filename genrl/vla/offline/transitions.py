@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genrl.objectives.advantages.episodes import chunk_rewards
+from genrl.objectives.episodes import chunk_rewards
 from genrl.runtime.weights.state import Unchanging
 from genrl.vla.config import sections
 from genrl.vla.data.recordings import Steps, split

@@ -10,16 +10,14 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.advantages import groups
-    from genrl.objectives.preferences import preference
-    from genrl.objectives.tokens import token_surrogates
-    from genrl.objectives.tokens import tokens as masking
+    from genrl.objectives import groups, preferences, token_surrogates
+    from genrl.objectives import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    groups = lazily("genrl.objectives.advantages.groups")
-    preference = lazily("genrl.objectives.preferences.preference")
-    token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
-    masking = lazily("genrl.objectives.tokens.tokens")
+    groups = lazily("genrl.objectives.groups")
+    preferences = lazily("genrl.objectives.preferences")
+    token_surrogates = lazily("genrl.objectives.token_surrogates")
+    masking = lazily("genrl.objectives.tokens")
 
 
 class WholeGroups(Choice):
@@ -57,7 +55,7 @@ class Classification(WholeGroups):
 
 
 class Preference(WholeGroups):
-    """DPO on the best and the worst answer of each group (`preference.pair_loss`). A group without spread has no pair,
+    """DPO on the best and the worst answer of each group (`preferences.pair_loss`). A group without spread has no pair,
     and counts in the mean."""
 
     tensors = ("ref",)
@@ -71,7 +69,8 @@ class Preference(WholeGroups):
         now = masking.row_sum(batch.terms[0], batch.mask)
         gain = now - masking.row_sum(batch.read("ref_log_prob", self.name), batch.mask)
         return (
-            preference.pair_loss("sigmoid", gain[best], gain[worst], beta=self.beta).loss.sum() / batch.number_of_groups
+            preferences.pair_loss("sigmoid", gain[best], gain[worst], beta=self.beta).loss.sum()
+            / batch.number_of_groups
         )
 
 

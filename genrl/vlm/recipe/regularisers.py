@@ -11,9 +11,8 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.surrogates import policy_losses
-    from genrl.objectives.tokens import token_regularisers, tokens
-    from genrl.objectives.tokens import tokens as masking
+    from genrl.objectives import policy_losses, token_regularisers, tokens
+    from genrl.objectives import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 
     Aggregated = Callable[[Tensor], Tensor]
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
     Measured = tuple[Tensor, dict[str, Tensor]]
     """The term, [], and what else was measured of it, without gradient."""
 else:
-    policy_losses = lazily("genrl.objectives.surrogates.policy_losses")
-    tokens = lazily("genrl.objectives.tokens.tokens")
-    token_regularisers = lazily("genrl.objectives.tokens.token_regularisers")
-    masking = lazily("genrl.objectives.tokens.tokens")
+    policy_losses = lazily("genrl.objectives.policy_losses")
+    tokens = lazily("genrl.objectives.tokens")
+    token_regularisers = lazily("genrl.objectives.token_regularisers")
+    masking = lazily("genrl.objectives.tokens")
 
 
 class Added(Choice):

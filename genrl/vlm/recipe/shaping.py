@@ -10,14 +10,14 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.tokens import token_advantages, token_regularisers, token_weights
-    from genrl.objectives.tokens import tokens as masking
+    from genrl.objectives import token_advantages, token_regularisers, token_weights
+    from genrl.objectives import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    token_regularisers = lazily("genrl.objectives.tokens.token_regularisers")
-    token_advantages = lazily("genrl.objectives.tokens.token_advantages")
-    token_weights = lazily("genrl.objectives.tokens.token_weights")
-    masking = lazily("genrl.objectives.tokens.tokens")
+    token_regularisers = lazily("genrl.objectives.token_regularisers")
+    token_advantages = lazily("genrl.objectives.token_advantages")
+    token_weights = lazily("genrl.objectives.token_weights")
+    masking = lazily("genrl.objectives.tokens")
 
 
 class Term(Choice):

@@ -10,14 +10,14 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.surrogates.policy_losses import SurrogateOutput
-    from genrl.objectives.tokens import token_surrogates, token_weights
-    from genrl.objectives.tokens import tokens as masking
+    from genrl.objectives import token_surrogates, token_weights
+    from genrl.objectives import tokens as masking
+    from genrl.objectives.policy_losses import SurrogateOutput
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
-    token_weights = lazily("genrl.objectives.tokens.token_weights")
-    masking = lazily("genrl.objectives.tokens.tokens")
+    token_surrogates = lazily("genrl.objectives.token_surrogates")
+    token_weights = lazily("genrl.objectives.token_weights")
+    masking = lazily("genrl.objectives.tokens")
 
 
 class Rule(Choice):
@@ -203,7 +203,7 @@ class LinearBound(Rule):
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         # Here: at the top it would load torch when a configuration is read.
-        from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+        from genrl.objectives.policy_losses import SurrogateOutput
 
         if not bool(batch.mask.bool().all()):
             raise ValueError("the columns of log_prob are ELBO samples here: the mask must be 1 everywhere")
@@ -243,7 +243,7 @@ class CumulativeMask(Rule):
 
 
 class Quadratic(Rule):
-    """The plain ratio less a square that holds a token's probability near: DRPO (`token_weights.quadratic_surrogate`)."""
+    """The plain ratio less a square that holds a token's probability near: DRPO (`quadratic_surrogate`)."""
 
     near = True
     name: Literal["quadratic"] = "quadratic"
@@ -279,7 +279,7 @@ class LowProbability(Rule):
 
 
 class EntropyAdaptive(Rule):
-    """PPO's clip and its advantages by the entropy of each token, [entropy]: HAPO (`token_weights.entropy_adaptive`)."""
+    """PPO's clip and its advantages by the entropy of each token, [entropy]: HAPO (`entropy_adaptive`)."""
 
     near = True
     tensors = ("entropy",)

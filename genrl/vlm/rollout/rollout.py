@@ -15,9 +15,9 @@ from torch import Tensor
 import genrl_rewards
 from genrl.config.economy import Selection
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages import groups
-from genrl.objectives.advantages.credit import max_variance
-from genrl.objectives.tokens.token_regularisers import over_views
+from genrl.objectives import groups
+from genrl.objectives.credit import max_variance
+from genrl.objectives.token_regularisers import over_views
 from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate

@@ -22,7 +22,7 @@ from genrl.diffusion.steps.plans import Steps, choose_kernel
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.diffusion.steps.transitions import reference_kl
 from genrl.diffusion.train import train
-from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
+from genrl.objectives.groups import gdpo_advantages, group_advantages
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import DIFFUSION, QUIET, Watched, resumed, run
 from tests.diffusion.policy.tiers import tiered

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from genrl.mdp.plan import make_plan
 from genrl.mdp.tree import Tree, from_parents, grow
-from genrl.objectives.advantages import credit
+from genrl.objectives import credit
 
 
 @st.composite

@@ -8,8 +8,8 @@ import torch
 from genrl.diffusion.methods.prompt_rl import train
 from genrl.diffusion.policy.rewriter import completion_mask
 from genrl.mdp import kernels
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates import policy_losses
+from genrl.objectives import policy_losses
+from genrl.objectives.groups import group_advantages
 from tests.golden_cases import Arrays
 
 

@@ -20,10 +20,10 @@ from genrl.mdp.plan import (
     sliding_depths,
 )
 from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
-from genrl.objectives.advantages import credit
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives import credit
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
+from genrl.objectives.policy_losses import clipped_surrogate
 from tests.golden_cases import Arrays
 from tests.reference.branchgrpo import copied_calls, repeated_windows, uniform_splits
 from tests.reference.grids import shifted_grid

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from genrl.mdp import noise
-from genrl.objectives.forward import matching
-from genrl.objectives.forward.matching import Centre
-from genrl.objectives.surrogates import policy_losses
+from genrl.objectives import matching, policy_losses
+from genrl.objectives.matching import Centre
 from tests.golden_cases import Arrays
 
 WEIGHTINGS = {"Uniform": "uniform", "t": "sigma", "t2": "sigma_squared", "huber": "huber", "ghuber": "ghuber"}

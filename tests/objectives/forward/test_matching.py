@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from genrl.diffusion.forward import direct as direct_reward
 from genrl.diffusion.methods.diff_instruct import train
 from genrl.mdp import noise
-from genrl.objectives.forward import matching
-from genrl.objectives.preferences import preference
-from genrl.objectives.surrogates import policy_losses
+from genrl.objectives import matching, policy_losses, preferences
 from genrl_rewards.scorers.preference.adversary import top_patches
 from tests.golden_cases import Arrays
 from tests.reference.adv_grpo import adversarial_reward
@@ -127,7 +125,7 @@ def test_golden_discriminator(golden) -> None:
         a.near("out_reward", adversarial_reward(cls, patch, patch_weight=share))
         a.near("out_reward_multi_top20_sigmoid", torch.sigmoid(top_patches(head(fake)[:, 1:, 0]) / 0.2))
     sides = [logits(a.given(f"in_feat_{side}"), a.given(f"in_idx_{side}")) for side in ("real", "fake")]
-    out = preference.adversary_loss(*sides, patch_weight=share)
+    out = preferences.adversary_loss(*sides, patch_weight=share)
     optimizer = torch.optim.Adam(head.parameters(), lr=a.number("in_lr"), betas=tuple(a.given("in_betas").tolist()))
     out.loss.backward()
     a.near("out_d_loss", out.loss.detach())
@@ -146,7 +144,7 @@ def test_golden_preference_criterion(golden) -> None:
     images = [a.given(f"in_img_{side}").requires_grad_() for side in sides]
     for ties, name in ((False, "ref_preferred"), (True, "tie")):
         scores = (scale * (text * image).sum(-1) for image in images)
-        loss = preference.preference_loss(*scores, ties=ties).mean()
+        loss = preferences.preference_loss(*scores, ties=ties).mean()
         a.near(f"out_loss_{name}", loss)
         for side, gradient in zip(sides, torch.autograd.grad(loss, images), strict=True):
             a.near(f"out_grad_{side}_{name}", gradient)
@@ -161,10 +159,10 @@ def test_the_losses_are_the_definitions(real: list[float], fake: list[float]) ->
     """Real and fake images need not be equally many; the released code cuts the longer list."""
     sides = torch.tensor(real, dtype=torch.float64), torch.tensor(fake, dtype=torch.float64)
     hinge = sum(max(0, 1 - r) for r in real) / len(real) + sum(max(0, 1 + f) for f in fake) / len(fake)
-    assert preference.discriminator_loss(*sides).item() == pytest.approx(hinge / 2, rel=1e-9, abs=1e-12)
+    assert preferences.discriminator_loss(*sides).item() == pytest.approx(hinge / 2, rel=1e-9, abs=1e-12)
     entropy = sum(math.log1p(math.exp(-r)) for r in real) / len(real)
     entropy += sum(math.log1p(math.exp(f)) for f in fake) / len(fake)
-    got = preference.discriminator_loss(*sides, kind="bce").item()
+    got = preferences.discriminator_loss(*sides, kind="bce").item()
     assert got == pytest.approx(entropy / 2, rel=1e-9)
 
 
@@ -176,16 +174,16 @@ def test_only_the_best_patches_count() -> None:
 
 def test_a_preference_model_that_rates_both_the_same_costs_log_two_or_nothing() -> None:
     scores = 100 * noise.keyed_noise((3,), "s")
-    assert torch.allclose(preference.preference_loss(scores, scores), torch.full((3,), math.log(2.0)))
-    assert preference.preference_loss(scores, scores, ties=True).abs().max() < 1e-6
+    assert torch.allclose(preferences.preference_loss(scores, scores), torch.full((3,), math.log(2.0)))
+    assert preferences.preference_loss(scores, scores, ties=True).abs().max() < 1e-6
 
 
 def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None:
     high, low = torch.tensor([2.0, float("nan")]), torch.tensor([1.0, 1.5, float("nan")])
-    assert preference.reward_model_lags(low, high) and not preference.reward_model_lags(high, low)
-    assert not preference.reward_model_lags(low, low)
+    assert preferences.reward_model_lags(low, high) and not preferences.reward_model_lags(high, low)
+    assert not preferences.reward_model_lags(low, low)
     with pytest.raises(ValueError, match="'hinge' or 'bce'"):
-        preference.discriminator_loss(low, low, kind="wgan")  # type: ignore[arg-type]
+        preferences.discriminator_loss(low, low, kind="wgan")  # type: ignore[arg-type]
 
 
 # -- Diff-Instruct*: golden onestep_diff_instruct_star, and the identity that the loss rests on

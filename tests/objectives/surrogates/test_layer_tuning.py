@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from genrl.mdp import kernels
-from genrl.objectives.surrogates import layer_tuning
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives import layer_tuning
+from genrl.objectives.policy_losses import clipped_surrogate
 
 
 def test_the_surrogate_clips_each_sample_at_its_own_bounds() -> None:

@@ -12,8 +12,8 @@ from torch.distributions import Independent, Normal, kl_divergence
 from genrl.diffusion.methods.flow_dppo.train import divergence_surrogate
 from genrl.diffusion.methods.grpo_guard import train as guard
 from genrl.mdp import kernels, noise
-from genrl.objectives.surrogates import policy_losses
-from genrl.objectives.surrogates.policy_losses import kl_gaussian
+from genrl.objectives import policy_losses
+from genrl.objectives.policy_losses import kl_gaussian
 from tests.golden_cases import Arrays, Case, check_all, error, relative_error, through
 
 Errors = dict[str, tuple[float, float]]

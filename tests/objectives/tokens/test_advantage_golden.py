@@ -7,10 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.preferences import preference
-from genrl.objectives.tokens import token_advantages, token_credit, token_regularisers, token_surrogates, token_weights
-from genrl.objectives.tokens.tokens import aggregate
+from genrl.objectives import (
+    preferences,
+    token_advantages,
+    token_credit,
+    token_regularisers,
+    token_surrogates,
+    token_weights,
+)
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.tokens import aggregate
 from genrl.vlm.methods.music_rl import train as audio_tokens
 from genrl_rewards.scorers.texts.verifiable import rating
 from tests.golden_cases import Arrays
@@ -147,7 +153,7 @@ def test_golden_audio_and_3d(golden) -> None:
 
     scores, first = (a.given("bt_score_a"), a.given("bt_score_b")), a.given("bt_a_preferred").bool()
     preferred, other = torch.where(first, *scores), torch.where(first, *scores[::-1])
-    a.check("bt_loss", preference.preference_loss(preferred, other).mean())
+    a.check("bt_loss", preferences.preference_loss(preferred, other).mean())
 
     high, low = a.given("hi_reward_high"), a.given("hi_reward_low")
     group = torch.arange(len(high)).repeat_interleave(high.shape[1])

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.advantages import groups as group_filters
-from genrl.objectives.tokens import token_advantages as ta
-from genrl.objectives.tokens import token_surrogates
-from genrl.objectives.tokens import token_weights as tw
-from genrl.objectives.tokens.token_credit import (
+from genrl.objectives import groups as group_filters
+from genrl.objectives import token_advantages as ta
+from genrl.objectives import token_surrogates
+from genrl.objectives import token_weights as tw
+from genrl.objectives.token_credit import (
     critic_losses,
     step_gae,
     token_gae,

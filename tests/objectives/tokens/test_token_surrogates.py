@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput, kl_k3
-from genrl.objectives.tokens import token_advantages, token_credit, token_regularisers, token_surrogates, token_weights
-from genrl.objectives.tokens import token_surrogates as masked_diffusion
-from genrl.objectives.tokens import token_surrogates as ts
-from genrl.objectives.tokens.tokens import aggregate, masked, mean_log_ratio, row_mean, sequence_log_ratio
+from genrl.objectives import token_advantages, token_credit, token_regularisers, token_surrogates, token_weights
+from genrl.objectives import token_surrogates as masked_diffusion
+from genrl.objectives import token_surrogates as ts
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import SurrogateOutput, kl_k3
+from genrl.objectives.tokens import aggregate, masked, mean_log_ratio, row_mean, sequence_log_ratio
 from tests.objectives.tokens.golden_tokens import Case, Expected, compare, kl_term, with_gradient
 from tests.reference.tokens import exact_loss
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.objectives.advantages.episodes import chunk_gae, episode_group_advantages
+from genrl.objectives.episodes import chunk_gae, episode_group_advantages
 from genrl.playground.minitable import PUT, MiniTable, expert_chunk, task
 from genrl.playground.minitable.world import table_of
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genrl.config import ConfigError
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.groups import group_advantages
 from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.answers import train as answering

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.tokens import token_advantages, token_regularisers
-from genrl.objectives.tokens.token_regularisers import clipped_value_loss
-from genrl.objectives.tokens.tokens import token_count
+from genrl.objectives import token_advantages, token_regularisers
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.token_regularisers import clipped_value_loss
+from genrl.objectives.tokens import token_count
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import GroupAdvantage, RankQuantiles, WhitenedReturns
 from genrl.vlm.recipe.preset import Preset

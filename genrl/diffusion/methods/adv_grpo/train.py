@@ -37,8 +37,8 @@ from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.preferences.preference import adversary_loss, reward_model_lags
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.preferences import adversary_loss, reward_model_lags
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.updating import Meter

@@ -28,9 +28,9 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.forward import stratified_steps
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.groups import informative
-from genrl.objectives.forward.matching import awm_advantage, awm_log_prob, matching_error, ramp
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_velocity
+from genrl.objectives.groups import informative
+from genrl.objectives.matching import awm_advantage, awm_log_prob, matching_error, ramp
+from genrl.objectives.policy_losses import clipped_surrogate, kl_velocity
 from genrl.runtime.loop.recorded import Recorded
 
 EMA, OLD = "ema_reference", "old"

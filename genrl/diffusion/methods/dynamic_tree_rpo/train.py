@@ -24,9 +24,9 @@ from genrl.diffusion.steps.edges import Edges, estimate, progress_table
 from genrl.diffusion.steps.plans import Steps, Tensors, replayed
 from genrl.diffusion.steps.transitions import Action, collect, penalised, step_of, update
 from genrl.mdp.tree import Tree, grow
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, velocity_towards
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.layer_tuning import dynamic_clip_bounds, progress_loss, velocity_towards
+from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 

@@ -38,8 +38,8 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps, check_on_policy
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import sampler, update
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.policy_losses import importance_ratio, kl_k3
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import importance_ratio, kl_k3
 from genrl.runtime.loop.updating import Meter
 
 __all__ = ["loss", "train"]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed, generator, seeded
-from genrl.objectives.advantages.episodes import chunk_gae, normalise_advantages
-from genrl.objectives.surrogates.actor_critic import approximate_kl, expectile_loss
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives.critic_losses import approximate_kl, expectile_loss
+from genrl.objectives.episodes import chunk_gae, normalise_advantages
+from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, deal
 from genrl.vla.methods.rl100.distillation import distilled

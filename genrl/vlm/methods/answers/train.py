@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from genrl.objectives.forward import matching
+from genrl.objectives import matching
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vlm.common import Estimated

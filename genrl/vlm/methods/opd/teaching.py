@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from genrl.objectives.tokens.tokens import log_ratio, per_token
+from genrl.objectives.tokens import log_ratio, per_token
 from genrl.vlm.methods.extras import CHUNK, allowed_logits
 from genrl.vlm.methods.opd.settings import LEAST, LanguageOPD, Teacher
 from genrl.vlm.policies.folder import open_policy

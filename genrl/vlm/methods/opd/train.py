@@ -14,8 +14,8 @@ from dataclasses import replace
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import kl_k3
-from genrl.objectives.tokens.tokens import aggregate, log_ratio, masked, per_token
+from genrl.objectives.policy_losses import kl_k3
+from genrl.objectives.tokens import aggregate, log_ratio, masked, per_token
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering

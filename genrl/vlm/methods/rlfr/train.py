@@ -21,8 +21,8 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.objectives.tokens.token_advantages import token_returns
-from genrl.objectives.tokens.tokens import masked, per_token, row_mean, token_mean
+from genrl.objectives.token_advantages import token_returns
+from genrl.objectives.tokens import masked, per_token, row_mean, token_mean
 from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.rlfr.settings import RLFR

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import kl_k3
-from genrl.objectives.tokens.tokens import masked, row_sum, token_count, token_mean
+from genrl.objectives.policy_losses import kl_k3
+from genrl.objectives.tokens import masked, row_sum, token_count, token_mean
 
 
 def kl_k1(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.groups import group_advantages
 
 
 def valid_transitions(done: Tensor, carried: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput, gated_surrogate
-from genrl.objectives.tokens.token_regularisers import kl_k3_clamped
-from genrl.objectives.tokens.tokens import log_ratio, masked, per_token, row_mean, token_count
+from genrl.objectives.policy_losses import SurrogateOutput, gated_surrogate
+from genrl.objectives.token_regularisers import kl_k3_clamped
+from genrl.objectives.tokens import log_ratio, masked, per_token, row_mean, token_count
 
 MismatchLevel = Literal["token", "sequence", "sequence_geo"]
 MismatchMode = Literal["truncate", "mask"]

@@ -19,20 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import (
-    SurrogateOutput,
-    clipped_surrogate,
-    importance_ratio,
-    score_function_loss,
-)
-from genrl.objectives.tokens.tokens import (
-    log_ratio,
-    masked,
-    mean_log_ratio,
-    per_token,
-    row_mean,
-    sequence_log_ratio,
-)
+from genrl.objectives.policy_losses import SurrogateOutput, clipped_surrogate, importance_ratio, score_function_loss
+from genrl.objectives.tokens import log_ratio, masked, mean_log_ratio, per_token, row_mean, sequence_log_ratio
 
 Bound = Tensor | float
 
