@@ -64,7 +64,7 @@ def recorded_chunks(
 def cloning_errors(policy: Policy, given: Recorded) -> Tensor:
     """Squared error of the policy's prediction for each data chunk, mean over H and A, [B]: flow or noise matching.
 
-    Weighted by `critic_losses.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion
+    Weighted by `actor_critic.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion
     policy.
     """
     context, actions = policy.encode(observation_of(given)), given["actions"]

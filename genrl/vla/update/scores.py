@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp import chains
-from genrl.objectives import critic_losses
+from genrl.objectives import actor_critic
 from genrl.objectives.episodes import executed_mask, informative_groups
 from genrl.objectives.policy_losses import clipped_surrogate, truncated_weight
 from genrl.runtime.loop.recorded import Recorded
@@ -179,7 +179,7 @@ def actor_loss(
     surrogate = clipped_surrogate(scored.log_prob, scored.old_log_prob, advantage, below, above)
     loss = surrogate.loss
     if settings.dual_clip is not None:
-        loss = critic_losses.dual_clip(loss, advantage, settings.dual_clip)
+        loss = actor_critic.dual_clip(loss, advantage, settings.dual_clip)
     counted, weight = scored.counted, spread_out(given["weight"], scored.log_prob)
 
     def total(values: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def actor_loss(
         "loss/policy": total(loss * weight),
         "ratio/mean": total(surrogate.ratio),
         "ratio/clipped": total(surrogate.clipped.float()),
-        "kl/updates": total(critic_losses.approximate_kl(scored.log_prob, scored.old_log_prob)),
+        "kl/updates": total(actor_critic.approximate_kl(scored.log_prob, scored.old_log_prob)),
         "number": counted.sum(),
     }
     # a level below the chunk has several ratios in a decision: the mean is over them

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.objectives import critic_losses
+from genrl.objectives import actor_critic
 from genrl.objectives.episodes import Estimate, action_gae, chunk_gae, executed_mask
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, summed
@@ -106,18 +106,18 @@ def denoising(settings: PPO, scored: Scored, given: Recorded) -> dict[str, Tenso
     if settings.denoising_gamma == 1 and settings.clip_base is None:
         return {}
     ratios = int(given["ratios"])
-    discount = critic_losses.denoising_discount(given["step"], ratios, settings.denoising_gamma)
+    discount = actor_critic.denoising_discount(given["step"], ratios, settings.denoising_gamma)
     advantage = spread_out(given["advantage"], scored.log_prob) * spread_out(discount, scored.log_prob)
     if settings.clip_base is None:
         return {"advantage": advantage}
-    low = critic_losses.denoising_clip(given["step"], ratios, clip=settings.clip_range, base=settings.clip_base)
+    low = actor_critic.denoising_clip(given["step"], ratios, clip=settings.clip_range, base=settings.clip_base)
     return {"advantage": advantage, "low": spread_out(low, scored.log_prob)}
 
 
 def value_loss(settings: PPO, acting: Acting, scored: Scored, given: Recorded) -> Tensor:
     """The critic's loss on these decisions, summed, []; of several values of a decision, their mean over the chunk."""
     value: Tensor = acting.policy.value(scored.context)[:, : int(given["size"])]
-    errors = critic_losses.value_loss(
+    errors = actor_critic.value_loss(
         value,
         given["returns"].view(value.shape).to(value),
         old_values=given["old_values"].to(value),

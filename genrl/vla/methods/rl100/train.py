@@ -18,7 +18,7 @@ from torch import Tensor
 
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed, generator, seeded
-from genrl.objectives.critic_losses import approximate_kl, expectile_loss
+from genrl.objectives.actor_critic import approximate_kl, expectile_loss
 from genrl.objectives.episodes import chunk_gae, normalise_advantages
 from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
