@@ -34,7 +34,6 @@ from genrl.objectives.credit import (
     width_pruned,
 )
 from genrl.objectives.groups import group_statistics
-from genrl.objectives.layer_tuning import progress_weights
 from genrl.runtime.loop.updating import Meter
 
 
@@ -179,11 +178,6 @@ def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Ten
         good = extreme_leaves(rewards, max(1, rewards.shape[-1] // 4))
     good = good | rewards.isnan().all(-1, keepdim=True)  # without any score there is nothing to choose by, or to train
     return remaining & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
-
-
-def progress_table(tree: trees.Tree, rewards: Tensor) -> Tensor:
-    """How far the leaves below an edge fall short of their group's best, in [0, 1], [T, N] (Dynamic-TreeRPO)."""
-    return to_table(mean_of_leaves(tree.parent, progress_weights(rewards.view(-1, tree.num_slots))), tree)
 
 
 def to_table(values: Tensor, tree: trees.Tree) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.diffusion.methods.dynamic_tree_rpo.train import dynamic_clip_bounds, progress_loss, progress_weights
 from genrl.mdp import kernels
 from genrl.mdp.plan import (
     SamplingPlan,
@@ -22,7 +23,6 @@ from genrl.mdp.plan import (
 from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
 from genrl.objectives import credit
 from genrl.objectives.groups import group_advantages
-from genrl.objectives.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
 from genrl.objectives.policy_losses import clipped_surrogate
 from tests.golden_cases import Arrays
 from tests.reference.branchgrpo import copied_calls, repeated_windows, uniform_splits
