@@ -322,19 +322,21 @@ def run(folder: Path, tree: Path, count: int, seed: int, budget: float) -> None:
 
 
 def carried(mutation: Mutation, tree: Path, later: Path) -> Mutation | None:
-    """The same change in a later tree: of the same line, in whatever file it stands now; None where the line is gone
-    or is written more than once."""
+    """The same change in a later tree: of the same line of the same file, or else of the one file that has it now;
+    None where it is not there as often as it was."""
     source = (tree / mutation.file).read_bytes()
     begin, end = source.rfind(b"\n", 0, mutation.start) + 1, source.find(b"\n", mutation.end)
     begin += len(source[begin:end]) - len(source[begin:end].lstrip())
     line = re.compile(rb"^[ \t]*(" + re.escape(source[begin:end]) + rb")$", re.MULTILINE)
+    was = [match.start(1) for match in line.finditer(source)]
     for files in ([later / mutation.file], [*later.glob("genrl/**/*.py"), *later.glob("rewards/**/*.py")]):
         texts = {file: file.read_bytes() for file in files if file.exists()}
         places = [(file, match.start(1)) for file, text in texts.items() for match in line.finditer(text)]
-        if len(places) == 1:
-            file, start = places[0][0], places[0][1] + mutation.start - begin
-            name, line_number = str(file.relative_to(later)), texts[file][:start].count(b"\n") + 1
-            return replace(mutation, file=name, line=line_number, start=start, end=start + len(mutation.was.encode()))
+        if len(places) == len(was) and len({file for file, _ in places}) == 1:
+            file, start = places[was.index(begin)]
+            start += mutation.start - begin
+            name, number = str(file.relative_to(later)), texts[file][:start].count(b"\n") + 1
+            return replace(mutation, file=name, line=number, start=start, end=start + len(mutation.was.encode()))
     return None
 
 
