@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config.economy import Selection
+from genrl.config.sections import Selection
 from genrl.mdp.noise import generator
 from genrl.objectives import groups
 from genrl.objectives.credit import max_variance
