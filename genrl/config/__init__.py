@@ -9,7 +9,6 @@ from genrl.config.errors import Problem as Problem
 from genrl.config.loading import dump as dump
 from genrl.config.loading import load as load
 from genrl.config.loading import load_located as load_located
-from genrl.config.optimizers import Optimizer as Optimizer
 from genrl.config.run_config import RunConfig as RunConfig
 from genrl.config.run_config import check_files as check_files
 from genrl.config.sections import EMA as EMA
@@ -18,3 +17,4 @@ from genrl.config.sections import Distributed as Distributed
 from genrl.config.sections import Economy as Economy
 from genrl.config.sections import LoRA as LoRA
 from genrl.config.sections import Monitor as Monitor
+from genrl.config.sections import Optimizer as Optimizer

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from genrl.config.folders import read_json
 from genrl.config.headers import Shape, unpacked
-from genrl.config.optimizers import LARGEST_COPY
+from genrl.config.sections import LARGEST_COPY
 from genrl.config.weight_files import DTYPE_BYTES, read_header, weight_files
 from genrl.vla.config.schema import VLAConfig
 
