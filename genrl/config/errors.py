@@ -84,7 +84,7 @@ _LONGEST = 400
 """Characters of a path: longer texts are templates and questions."""
 
 
-def folders(origin: Origin) -> list[Path]:
+def _folders(origin: Origin) -> list[Path]:
     """Folders in which a path that was written there is looked up, in this order."""
     file = Path(origin.label)
     if origin.line is None or not file.is_file():  # an override, or an argument in a script
@@ -95,7 +95,7 @@ def folders(origin: Origin) -> list[Path]:
 
 def with_places(text: str, origin: Origin) -> str:
     """A message; of one that says that a file or folder is not there, with where it was looked for."""
-    places = dict.fromkeys(str(folder.resolve()) for folder in folders(origin))
+    places = dict.fromkeys(str(folder.resolve()) for folder in _folders(origin))
     if len(places) < 2 or not _ABSENT.search(text):
         return text
     return f"{_LOOKED.sub('', text)} (looked in {' and in '.join(places)})"
@@ -113,7 +113,7 @@ def locate(tree: dict[str, Any], origins: Origins) -> None:
         origin = origins.get(path)
         if path == ("output",) or origin is None or not _looks_like_path(name):
             continue
-        places = [folder / name for folder in folders(origin)]
+        places = [folder / name for folder in _folders(origin)]
         there = next((place for place in places if _exists(place)), places[0])
         if there != places[0]:
             node[key] = f"{there}:{part}" if colon else str(there)
