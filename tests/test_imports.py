@@ -18,7 +18,7 @@ from genrl.quiet import MEANINGLESS, Watcher, watch
 
 PROGRAM = """
 import importlib, pkgutil, sys
-from genrl.config.kinds import KINDS
+from genrl.config.method import KINDS
 from genrl.config.method import built_in
 heavy = {heavy!r}
 for name in {packages!r}:

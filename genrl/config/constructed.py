@@ -9,9 +9,8 @@ from pydantic import ValidationError
 
 from genrl.config.errors import ConfigError, Origin
 from genrl.config.json_schemas import Schema, schema_of
-from genrl.config.kinds import KINDS, kind_section
 from genrl.config.messages import explain
-from genrl.config.method import Method
+from genrl.config.method import KINDS, Method, kind_section
 from genrl.config.run_config import RunConfig
 from genrl.config.yaml_source import KeyPath
 
