@@ -40,7 +40,8 @@ class _Row(NamedTuple):
 
 
 # The only place that names all kinds, and by strings: what a kind is made of is imported when a run of it is read, so
-# that shared code imports no kind and no run pays for the others. Looked through in this order; a file with none of the sections is of the last kind.
+# that shared code imports no kind and no run pays for the others. Looked through in this order; a file with none of the
+# sections is of the last kind.
 _ROWS: Mapping[Kind, _Row] = {
     "vla": _Row("genrl.vla.config.schema:VLAConfig", "policy", "VLAMethod"),
     "vlm": _Row("genrl.vlm.config.schema:VLMConfig", "vlm", "VLMMethod"),
