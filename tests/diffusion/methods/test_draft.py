@@ -219,57 +219,23 @@ def test_rewards_get_their_columns_and_weights(folder: Path, model: Path) -> Non
     assert "reward/redness_mean" in runs.rows(folder / "run")[0]
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
+def test_a_reward_without_gradients_is_refused(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its source; where that cannot tell, before the model is loaded; where it breaks its word, in training."""
+    smooth, own = folder / "smooth.py", folder / "rewards.py"
+    for name, says in (
         (
-            ["rewards.py:brightness"],
-            r"rewards\.0\.name: draft differentiates the reward, and .*brightness has no "
-            r"gradients .*; train on clipscore, pickscore",
+            f"{own}:brightness",
+            r"rewards\.1\.name: draft .*brightness has no gradients .*; train on clipscore, pickscore",
         ),
-        (["shapes"], r"shapes has no gradients .* use flow_grpo or diffusion_nft"),
-        (["rewards.py:warmth", "rewards.py:redness"], r"rewards\.1\.name: .*redness has no grad.* give it weight 0"),
-    ],
-)
-def test_a_reward_without_gradients_is_refused_by_its_source(
-    folder: Path, model: Path, names: list[str], says: str
-) -> None:
-    rewards = [{"name": str(folder / name) if ".py" in name else name} for name in names]
-    with pytest.raises(ConfigError, match=says):
-        check_files(config(folder, model, {}, rewards=rewards))
-
-
-def test_a_reward_that_turns_out_to_have_no_gradients_is_refused(folder: Path, model: Path) -> None:
-    """Where its source cannot tell, before the model is loaded; where it breaks its word, in training."""
-    settings = config(folder, model, {}, rewards=[{"name": f"{folder / 'smooth.py'}:Heir"}])
-    check_files(settings)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(ValueError, match=r"rewards\.0\.name: draft differentiates the reward, and Heir has no grad"),
+        ("shapes", r"shapes has no gradients .* use flow_grpo or diffusion_nft"),
+        (f"{own}:redness", r"rewards\.1\.name: .*redness has no grad.* give it weight 0"),
     ):
+        with pytest.raises(ConfigError, match=says):
+            check_files(config(folder, model, {}, rewards=[{"name": f"{own}:warmth"}, {"name": name}]))
+    settings = config(folder, model, {}, rewards=[{"name": f"{smooth}:Heir"}])
+    check_files(settings)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"0\.name: draft .*and Heir has no grad"):
         patch.setattr("genrl.diffusion.train.load_pipeline", lambda model: pytest.fail("loaded"))
         train(settings)
     with pytest.raises(ValueError, match=r"reward 'Blind' is declared differentiable; it must then return a tensor"):
-        train(config(folder, model, {}, rewards=[{"name": f"{folder / 'smooth.py'}:Blind"}], iterations=1))
-
-
-@pytest.mark.parametrize(
-    ("trainer", "changes", "says"),
-    [
-        ({"steps": 4}, {}, r"trainer\.steps.*the sampler has 3 steps; use 3 or less"),
-        ({}, {"reward": {"normalize": "group"}}, r"rewards\.0\.normalize.*write none"),
-        ({}, {"reward": {"remote": "http://127.0.0.1:1"}}, r"rewards\.0\.remote.*stays in the process.*write null"),
-        ({}, {"reward": {"isolate": True}}, r"rewards\.0\.isolate.*write false"),
-        ({}, {"sampling": {"same_initial_noise": True}}, "one picture many times"),
-        ({"truncation": "drafft"}, {}, "did you mean draft"),
-    ],
-)
-def test_what_cannot_work_is_refused(
-    folder: Path, model: Path, trainer: dict[str, Any], changes: dict[str, Any], says: str
-) -> None:
-    rewards = [runs.reward(folder, "warmth", **changes.pop("reward", {}))]
-    with pytest.raises(ConfigError, match=says):
-        config(folder, model, trainer, rewards=rewards, **changes)
+        train(config(folder, model, {}, rewards=[{"name": f"{smooth}:Blind"}], iterations=1))

@@ -142,22 +142,6 @@ def test_graphs_are_kept_of_weights_that_autocast_has_cast_without_one(folder: P
     assert equal(*found) and any(bool(gradient.any()) for gradient in found[0].values())
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"trainer": {**GRPO, "keep_graph": True, "updates_per_iteration": 2}}, "trainer.updates_per_iteration"),
-        ({"trainer": {**GRPO, "keep_graph": True, "inner_epochs": 2}}, "trainer.inner_epochs"),
-        ({"trainer": {**GRPO, "keep_graph": True, "guidance_in_training": False}}, "trainer.guidance_in_training"),
-        ({"trainer": {**GRPO, "keep_graph": True}, "distributed": {"fsdp": True}}, "distributed.fsdp"),
-    ],
-)
-def test_kept_graphs_are_refused_where_they_are_not_those_of_training(
-    folder: Path, model: Path, changes: dict[str, Any], key: str
-) -> None:
-    with pytest.raises(ValueError, match=key):
-        runs.config(folder, model, **changes)
-
-
 # -- the gate --------------------------------------------------------------------------------------------------------
 
 

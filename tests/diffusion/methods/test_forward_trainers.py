@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError
 from genrl.diffusion.forward.noising import own_noise
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.train import levels
@@ -246,25 +245,6 @@ def test_a_model_that_is_no_flow_is_refused(folder: Path, sd: Path, name: str) -
     config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"pipeline_args": {}})})
     with pytest.raises(ValueError, match=f"{name} needs a flow-matching model; .* predicts epsilon"):
         run(config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"trainer": TRAINERS["dgpo"], "sampling": {**EIGHT, "batch_size": 6}}, "needs whole groups .* use 4"),
-        ({"trainer": TRAINERS["d3po"], "sampling": {**EIGHT, "batch_size": 2}}, "needs whole groups .* use 4"),
-        ({"trainer": TRAINERS["crd"], "sampling": {**EIGHT, "same_initial_noise": True}}, "one picture many times"),
-        ({"trainer": {**TRAINERS["dgpo"], "first_steps": 4}}, "sampling grid has 3 steps; use 3 or less"),
-        ({"trainer": {**TRAINERS["dgpo"], "first_steps": 1}}, "2 noise levels cannot be drawn from a grid of 1"),
-        ({"trainer": {**TRAINERS["awm"]}, "sampling": {"num_inference_steps": 1}}, "use 2 or more steps"),
-        ({"trainer": {**TRAINERS["d3po"]}, "sampling": {"num_inference_steps": 1}}, "last step is never stochastic"),
-        ({"trainer": {**TRAINERS["d3po"], "noise_level": 0.0}}, "deterministic and has no density"),
-        ({"trainer": {"algorithm": "dpo_offline"}, "sampling": EIGHT}, "dpo_offline has groups of 2, found 4; write 2"),
-    ],
-)
-def test_what_cannot_work_is_refused(folder: Path, model: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        runs.config(folder, model, **changes)
 
 
 # -- DiffusionNFT from inside: its noisy states, its old policy, its costs. Its gradient: `test_forward_trainers`

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import same_prompt
@@ -183,35 +182,6 @@ def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Pa
     silent = [runs.reward(folder, "brightness", schedule=[[0, 0.0]])]
     seen = run(runs.config(folder, model, trainer=trainer, rewards=silent, iterations=1, **QUIET))
     assert seen.rows[0]["advantage/abs_mean"] == 0.0
-
-
-# -- dumps and refusals ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("trainer", "changes", "text"),
-    [
-        ({**DDPO, "guard": True}, {}, "unknown key"),
-        ({**GUARD, "kernel": "ddim", "noise_level": 1.0}, {}, "alpha-bars"),
-        ({**GUARD, "log_prob_reduction": "sum"}, {}, "unknown key"),
-        ({"kl": "x_prediction", "kl_weight": 0.1, "kernel": "ddim", "noise_level": 1.0}, {}, "of a velocity"),
-        ({**DDPO, "history": {"size": 4}}, {}, "never reached"),
-        ({"history": {"size": 32}}, {}, "belongs to another trainer.algorithm"),
-        ({}, {"sampling": {"group_size": 1}}, "nothing to be compared with"),
-        ({"aggregate": "gdpo", "advantage_scale": "global"}, {}, "use group"),
-        ({"algorithm": "paco_grpo", "aggregate": "log_tame_released"}, {}, "use none"),
-        ({"algorithm": "paco_grpo", "advantage_scale": "prompt_history"}, {}, "one of group, global, none"),
-        ({"aggregate": "gdpo"}, {"rewards": [{"normalize": "group"}]}, "normalises the scores themselves"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    folder: Path, model: Path, trainer: dict[str, Any], changes: dict[str, Any], text: str
-) -> None:
-    changes = dict(changes)
-    if "rewards" in changes:
-        changes["rewards"] = [runs.reward(folder, "brightness", **extra) for extra in changes["rewards"]]
-    with pytest.raises(ConfigError, match=text):
-        runs.config(folder, model, trainer={"algorithm": "flow_grpo", **trainer}, **changes)
 
 
 # -- PaCo-GRPO by settings: pictures of a prompt judged in pairs, one drawn step, trained small and evaluated large

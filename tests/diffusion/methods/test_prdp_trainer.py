@@ -34,7 +34,6 @@ from tests.diffusion.methods.watched import (
     relative,
     resumed,
     run,
-    trained_by,
     watch,
 )
 
@@ -123,44 +122,6 @@ def test_equal_rewards_are_a_target_too(folder: Path, sd: Path) -> None:
     common: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "sampling": OF_NOISE, "iterations": 1}
     (row,) = runs.rows(train(runs.config(folder, sd, trainer=DDIM, **common, **QUIET)))
     assert (row["prdp/pairs"], row["updates"]) == (6, 0) and row.get("loss", 0.0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("trainer", "sampling", "text"),
-    [
-        ({}, {"num_inference_steps": 1}, "nothing is trained"),
-        ({}, {"group_size": 1}, "group of 2 or more"),
-        ({"noise_level": 0.0}, {}, "deterministic"),
-        ({"kernel": "flow_sde"}, {}, "is for flow models"),
-        ({"updates_per_iteration": 2}, {}, "updates_per_iteration"),
-        ({"beta": 0.0}, {}, "beta"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    folder: Path, sd: Path, trainer: dict[str, Any], sampling: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        check_files(runs.config(folder, sd, trainer={**DDIM, **trainer}, sampling={**DIFFUSION, **sampling}))
-    assert text in str(error.value)
-
-
-@pytest.mark.slow
-def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, sd: Path) -> None:
-    changes: dict[str, Any] = {"lora": None, "optimizer": {"lr": 1e-5}, "evaluation": {"every": 0}}
-    config = runs.config(folder, sd, trainer={**DDIM, "inner_epochs": 2}, sampling=OF_NOISE, **changes)
-    assert all(row["updates"] == 2 for row in runs.rows(resumed(config, folder)))
-
-
-@pytest.mark.slow
-def test_two_processes_learn_as_one(folder: Path, sd: Path) -> None:
-    """Uneven shares of 3 micro-batches, groups cut between the processes: the same tables, hence the same gradients."""
-    found = []
-    for count in (1, 2):
-        runs.config(folder, sd, trainer={**DDIM, "inner_epochs": 2}, sampling=OF_NOISE, iterations=1, **QUIET)
-        found.append(runs.rows(trained_by(count, folder))[0])
-    one, two = found
-    for key in one:
-        assert two[key] == pytest.approx(one[key], rel=1e-5), key
 
 
 # -- Diffusion-DPO from a preference set: what the loss is made of, resume, and sets that cannot be used

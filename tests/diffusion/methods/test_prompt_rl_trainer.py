@@ -25,10 +25,9 @@ from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
-from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import resumed, watch
+from tests.diffusion.methods.watched import watch
 from tests.diffusion.policy.test_rewriter import TINY, anything, moved
 
 REWRITER = {"path": str(TINY), "instruction": "{prompt}", "max_new_tokens": 16}
@@ -104,27 +103,6 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
     assert wanted.keys() == found.keys() != set()
     for name, gradient in found.items():
         assert torch.allclose(wanted[name], gradient, atol=2e-6), name
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_writes_the_same(folder: Path, model: Path) -> None:
-    """Without retained prompts; weights, adapter and optimiser of the language model, metrics: to the bit."""
-    config = runs.config(folder, model, trainer=trainer(retained=0), evaluation={"every": 1}, **GROUPS)
-    straight = resumed(config, folder)
-    kept = runs.last_state(straight).tensors["kept-rewriter"]
-    assert any(key.startswith("adapter/") for key in kept) and any("exp_avg" in key for key in kept)
-    one, other = (load_rewriter(run / "rewriter") for run in (straight, folder / "again"))
-    assert one.rewrite("a jade disc", (3,)) == other.rewrite("a jade disc", (3,))
-    adapter = one.state_dict()["adapter"]
-    assert all(torch.equal(adapter[key], kept[f"adapter/{key}"]) for key in adapter)
-    start = Rewriter(one.settings, seed=config.seed).state_dict()["adapter"]
-    assert any(not torch.equal(start[key], adapter[key]) for key in adapter)
-    rows = read_metrics(Run(straight).metrics)
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all("eval_rewritten/total_mean" in row and "eval/total_mean" in row for row in rows)
-    assert rows[1]["rewriter/kl"] == 0.0 < rows[2]["rewriter/kl"] and "rewriter/gain" not in rows[1]
-    assert max(row["rewriter/ratio/max_abs_dev"] for row in rows[1:]) < 1e-4
-    assert len(list((straight / "samples" / "rewritten").glob("step-*.png"))) == 3
 
 
 def written_by(path: str, out: str) -> None:
@@ -215,23 +193,6 @@ def test_a_prompt_that_would_be_cut_is_refused(folder: Path, model: Path) -> Non
         with pytest.raises(ValueError, match=told):
             train(runs.config(folder, model, trainer=trainer(rewriter=rewriter), output=str(output), **GROUPS))
         assert runs.rows(output) == []
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"retained": 4}, "use 3 or less"),
-    ({"tree": {"ways": 2}, "window": {"size": 1}}, "trainer.tree: unknown key"),
-    ({"advantage_scale": "prompt_history"}, "one of group, global, none"),
-    ({"aggregate": "gdpo"}, "trainer.aggregate: unknown key"),
-    ({"rewriter": {"instruction": "Rewrite it."}}, "holds {prompt} 0 times"),
-    ({"rewriter": {"dtype": "float16"}}, "not scaled, and small gradients vanish in float16; use bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("changes", "text"), REFUSED, ids=[text for _, text in REFUSED])
-def test_impossible_settings_are_refused(folder: Path, model: Path, changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        runs.config(folder, model, trainer=trainer(**changes), **GROUPS)
-    assert text in str(error.value)
 
 
 def test_a_wrong_language_model_is_refused_before_work(folder: Path, model: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError, check_files
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.methods.spo.train import Found, Pairs, chosen_rows, compare, crawl, draw, judge, pair_of
@@ -33,7 +32,6 @@ from tests.diffusion.methods.watched import (
     Update,
     Watched,
     relative,
-    resumed,
     run,
     trained_by,
 )
@@ -154,26 +152,6 @@ def test_a_pair_is_evaluated_once_by_each_model(folder: Path, sd: Path, monkeypa
     assert row["model_calls/train"] == 2 * 2 * int(learnt.pairs.valid.sum()) and row["updates"] == 4
 
 
-@pytest.mark.parametrize(
-    ("trainer", "sampling", "text"),
-    [
-        ({"first": 3}, {}, "no step of 4 is left"),
-        ({"noise_level": 0.0}, {}, "deterministic"),
-        ({"noise_level": 1.5}, {}, "1 or less"),
-        ({"candidates": 1}, {}, "candidates"),
-        ({"clip_range": 1.0}, {}, "clip_range"),
-        ({"kernel": "flow_sde"}, {}, "is for flow models"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    folder: Path, sd: Path, trainer: dict[str, Any], sampling: dict[str, Any], text: str
-) -> None:
-    config = {"trainer": {**SPO, **trainer}, "sampling": {**DIFFUSION, **CHAINS, **sampling}}
-    with pytest.raises(ConfigError) as error:
-        check_files(runs.config(folder, sd, **config))
-    assert text in str(error.value)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["adapters", "shards"])
 def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> None:
@@ -188,13 +166,6 @@ def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> No
     assert one["spo/valid_ratio"] > 0 and one["grad_norm"] > 0
     for key in one.keys() - {"model_calls/train"} if fsdp else one.keys():  # in shards, pairs that do not count too
         assert two[key] == pytest.approx(one[key], rel=1e-4 if fsdp or key == "grad_norm" else 1e-9), key
-
-
-@pytest.mark.slow
-def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, sd: Path) -> None:
-    changes: dict[str, Any] = {"lora": None, "optimizer": {"lr": 1e-4}, "evaluation": {"every": 0}}
-    straight = resumed(runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **changes), folder)
-    assert any(row.get("spo/correct", 0) > 0 for row in runs.rows(straight))
 
 
 # -- Chains with candidates for each next state: which are drawn from which noise, by how many model calls

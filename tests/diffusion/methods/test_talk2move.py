@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import ConfigError
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.talk2move import settings as talk2move_settings
@@ -154,31 +153,3 @@ def test_gradient_by_hand(folder: Path, kontext: Path) -> None:
     assert max(float(g.abs().max()) for g in expected.values()) > 0
     again = run(config(folder, kontext, trainer=kept, output=str(folder / "kept"), **changes))
     assert equal(again.updates[0].gradient, seen.updates[0].gradient)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "sampling", "text"),
-    [
-        ({"noise_level": 0.0}, {}, "deterministic and has no density"),
-        ({"kernel": "ddim"}, {}, "the shortcut is for flow models"),
-        ({}, {"inputs": {}}, r"name the argument of its call and the column of the files"),
-        ({"exit_step": 5}, {}, "use 4 or less"),
-        ({"shortcut": 5}, {}, "5 steps are no shortcut of 5"),
-        ({"window": {"size": 2}}, {}, r"trainer\.window: unknown key"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    folder: Path, kontext: Path, trainer: dict[str, Any], sampling: dict[str, Any], text: str
-) -> None:
-    with pytest.raises(ConfigError, match=text):
-        config(folder, kontext, trainer={**MOVE, **trainer}, sampling=sampling, **QUIET)
-
-
-def test_a_picture_that_is_not_there_ends_the_run_before_it_begins(folder: Path, kontext: Path) -> None:
-    chosen = config(folder, kontext, trainer=MOVE, **QUIET)
-    (folder / "2.png").unlink()
-    with pytest.raises(ValueError, match=r"edits\.jsonl:3: source_image: there is no file '2\.png'"):
-        train(chosen)
-    chosen = config(folder, kontext, trainer=MOVE, sampling={"inputs": {"image": "picture"}}, **QUIET)
-    with pytest.raises(ValueError, match=r"edits\.jsonl:1 has no column 'picture'"):
-        train(chosen)

@@ -123,11 +123,6 @@ def test_a_last_step_without_noise_cannot_be_trained(folder: Path, model: Path) 
         config(folder, model, {"window": {"size": 2, "high": 5}})
 
 
-def test_the_last_step_of_a_flow_is_not_trained(folder: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match="the last of 5 steps is never stochastic, so the window must end by 4"):
-        config(folder, model, {"window": {"size": 2, "high": 5}})
-
-
 # -- what is said, what is kept, what is the same --------------------------------------------------------------------
 
 

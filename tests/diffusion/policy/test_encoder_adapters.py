@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import ConfigError, LoRA
+from genrl.config import LoRA
 from genrl.diffusion.files.export import export, save_lora
 from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.policy import Policy
@@ -86,22 +86,6 @@ def test_a_run_resumes_to_the_bit(folder: Path, model: Path, trainer: dict[str, 
     export(run, folder / "whole", full=True)  # it compares what it merged with the run's
     with pytest.raises(ValueError, match="text encoders are adapted, too"):
         export(run, folder / "kohya", form="kohya")
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"model": {**ON["model"], "offload": {"text_encoders": "between"}}}, "encodings change with the adapters"),
-        ({"model": {**ON["model"], "encodings": "there"}}, "encodings change with the adapters"),
-        ({"model": {"lora": {"rank": 4, "type": "dora", "text_encoders": True}}}, "was not tried with it"),
-        ({"model": {**ON["model"], "quantize": "int8"}}, "trained unquantised"),
-        ({**ON, "distributed": {"fsdp": True}}, "not held in shards"),
-        ({**ON, "trainer": {"algorithm": "flow_grpo", "keep_graph": True}}, "begin behind these"),
-    ],
-)
-def test_refused(folder: Path, model: Path, change: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        runs.config(folder, model, **change)
 
 
 def test_pipelines_without_such_adapters_are_refused() -> None:
