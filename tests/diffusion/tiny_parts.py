@@ -21,8 +21,12 @@ from torch import nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
+from genrl.diffusion.policy.trajectory import Batch
+
 Network = TypeVar("Network", bound=nn.Module)
 BYTES = sorted(ByteLevel.alphabet())
+PROMPTS = ("a red star", "two blue dogs")
+KEYS = ((7, 0, 0), (7, 0, 1))
 QWEN_SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
     *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
@@ -45,6 +49,11 @@ class Family:
     unguided: dict[str, object] = field(default_factory=dict)
     inputs: dict[str, list[object]] = field(default_factory=dict)
     """Further arguments with one entry per prompt; they fit two prompts."""
+
+    def batch(self, **changes: object) -> Batch:
+        """Two prompts in four steps, with `changes` of the arguments."""
+        sampling = {"num_inference_steps": 4, **self.call, **changes}
+        return Batch([*PROMPTS], [*KEYS], sampling, inputs=self.inputs)
 
 
 _TEXTS = ("joint_attention_dim", "pooled_projection_dim", "text_embed_dim", "text_embed_2_dim", "text_dim")

@@ -1,7 +1,6 @@
 """Flow-GRPO from inside: its gradient computed a second time by other means, its gate, its settings."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.diffusion.methods.watched import (
     Bare,
     Given,
     Update,
+    after_collect,
     copied,
     equal,
     flow_sde,
@@ -169,20 +169,14 @@ def test_gate_stops_a_pipeline_that_is_not_replayed(folder: Path, model: Path) -
     assert not read_metrics(Path(config.output) / "metrics.jsonl")  # before any update
 
 
-def aloud(prepare: Callable[[DiffusionRun], None]) -> Callable[[DiffusionRun], None]:
-    """Prepare a run that tells the reader what it has to say."""
-
-    def prepared(opened: DiffusionRun) -> None:
-        opened.process.progress.enabled = True
-        prepare(opened)
-
-    return prepared
-
-
 def test_gate_lets_rounding_pass_and_says_so(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the first iteration; in the second replay is exact, and nothing is said."""
-    config = runs.config(folder, model, trainer=GRPO, iterations=2, **QUIET)
-    seen = run(config, aloud(drifting(1e-6)))
+
+    def aloud(opened: DiffusionRun) -> None:
+        opened.process.progress.enabled = True
+        drifting(1e-6)(opened)
+
+    seen = run(runs.config(folder, model, trainer=GRPO, iterations=2, **QUIET), aloud)
     assert seen.rows[0]["ratio/max_abs_dev"] > 0
     assert (seen.rows[1]["ratio/max_abs_dev"], seen.rows[1]["ratio/mean"]) == (0.0, 1.0)
     assert capsys.readouterr().err.count("rounding of the kernels in use") == 1
@@ -190,14 +184,10 @@ def test_gate_lets_rounding_pass_and_says_so(folder: Path, model: Path, capsys: 
 
 def test_gate_does_not_take_nan_for_exact(folder: Path, model: Path) -> None:
     def breaks(opened: DiffusionRun) -> None:
-        inner, collect = opened.policy.denoiser, opened.collect
+        def spoil(found: Rollouts) -> None:
+            opened.policy.denoiser.register_forward_hook(lambda module, arguments, output: (output[0] * math.nan,))
 
-        def collect_then_break(draw: Any, **shape: Any) -> Rollouts:
-            found = collect(draw, **shape)
-            inner.register_forward_hook(lambda module, arguments, output: (output[0] * math.nan,))
-            return found
-
-        opened.collect = collect_then_break  # type: ignore[method-assign]
+        after_collect(opened, spoil)
 
     config = runs.config(folder, model, trainer=GRPO, iterations=1, **QUIET)
     with pytest.raises(RuntimeError, match="off by nan"):
@@ -225,16 +215,12 @@ def test_momentum_alone_moves_nothing(folder: Path, model: Path) -> None:
     after_first: list[tuple[Given, Given]] = []
 
     def flattening(run: DiffusionRun) -> None:
-        collect = run.collect
-
-        def flattened(draw: Any, **shape: Any) -> Rollouts:
-            rollouts = collect(draw, **shape)
+        def flatten(rollouts: Rollouts) -> None:
             if run.iteration == 1:
                 after_first.append((copied(run.weights.named), copied(run.weights.snapshots["average"])))
                 rollouts.total.fill_(0.5)
-            return rollouts
 
-        run.collect = flattened  # type: ignore[method-assign]
+        after_collect(run, flatten)
 
     seen = run(config, flattening)
     ((weights, average),) = after_first

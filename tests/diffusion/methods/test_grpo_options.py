@@ -16,6 +16,7 @@ from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.grpo_guard import train as grpo_guard
 from genrl.diffusion.methods.paco_grpo import train as paco_grpo
 from genrl.diffusion.methods.paco_grpo.train import log_tame_advantages
+from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import Steps, choose_kernel
 from genrl.diffusion.steps.settings import PolicyGradient
@@ -23,13 +24,11 @@ from genrl.diffusion.steps.transitions import reference_kl
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import DIFFUSION, QUIET, Watched, resumed, run
+from tests.diffusion.methods.watched import DIFFUSION, QUIET, after_collect, resumed, run
 from tests.diffusion.policy.tiers import tiered
 
 GUARD = {"algorithm": "grpo_guard", "clip_range": 4e-6}
 DDPO = {"algorithm": "ddpo"}
-HISTORY = {"size": 4, "min_count": 3}
-SINGLES = {"prompts_per_iteration": 4, "group_size": 1}
 
 
 # -- GRPO-Guard ------------------------------------------------------------------------------------------------------
@@ -56,19 +55,15 @@ def test_guard_measures_from_the_policy_that_sampled(
         return out
 
     def prepare(opened: DiffusionRun) -> None:
-        collect = opened.collect
+        @torch.no_grad()
+        def replay(found: Rollouts) -> None:
+            for piece in (piece for one in found.mine.values() for piece in one.pieces):
+                sigmas[:] = [piece.trajectory.sigmas]
+                for i, x in piece.trajectory.next_states.items():
+                    place = float(x.double().sum()), float(piece.trajectory.sigmas[i])
+                    before[place] = opened.policy.replay(piece.trajectory.step(i)).mean
 
-        def then_replay(draw: Any, **shape: Any) -> Any:
-            found = collect(draw, **shape)
-            with torch.no_grad():
-                for piece in (piece for one in found.mine.values() for piece in one.pieces):
-                    sigmas[:] = [piece.trajectory.sigmas]
-                    for i, x in piece.trajectory.next_states.items():
-                        sigma = float(piece.trajectory.sigmas[i])
-                        before[float(x.double().sum()), sigma] = opened.policy.replay(piece.trajectory.step(i)).mean
-            return found
-
-        opened.collect = then_replay  # type: ignore[method-assign]
+        after_collect(opened, replay)
 
     monkeypatch.setattr(grpo_guard, "loss", watched)
     trainer = {**GUARD, "updates_per_iteration": updates, "inner_epochs": 2}
@@ -93,21 +88,18 @@ def test_guard_calls_the_model_only_for_later_updates(folder: Path, model: Path)
 # -- DDPO ------------------------------------------------------------------------------------------------------------
 
 
-def learn_ddpo(folder: Path, sd: Path, iterations: int = 4, **trainer: Any) -> Watched:
-    settings = {**DDPO, "history": HISTORY, **trainer}
-    sampling = {**DIFFUSION, **SINGLES}
-    return run(runs.config(folder, sd, trainer=settings, sampling=sampling, iterations=iterations, **QUIET))
-
-
 @pytest.mark.slow
 def test_advantages_are_measured_against_the_prompts_last_rewards(
     folder: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To which a run that goes on from a checkpoint returns."""
+    sampling = {**DIFFUSION, "prompts_per_iteration": 4, "group_size": 1}
+    common: dict[str, Any] = {"trainer": {**DDPO, "history": {"size": 4, "min_count": 3}}, "sampling": sampling}
     found: list[Tensor] = []
     original = ddpo.advantages_of
-    monkeypatch.setattr(ddpo, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
-    seen = learn_ddpo(folder, sd)
+    with monkeypatch.context() as patch:
+        patch.setattr(ddpo, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+        seen = run(runs.config(folder, sd, iterations=4, **common, **QUIET))
     history: dict[str, list[float]] = {}
     for rollouts, advantages in zip(seen.rollouts, found, strict=True):
         expected, history = prompt_advantages(rollouts.total, rollouts.prompts, history, buffer_size=4, min_count=3)
@@ -115,9 +107,7 @@ def test_advantages_are_measured_against_the_prompts_last_rewards(
     assert all(len(kept) == 4 for kept in history.values())
     assert all(row["advantage/abs_mean"] > 0 and "zero_std_ratio" not in row for row in seen.rows)
     assert len(next(iter(seen.rollouts[0].mine.values())).pieces[0].trajectory.log_probs) == 3  # all steps but the last
-    changes: dict[str, Any] = {"sampling": {**DIFFUSION, **SINGLES}, "output": str(folder / "whole")}
-    trainer = {**DDPO, "history": HISTORY}
-    straight = resumed(runs.config(folder, sd, trainer=trainer, iterations=2, **changes), folder)
+    straight = resumed(runs.config(folder, sd, iterations=2, output=str(folder / "whole"), **common), folder)
     assert len(runs.last_state(straight).state["memory"]["prompt_rewards"]) == 4
 
 
@@ -187,12 +177,8 @@ def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Pa
 # -- PaCo-GRPO by settings: pictures of a prompt judged in pairs, one drawn step, trained small and evaluated large
 
 
-PACO = {
-    "algorithm": "paco_grpo",
-    "window": {"size": 1, "low": 1, "high": 2},
-    "aggregate": "log_tame",
-    "advantage_scale": "global",
-}
+PACO = {"algorithm": "paco_grpo", "window": {"size": 1, "low": 1, "high": 2}}
+PACO |= {"aggregate": "log_tame", "advantage_scale": "global"}
 CLOSENESS = '''\
 from pathlib import Path
 

@@ -29,6 +29,7 @@ from tests.diffusion.methods.watched import (
     TRIPLES,
     Bare,
     Given,
+    after_collect,
     flow_sde,
     log_density,
     relative,
@@ -104,14 +105,7 @@ def test_the_first_step_takes_the_recorded_log_probabilities(folder: Path, sd: P
 
 def test_samples_without_a_score_are_in_no_pair(folder: Path, sd: Path) -> None:
     def silence(opened: Any) -> None:
-        collect = opened.collect
-
-        def collected(draw: Any, **shape: Any) -> Rollouts:
-            found = collect(draw, **shape)
-            found.total[[0, 3, 4]] = math.nan
-            return found
-
-        opened.collect = collected
+        after_collect(opened, lambda found: found.total.__setitem__([0, 3, 4], math.nan))
 
     seen = run(runs.config(folder, sd, trainer=DDIM, sampling=OF_NOISE, iterations=1, **QUIET), silence)
     assert seen.rows[0]["prdp/pairs"] == 1 and seen.rows[0]["grad_norm"] > 0
@@ -149,22 +143,10 @@ def preference_set(folder: Path, **renamed: str) -> Path:
 
 
 def config(folder: Path, source: Path, model: Path = TINY, **changes: Any) -> Config:
-    return runs.config(
-        folder,
-        model,
-        **{
-            "prompts": {"train": str(source)},
-            "trainer": {"algorithm": "dpo_offline", "beta": 100.0, "updates_per_iteration": 2},
-            "sampling": {
-                "prompts_per_iteration": 2,
-                "height": None,
-                "width": None,
-                "pipeline_args": {"max_sequence_length": 2},
-            },
-            "evaluation": {"every": 0},
-            **changes,
-        },
-    )
+    trainer = {"algorithm": "dpo_offline", "beta": 100.0, "updates_per_iteration": 2}
+    sampling = {"prompts_per_iteration": 2, "height": None, "width": None, "pipeline_args": {"max_sequence_length": 2}}
+    common = {"prompts": {"train": str(source)}, "trainer": trainer, "sampling": sampling, "evaluation": {"every": 0}}
+    return runs.config(folder, model, **common | changes)
 
 
 def test_pairs_are_encoded_as_they_are_given(folder: Path) -> None:

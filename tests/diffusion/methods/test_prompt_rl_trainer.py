@@ -111,15 +111,10 @@ def written_by(path: str, out: str) -> None:
     with runs.opened(config) as run:
         seen = watch(run)
         prompt_rl.train(run, config.trainer)  # type: ignore[arg-type]
-        drawn = [
-            {
-                "texts": {
-                    s: t for one in rollouts.mine.values() for s, t in zip(one.slots, one.batch.prompts, strict=True)
-                },
-                "total": rollouts.total.tolist(),
-            }
-            for rollouts in seen.rollouts
-        ]
+        drawn = []
+        for rollouts in seen.rollouts:
+            pairs = (pair for one in rollouts.mine.values() for pair in zip(one.slots, one.batch.prompts, strict=True))
+            drawn.append({"texts": dict(pairs), "total": rollouts.total.tolist()})
         adapter = run.loop.kept.things["rewriter"].state_dict()["adapter"]
         sums = {key: float(t.double().sum()) for key, t in adapter.items()}
         rank = run.accelerator.process_index
@@ -129,12 +124,10 @@ def written_by(path: str, out: str) -> None:
 @pytest.mark.slow
 def test_two_processes_write_and_learn_as_one(folder: Path, model: Path) -> None:
     changes: dict[str, Any] = {"trainer": trainer(), "iterations": 2, "evaluation": {"every": 2}, **GROUPS}
-    runs.config(folder, model, **changes)
-    path = str(folder / "tiny.yaml")
-    assert runs.wait([runs.start(written_by, path, str(folder / "one"), log=folder / "one.log")]) == [0]
-    pair = runs.start_ranks(2, written_by, path, str(folder / "two"), log=folder / "two.log")
-    assert runs.wait(pair) == [0, 0], (folder / "two-rank-0.log").read_text()[-2000:]
-    one, first, second = (json.loads((folder / f"{name}.json").read_text()) for name in ("one-0", "two-0", "two-1"))
+    for count in (1, 2):
+        runs.finish(runs.written(folder, model, str(count), **changes), count, written_by, str(folder / f"of-{count}"))
+    names = ("of-1-0", "of-2-0", "of-2-1")
+    one, first, second = (json.loads((folder / f"{name}.json").read_text()) for name in names)
     for alone, left, right in zip(one["drawn"], first["drawn"], second["drawn"], strict=True):
         assert alone["texts"] == left["texts"] | right["texts"]
         assert left["texts"].keys().isdisjoint(right["texts"])
