@@ -4,8 +4,6 @@
 what their `inputs` are made for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType

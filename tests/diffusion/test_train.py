@@ -36,9 +36,6 @@ def equal(one: Path, other: Path) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-# -- the run folder --------------------------------------------------------------------------------------------------
-
-
 def test_a_run_folder_is_complete(finished: Path) -> None:
     assert Path(load(finished / "config.yaml").output) == finished
     rows = runs.rows(finished)
@@ -67,8 +64,6 @@ def test_a_folder_in_use_is_refused(copied: Config) -> None:
         train(copied, run)
     lock.release()
 
-
-# -- what may not change the numbers ---------------------------------------------------------------------------------
 
 Runs = Callable[[str], Path]
 BASES: dict[str, dict[str, Any]] = {
@@ -158,9 +153,6 @@ def test_gradients_are_scaled_down_to_the_norm_and_never_up(folder: Path, model:
     assert norms == pytest.approx([min(limit, row["grad_norm"])], rel=1e-2)
 
 
-# -- stops -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_what_is_not_finite_stops_before_the_step(folder: Path, model: Path, where: str) -> None:
     config = runs.config(folder, model, iterations=1, **QUIET)
@@ -245,9 +237,6 @@ def test_nothing_of_the_environment_is_written(
         assert not [path for path, content in files.items() if text.encode() in content]
 
 
-# -- a newcomer's reward, and that it learns -------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_newcomers_reward_trains_by_one_changed_line(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -293,9 +282,6 @@ def test_the_reward_rises(folder: Path, model: Path) -> None:
     assert rows[-1]["eval/total_mean"] - rows[0]["eval/total_mean"] > spread
 
 
-# -- What methods share: how far a phase is, as the progress bar shows it
-
-
 @pytest.mark.parametrize(
     "trainer",
     [
@@ -322,9 +308,6 @@ def test_the_bar_of_training_fills_up(folder: Path, model: Path, trainer: dict[s
         code_of(config.trainer).train(run, config.trainer)
     assert progress.total == 5 and counts[-1] == pytest.approx(5)
     assert all(0 < b - a <= 2 for a, b in zip([0.0, *counts], counts, strict=False)) and len(counts) >= 3
-
-
-# -- Figures of held-out pictures that no reward has
 
 
 def test_confetti_has_high_frequencies_and_a_slope_has_none() -> None:

@@ -4,8 +4,6 @@ Nothing here reads a file or the network. Tokenizers work on bytes or characters
 has tokens; encoders have one or two layers of 16 to 32 channels.
 """
 
-from __future__ import annotations
-
 import inspect
 import string
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What is accepted can be sampled: a plan for every iteration, and how often which plan comes."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -63,9 +63,6 @@ def picture(pipe: Any, seed: int, prompt: str = PROMPTS[0]) -> np.ndarray:
     return np.asarray(image)
 
 
-# -- a trained adapter -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run folder of a LoRA training with an average."""
@@ -116,9 +113,6 @@ def test_saving_leaves_the_training_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(p, values[key]) for key, p in weights.named.items())
     assert torch.equal(policy.generate(PROBE), before)
     assert list(policy.denoiser.peft_config) == ["default"]
-
-
-# -- corrupted between writing and reading back ----------------------------------------------------------------------
 
 
 def corrupt(path: Path, how: str) -> None:
@@ -191,9 +185,6 @@ def test_a_loader_of_another_denoiser_is_none() -> None:
     assert not loads_lora(UNetOnly(), policy.denoisers) and not loads_lora(DiffusionPipeline(), policy.denoisers)
 
 
-# -- whole pipelines -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("ema", [{"decay": 0.5}, None], ids=["average", "no average"])
 def test_export_of_full_fine_tuning(folder: Path, model: Path, ema: dict[str, float] | None) -> None:
     changes: dict[str, Any] = {"iterations": 1, "evaluation": {"every": 0}}
@@ -260,9 +251,6 @@ def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
     CORRUPTIONS["cut"](Run(copy).checkpoints / "step-000002" / "lora" / WEIGHTS)
     with pytest.raises(Exception, match="is not a complete checkpoint: lora/pytorch_lora_weights.safetensors has"):
         export(copy, tmp_path / "out", step=2)
-
-
-# -- the card --------------------------------------------------------------------------------------------------------
 
 
 def test_card_tells_what_was_trained_and_how_to_load_it(trained: Path, model: Path) -> None:

@@ -211,8 +211,6 @@ ROOT = Path(__file__).resolve().parents[3]
 ONE_CALL = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16}
 
 
-# -- Gaussians -------------------------------------------------------------------------------------------------------
-
 BETAS = torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
 
 
@@ -281,9 +279,6 @@ def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trai
     torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)
 
 
-# -- UNets -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
 def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
@@ -304,9 +299,6 @@ def test_a_step_that_would_return_its_noise_is_refused(folder: Path, sd: Path) -
     """Stable Diffusion's own scheduler has a single step at timestep 1."""
     with pytest.raises(ValueError, match="the one step is at timestep 1, .*write {timestep_spacing: trailing}"):
         train(config(folder, sd, sampling={"pipeline_args": {}}))
-
-
-# -- the recipe of SDXL ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,6 @@ GRPO = {"algorithm": "flow_grpo", "noise_level": 0.7, "advantage_scale": "group"
 GUIDED = {**EIGHT, "guidance_scale": 4.5}
 
 
-# -- the gradient, by other means ------------------------------------------------------------------------------------
-
-
 def by_hand(config: Config, rollouts: Rollouts, update: Update, slots: list[int], *, beta: float = 0.0) -> Any:
     """Gradient of one update over `slots`, by autograd on the stored states, from a model loaded afresh."""
     bare = Bare(config, update.weights)
@@ -89,8 +86,6 @@ def test_gradient_of_a_later_update_with_clip_and_divergence(folder: Path, model
     assert relative(seen.updates[3].gradient, plain) > 1e-3  # the divergence is part of it
 
 
-# -- the update without running steps again ---------------------------------------------------------------------------
-
 TREE: dict[str, Any] = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"at": "window", "ways": 2}}
 LORA = {"rank": 4, "alpha": 8}
 
@@ -142,9 +137,6 @@ def test_graphs_are_kept_of_weights_that_autocast_has_cast_without_one(folder: P
     assert equal(*found) and any(bool(gradient.any()) for gradient in found[0].values())
 
 
-# -- the gate --------------------------------------------------------------------------------------------------------
-
-
 def drifting(size: float) -> Any:
     """Make the denoiser's output depend on how often it was called, in the first iteration."""
 
@@ -192,9 +184,6 @@ def test_gate_does_not_take_nan_for_exact(folder: Path, model: Path) -> None:
     config = runs.config(folder, model, trainer=GRPO, iterations=1, **QUIET)
     with pytest.raises(RuntimeError, match="off by nan"):
         run(config, breaks)
-
-
-# -- settings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

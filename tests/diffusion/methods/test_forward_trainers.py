@@ -34,9 +34,6 @@ TRAINERS: dict[str, dict[str, Any]] = {
 }
 
 
-# -- the gradients, by other means -----------------------------------------------------------------------------------
-
-
 def mean(x: Tensor) -> Tensor:
     return x.flatten(1).mean(1)
 
@@ -173,9 +170,6 @@ def check_noised(clean: Tensor, given: Given, *, same: bool) -> None:
     assert same or float((noise[1] - noise[0]).abs().max()) > 0.5
 
 
-# -- settings --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None:
     nothing: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "iterations": 1, "sampling": EIGHT, **QUIET}
@@ -247,13 +241,7 @@ def test_a_model_that_is_no_flow_is_refused(folder: Path, sd: Path, name: str) -
         run(config)
 
 
-# -- DiffusionNFT from inside: its noisy states, its old policy, its costs. Its gradient: `test_forward_trainers`
-
-
 NFT = {"algorithm": "diffusion_nft", "beta": 0.5, "kl_weight": 0.0, "advantage_scale": "global"}
-
-
-# -- the gradient, by other means ------------------------------------------------------------------------------------
 
 
 def test_noisy_states_are_on_the_straight_path(folder: Path, model: Path) -> None:
@@ -292,9 +280,6 @@ def test_draws_do_not_depend_on_the_neighbours() -> None:
     assert not torch.equal(*orders)
 
 
-# -- the old policy --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "decays"), [("none", [0.0, 0.0]), ("ramp", [0.002, 0.004]), ("delayed_ramp", [0, 0])])
 def test_the_old_policy_follows(folder: Path, model: Path, kind: str, decays: list[float]) -> None:
     trainer = {**NFT, "old_policy_decay": kind, "updates_per_iteration": 2}
@@ -318,9 +303,6 @@ def test_samples_come_from_the_old_policy(folder: Path, model: Path, monkeypatch
         for one in (one for rollouts in seen.rollouts for one in rollouts.mine.values()):
             assert torch.equal(opened.policy.roll_out(one.batch).final, one.final)
     assert not equal(seen.weights, seen.snapshots[-1]["old"])
-
-
-# -- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_scores_without_spread_change_nothing_and_calls_are_counted(folder: Path, model: Path) -> None:

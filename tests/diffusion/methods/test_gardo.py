@@ -1,7 +1,5 @@
 """GARDO: golden advantages and gates, who is over-rated, the share that pays, and a reference that follows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

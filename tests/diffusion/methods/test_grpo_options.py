@@ -31,9 +31,6 @@ GUARD = {"algorithm": "grpo_guard", "clip_range": 4e-6}
 DDPO = {"algorithm": "ddpo"}
 
 
-# -- GRPO-Guard ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("updates", [1, 2])
 def test_guard_measures_from_the_policy_that_sampled(
     folder: Path, model: Path, updates: int, monkeypatch: pytest.MonkeyPatch
@@ -85,9 +82,6 @@ def test_guard_calls_the_model_only_for_later_updates(folder: Path, model: Path)
         assert row["model_calls/train"] == calls
 
 
-# -- DDPO ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_advantages_are_measured_against_the_prompts_last_rewards(
     folder: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,9 +103,6 @@ def test_advantages_are_measured_against_the_prompts_last_rewards(
     assert len(next(iter(seen.rollouts[0].mine.values())).pieces[0].trajectory.log_probs) == 3  # all steps but the last
     straight = resumed(runs.config(folder, sd, iterations=2, output=str(folder / "whole"), **common), folder)
     assert len(runs.last_state(straight).state["memory"]["prompt_rewards"]) == 4
-
-
-# -- divergences, several rewards ------------------------------------------------------------------------------------
 
 
 def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
@@ -172,9 +163,6 @@ def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Pa
     silent = [runs.reward(folder, "brightness", schedule=[[0, 0.0]])]
     seen = run(runs.config(folder, model, trainer=trainer, rewards=silent, iterations=1, **QUIET))
     assert seen.rows[0]["advantage/abs_mean"] == 0.0
-
-
-# -- PaCo-GRPO by settings: pictures of a prompt judged in pairs, one drawn step, trained small and evaluated large
 
 
 PACO = {"algorithm": "paco_grpo", "window": {"size": 1, "low": 1, "high": 2}}

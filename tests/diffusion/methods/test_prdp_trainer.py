@@ -118,9 +118,6 @@ def test_equal_rewards_are_a_target_too(folder: Path, sd: Path) -> None:
     assert (row["prdp/pairs"], row["updates"]) == (6, 0) and row.get("loss", 0.0) == 0.0
 
 
-# -- Diffusion-DPO from a preference set: what the loss is made of, resume, and sets that cannot be used
-
-
 TINY = Path(__file__).parents[3] / "assets" / "tiny-t2i"
 EMBEDDED = f"{TINY.parent / 'preferences'}:train"
 

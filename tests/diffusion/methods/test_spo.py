@@ -42,9 +42,6 @@ CHAINS = {"prompts_per_iteration": 2, "group_size": 2, "batch_size": 3}
 WAYS = 3
 
 
-# -- comparisons -----------------------------------------------------------------------------------------------------
-
-
 def test_winners_by_hand() -> None:
     scores = torch.tensor([[[0.1, 0.9, 0.5], [0.4, 0.4, 0.3]], [[1.0, math.nan, 0.0], [2.0, 2.0, 2.0]]]).double()
     pairs = compare(scores, threshold=0.3)
@@ -53,9 +50,6 @@ def test_winners_by_hand() -> None:
     assert pairs.valid.tolist() == [[True, False], [False, False]]
     assert pairs.gap[0].tolist() == pytest.approx([0.8, 0.1]) and pairs.gap[1].isnan().tolist() == [True, False]
     assert compare(scores, threshold=0.0).valid.tolist() == [[True, True], [False, False]]
-
-
-# -- a run, watched --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -166,9 +160,6 @@ def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> No
     assert one["spo/valid_ratio"] > 0 and one["grad_norm"] > 0
     for key in one.keys() - {"model_calls/train"} if fsdp else one.keys():  # in shards, pairs that do not count too
         assert two[key] == pytest.approx(one[key], rel=1e-4 if fsdp or key == "grad_norm" else 1e-9), key
-
-
-# -- Chains with candidates for each next state: which are drawn from which noise, by how many model calls
 
 
 def crawled(name: str, kernel: Kernel, *, steps: int = 4, first: int = 1, last: bool | None = None) -> Any:

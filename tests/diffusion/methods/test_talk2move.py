@@ -1,7 +1,5 @@
 """Talk2Move: which steps are drawn, what a picture costs, where the exit step comes from, and the gradient by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -23,8 +21,6 @@ from genrl.objectives.advantages.groups import group_advantages
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import QUIET, equal, gradients, relative, resumed, run
 from tests.diffusion.policy.test_starting import editing
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 MOVE: dict[str, Any] = {"algorithm": "talk2move"}
 STEPS = 5

@@ -1,7 +1,5 @@
 """Trees, windows and tails on pipelines of six families, with no line written for any."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,8 +10,6 @@ from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 NAMES = ["sd15", "sd3", "flux", "qwen_image", "wan_t2v", "flux_kontext"]
 STEPS = 4

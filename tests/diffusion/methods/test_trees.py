@@ -1,7 +1,5 @@
 """Trees and windows as settings of Flow-GRPO: what a run draws, what it costs, what its gradient is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +23,6 @@ from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import QUIET, resumed, run, trained_by
 from tests.diffusion.policy.tiers import tiered
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
 EIGHT = {"num_inference_steps": 5, "prompts_per_iteration": 2, "group_size": 8, "batch_size": 6}
@@ -38,8 +34,6 @@ def config(folder: Path, model: Path, trainer: dict[str, Any], **changes: Any) -
         folder, model, trainer=GRPO | trainer, sampling=sampling, **{**QUIET, "iterations": 1, **changes}
     )
 
-
-# -- cost ------------------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "chain": {},
@@ -121,9 +115,6 @@ def test_a_last_step_without_noise_cannot_be_trained(folder: Path, model: Path) 
         run(found)
     with pytest.raises(ConfigError, match="the last of 5 steps is never stochastic, so the window must end by 4"):
         config(folder, model, {"window": {"size": 2, "high": 5}})
-
-
-# -- what is said, what is kept, what is the same --------------------------------------------------------------------
 
 
 def test_skipped_depths_are_said_once(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,12 @@
 """A method trained in this process with all that it did on record, and the bare networks to compute it again."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from diffusers import DiffusionPipeline
@@ -142,7 +140,7 @@ class Bare:
         for key, p in self.named.items():
             p.copy_(values[key])
 
-    def frozen(self) -> Bare:
+    def frozen(self) -> Self:
         for p in self.named.values():
             p.requires_grad_(False)
         return self

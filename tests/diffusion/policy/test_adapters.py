@@ -1,8 +1,6 @@
 """Adapters of every type: nothing changed at first, replay, files that plain diffusers reads, merging; one to go on
 with, frozen ones beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ from tests.diffusion.policy.tiers import tiered
 TYPES = ["lora", "dora", "rslora", "lokr"]
 SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
 BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 
 def made(**keys: Any) -> tuple[Policy, Weights]:

@@ -1,8 +1,6 @@
 """Adapters of text encoders beside those of the denoiser: trained, switched off for the reference, and loaded again by
 plain diffusers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import resumed
 from tests.diffusion.policy.tiers import tiered
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 BOTH = {"text_encoder", "text_encoder_2"}
 ENCODERS = {"sd15": {"text_encoder"}, "sdxl": BOTH, "sd3": BOTH, "flux": {"text_encoder"}}

@@ -1,7 +1,5 @@
 """Whether a pipeline can be called as configured, before anything is drawn."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

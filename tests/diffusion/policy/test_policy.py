@@ -50,9 +50,6 @@ def batch(rows: list[int], *, iteration: int = 0, **sampling: object) -> Batch:
     return Batch([PROMPTS[r] for r in rows], [(7, iteration, r) for r in rows], {**SAMPLING, **sampling})
 
 
-# -- record and replay -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FLOW_KERNELS)
 def test_replay_equals_record_between_other_calls(policy: Policy, name: str) -> None:
     """And the recorded number is the density of the stored states."""
@@ -113,9 +110,6 @@ def test_sum_is_the_joint_density_of_all_elements() -> None:
     assert torch.equal(joint.replay(by_sum.step(0)).log_prob, by_sum.log_probs[0])
 
 
-# -- random numbers --------------------------------------------------------------------------------------------------
-
-
 def test_a_sample_can_be_made_again_alone(policy: Policy) -> None:
     together = policy.roll_out(batch([0, 1, 2]), FLOW_KERNELS["flow_sde"], ACTIONS)
     alone = policy.roll_out(batch([2]), FLOW_KERNELS["flow_sde"], ACTIONS)
@@ -136,9 +130,6 @@ def test_shared_initial_noise(policy: Policy) -> None:
     assert torch.equal(recorded.states[0][0], recorded.states[0][1])
     assert not torch.equal(recorded.states[1][0], recorded.states[1][1])
     assert torch.equal(policy.replay(recorded.step(2)).log_prob, recorded.log_probs[2])
-
-
-# -- precision -------------------------------------------------------------------------------------------------------
 
 
 def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
@@ -163,9 +154,6 @@ def test_a_decoder_of_another_precision_than_the_loop() -> None:
     half.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
     final = half.roll_out(batch([0, 1])).final
     assert half.decode(batch([0, 1]), final).isfinite().all() and dtypes == [torch.bfloat16]
-
-
-# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def count_encodings(policy: Policy) -> list[int]:
@@ -256,9 +244,6 @@ def test_encodings_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [encoded(prompt) for prompt in ("three", "a house", "two", "one")] == [True, False, False, True]
     monkeypatch.setattr(encoding, "MAX_BYTES", size // 2)
     assert [encoded("four"), encoded("four"), encoded("one")] == [True, False, True]  # one is kept, whatever its size
-
-
-# -- refusals and costs ----------------------------------------------------------------------------------------------
 
 
 def test_states_of_another_shape_are_refused(policy: Policy) -> None:

@@ -1,7 +1,5 @@
 """Quantised bases: the ratio stays 1, a run goes on to the bit, adapters fit the weights as they were published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,6 @@ from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import resumed
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 KINDS = {"int8": "Int8Tensor", "fp8": "Float8Tensor"}
 

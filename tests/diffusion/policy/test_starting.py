@@ -121,9 +121,6 @@ def test_a_strength_has_to_be_said() -> None:
     assert "does not cut its schedule by it" in str(strength_problem("LTXConditionPipeline", {"strength": 0.5}))
 
 
-# -- Editing pipelines are trained from a configuration: each prompt's picture stands in a column of the prompt file
-
-
 def editing(folder: Path, kontext: Path, **changes: Any) -> Config:
     random = np.random.default_rng(0)
     rows = []
@@ -186,9 +183,6 @@ def test_columns_and_files_that_are_not_there_are_named(folder: Path, kontext: P
         train(config)
 
 
-# -- States from pictures, in every family with an autoencoder; where there is no way back it is said
-
-
 ASSETS = Path(__file__).parents[3] / "assets"
 
 
@@ -217,9 +211,6 @@ def test_an_autoencoder_that_does_not_give_pictures_back_is_refused() -> None:
     with pytest.raises(ValueError, match=r"encodes pictures of 8 x 8 to .* but StableDiffusion3Pipeline decodes"):
         encode(policy, batch, striped[..., :8, :8])
     assert "decode" not in vars(policy.pipe.vae)
-
-
-# -- No gradient through guidance's unconditional prediction: in every family whose guidance makes one
 
 
 UNGUIDED = ("flux", "flux2", "prx", "hunyuan_image", "hunyuan_video", "ace_step")

@@ -43,9 +43,6 @@ def some_steps(policy: Policy, weights: Weights, count: int = 2) -> None:
         optimizer.step()
 
 
-# -- which parameters ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_the_adapter_is_trained_and_in_float32(dtype: torch.dtype) -> None:
     policy, weights = tiny(dtype=dtype)
@@ -90,9 +87,6 @@ def test_targets_that_no_layer_has_are_refused_with_the_nearest() -> None:
         tiny(LoRA(rank=4, alpha=8.0, targets=("to_q", "to_query")))
     _, weights = tiny(LoRA(rank=4, alpha=8.0, targets=("to_q",)))
     assert all(".to_q.lora_" in key for key in weights.named)
-
-
-# -- reference and snapshots -----------------------------------------------------------------------------------------
 
 
 def test_full_fine_tuning_of_a_bfloat16_model_is_in_float32_and_needs_autocast() -> None:
@@ -146,9 +140,6 @@ def test_snapshots_are_exchanged_by_pointer(lora: LoRA | None) -> None:
     assert equal(copied(weights.named), moved) and equal(copied(weights.snapshots["old"]), kept)
     weights.snapshot("old")
     assert equal(weights.snapshots["old"], copied(weights.named))
-
-
-# -- state -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])

@@ -285,9 +285,6 @@ def test_two_processes_with_a_worker_each(folder: Path, model: Path) -> None:
     assert runs.differences(folder / "here" / "run", folder / "far" / "run") == []
 
 
-# -- what needs no Ray -----------------------------------------------------------------------------------------------
-
-
 def test_what_cannot_be_held_there_is_refused(folder: Path, model: Path) -> None:
     with pytest.raises(ValueError, match="engine.rollout_workers: 3 processes have as many each.*write 3"):
         check_processes(config(folder, model, GRPO, engine=engine(2)), 3)

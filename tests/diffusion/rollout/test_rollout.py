@@ -100,9 +100,6 @@ def gather(
         return gathered(sheet, handed_on(finishing, scoring, worker), scoring, worker, running={})
 
 
-# -- the plan --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
 def test_processes_share_out_one_plan(num_processes: int) -> None:
     """Each micro-batch exactly once. Ends are agreed in `advance`: all processes call it equally often."""
@@ -149,9 +146,6 @@ def test_arguments_of_the_pipeline_call() -> None:
         "width": 16,
         "max_sequence_length": 4,
     }
-
-
-# -- groups and scores -----------------------------------------------------------------------------------------------
 
 
 def test_groups_are_slots_and_not_prompts() -> None:
@@ -212,9 +206,6 @@ def test_a_reward_may_fail_now_and_then_and_not_often() -> None:
         gather(tiny_config(), scorers={"shaky": shaky})
     with pytest.raises(ValueError, match="reward 'short' returned 1 numbers for 2 samples"):
         gather(tiny_config(), scorers={"short": lambda images: [1.0]})
-
-
-# -- optimiser steps -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "num_processes"), [(1, 2), (2, 1), (3, 2), (3, 3), (5, 3)])
