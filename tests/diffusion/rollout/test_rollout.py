@@ -31,30 +31,13 @@ from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.advantages.groups import group_advantages
 from genrl_rewards.compose import Component
+from tests.diffusion import runs
 
 
 def tiny_config(**sampling: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "./unused"},
-            "prompts": {"train": "unused.txt"},
-            "rewards": [{"name": "unused"}],
-            "sampling": {
-                "num_inference_steps": 2,
-                "guidance_scale": 1.0,
-                "height": 16,
-                "width": 16,
-                "prompts_per_iteration": 3,
-                "group_size": 3,
-                "batch_size": 2,
-                "pipeline_args": {"max_sequence_length": 4},
-                **sampling,
-            },
-            "trainer": {"algorithm": "flow_grpo"},
-            "evaluation": {"every": 0},
-            "seed": 11,
-        }
-    )
+    chosen = {"num_inference_steps": 2, "guidance_scale": 1.0, "height": 16, "width": 16}
+    chosen |= {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 2}
+    return runs.unloaded(sampling={**chosen, "pipeline_args": {"max_sequence_length": 4}, **sampling}, seed=11)
 
 
 ROWS = [Prompt(text, {"wanted": k}) for k, text in enumerate(["a star", "a dog", "a cat", "a tree"])]
@@ -140,12 +123,8 @@ def test_keys_name_seed_iteration_and_slot() -> None:
 
 
 def test_arguments_of_the_pipeline_call() -> None:
-    assert call_arguments(tiny_config(guidance_scale=None).sampling) == {
-        "num_inference_steps": 2,
-        "height": 16,
-        "width": 16,
-        "max_sequence_length": 4,
-    }
+    found = call_arguments(tiny_config(guidance_scale=None).sampling)
+    assert found == {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 4}
 
 
 def test_groups_are_slots_and_not_prompts() -> None:
