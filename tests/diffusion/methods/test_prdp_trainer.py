@@ -199,20 +199,6 @@ def test_a_missing_column_is_named_with_its_row_and_the_nearest(folder: Path) ->
         check_files(config(folder, folder / "train.txt"), {})
 
 
-def test_a_picture_that_is_none_is_named(folder: Path) -> None:
-    source = preference_set(folder)
-    (folder / "1-image_lose.png").write_bytes(b"no picture")
-    rows = load_prompts(str(source))
-    reader = open_set(str(source), rows)
-    assert [image.size for image in reader(rows[0])] == [(64, 64)] * 2
-    wanted = r"pairs.jsonl:2: image_lose cannot be read as an image"
-    with pytest.raises(PromptError, match=wanted):
-        reader(rows[1])
-    with pytest.raises(PromptError, match=wanted):
-        train(config(folder, source))
-    assert not (folder / "run" / "checkpoints").exists()
-
-
 def test_a_run_goes_on_to_the_bit(folder: Path) -> None:
     rows = runs.rows(resumed(config(folder, preference_set(folder), iterations=3), folder))
     assert all(row["model_calls/sample"] == 0 and "reward/total_mean" not in row for row in rows)

@@ -6,7 +6,7 @@ import torch
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
-from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
+from genrl.mdp.plan import SamplingPlan, make_plan
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import Family
@@ -57,28 +57,3 @@ def test_trees_and_windows(name: str) -> None:
         assert len({tuple(x.flatten().tolist()) for x in found.final}) == 2 * plan.leaves  # all differ
     pictures = policy.decode(found.batch.take([0, 3, 4]), found.final[[0, 3, 4]])
     assert len(pictures) == 3 and pictures.isfinite().all() and not torch.equal(pictures[0], pictures[1])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", tiered(NAMES[1:], ("sd3",)))
-def test_the_tail_ends_at_sigma_0(name: str) -> None:
-    """Its solver is for flow models."""
-    family = FAMILIES[name]()
-    policy = Policy(family.pipe)
-    calls, velocity = [], policy.velocity
-
-    def watched(batch: Batch, state: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        calls.append((state, float(sigma), velocity(batch, state, sigma)))
-        return calls[-1][2]
-
-    policy.velocity = watched  # type: ignore[method-assign]
-    plan = compress_tail(make_plan(8, noise={0: 0.7}, splits={0: 2}), 0.5)
-    found = drawn(family, policy, plan)
-    assert plan.tail == (4, 7) and len(calls) == 2 * 4  # four leaves in calls of three and one
-    state, sigma, last = (
-        torch.cat([calls[k][0] for k in (3, 7)]),
-        calls[3][1],
-        torch.cat([calls[k][2] for k in (3, 7)]),
-    )
-    torch.testing.assert_close(found.final, state - sigma * last, rtol=1e-5, atol=1e-5)
-    assert calls[0][1] == float(found.sigmas[1]) and sigma > 0 and float(found.sigmas[-1]) == 0.0

@@ -30,9 +30,8 @@ EIGHT = {"num_inference_steps": 5, "prompts_per_iteration": 2, "group_size": 8, 
 
 def config(folder: Path, model: Path, trainer: dict[str, Any], **changes: Any) -> Config:
     sampling = EIGHT | changes.pop("sampling", {})
-    return runs.config(
-        folder, model, trainer=GRPO | trainer, sampling=sampling, **{**QUIET, "iterations": 1, **changes}
-    )
+    changes = {**QUIET, "iterations": 1, **changes}
+    return runs.config(folder, model, trainer=GRPO | trainer, sampling=sampling, **changes)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -40,10 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window": {"size": 2, "schedule": "progressive", "every": 1}},
     "window_start": {"window": {"size": 2, "schedule": "progressive", "every": 1}, "tree": {"ways": 4}},
     "one_tree": {"window": {"size": 2, "schedule": "progressive", "every": 2}, "tree": {"ways": 8}},
-    "window_tree": {
-        "window": {"size": 3, "schedule": "progressive", "every": 1},
-        "tree": {"ways": 2, "at": "window"},
-    },
+    "window_tree": {"window": {"size": 3, "schedule": "progressive", "every": 1}, "tree": {"ways": 2, "at": "window"}},
     "splits": {"tree": {"ways": 2, "at": [0, 1, 3], "spread": 4.0}},
     "window_and_splits": {
         "window": {"size": 1, "low": 2, "high": 4, "schedule": "progressive", "every": 1},
@@ -86,13 +82,8 @@ def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: 
         assert row["window/size"] == len(steps.trained)
 
 
-B2 = {
-    "kernel": "ddim",
-    "noise_level": 1.0,
-    "window": {"size": 3, "high": 3, "schedule": "backward", "shortest": 2},
-    "noise_outside_window": True,
-    "tree": {"ways": 8, "contrast": True},
-}
+B2 = {"kernel": "ddim", "noise_level": 1.0, "noise_outside_window": True, "tree": {"ways": 8, "contrast": True}}
+B2["window"] = {"size": 3, "high": 3, "schedule": "backward", "shortest": 2}
 
 
 def test_the_last_step_of_ddim_is_trained_where_the_window_reaches_it(folder: Path, sd: Path) -> None:

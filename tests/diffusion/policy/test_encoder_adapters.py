@@ -30,12 +30,8 @@ def moved(family: str) -> tuple[Policy, Weights, Batch]:
     found = FAMILIES[family]()
     policy = Policy(found.pipe, trains_encoders=True)
     weights = trainable(policy.denoisers, LoRA(rank=4, alpha=8.0, text_encoders=True), pipe=policy.pipe)
-    source = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in weights.parameters:
-            p.add_(0.1 * torch.randn(p.shape, generator=source))
-    prompts = ["a red star", "two blue dogs", "a red star"]
-    return policy, weights, Batch(prompts, [(7, 0, k) for k in range(3)], {**found.call, "num_inference_steps": 3})
+    runs.move(weights)
+    return policy, weights, found.batch(num_inference_steps=3).take([0, 1, 0])
 
 
 @pytest.mark.parametrize("family", tiered(ENCODERS, ("sd15", "sd3")))

@@ -11,11 +11,12 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import snapshot_base, trainable
 from genrl.runtime.weights.weights import Weights
+from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import copied, equal
+from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
-SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
-BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
+BATCH = Batch([*PROMPTS], [*KEYS], {**runs.CALL, "num_inference_steps": 3})
 ADAPTER = LoRA(rank=4, alpha=8.0)
 
 
