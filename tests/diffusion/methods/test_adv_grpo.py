@@ -23,43 +23,32 @@ from genrl.diffusion.train import train
 from genrl.interface.using import rewards_of_run
 from genrl.runtime.weights.optimization import Optimization
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, trained_by, watch
+from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, equal, trained_by, watch
 
 CRITICS = '''
 import torch
 
 
-class Critic:
+class Critic(torch.nn.Module):
     """A linear function of a picture's three mean colours."""
 
     loss = "hinge"
     patch_weight = 0.5
 
     def __init__(self, rate: float = 1.0):
+        super().__init__()
         self.weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
         self.rate = rate
 
-    def __call__(self, images):
-        return self.logits(images, [])
+    def forward(self, images):
+        return Critic.logits(self, images, [])
 
     def logits(self, images, prompts):
         return self.rate * images.mean(dim=(2, 3)) @ self.weight
 
-    def parameters(self):
-        return [self.weight]
-
-    def state_dict(self):
-        return {"weight": self.weight.data}
-
-    def load_state_dict(self, state):
-        self.weight.data.copy_(state["weight"])
-
 
 class Patched(Critic):
     """The same of every pixel, too."""
-
-    def __call__(self, images):
-        return self.logits(images, [])[0]
 
     def logits(self, images, prompts):
         colours = images.permute(0, 2, 3, 1) @ self.weight
@@ -72,9 +61,6 @@ class Preferring(Critic):
 
 class Column(Critic):
     """Logits of the wrong shape."""
-
-    def __call__(self, images):
-        return super().logits(images, [])
 
     def logits(self, images, prompts):
         return super().logits(images, prompts)[:, None]
@@ -140,11 +126,11 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
     with runs.opened(found) as opened:
         seen, pairs = paired(opened, found)
         trained = opened.loop.kept.things["adversary"].state_dict()["weight"]
-    rows = seen.rows
+    first, _, last = seen.rows
     weight = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=0.05, betas=(0.5, 0.999))
-    for iteration in range(2):
-        real, fake = stacked(pairs[iteration])
+    for part, row in zip(pairs[:2], seen.rows, strict=False):
+        real, fake = stacked(part)
         assert (len(real), real.shape) == (6, fake.shape)
         for step in range(2):
             y, x = (side.mean(dim=(2, 3)) @ weight for side in (real, fake))
@@ -156,28 +142,26 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
             if critic == "Preferring":
                 loss, right = -torch.log(y.exp() / (y.exp() + x.exp())).mean(), (y > x).double().mean()
             if step == 0:
-                assert rows[iteration]["adversary/loss"] == pytest.approx(loss.item(), rel=1e-5)
-                assert rows[iteration]["adversary/accuracy"] == pytest.approx(right.item())
-                assert rows[iteration]["adversary/margin"] == pytest.approx((y.mean() - x.mean()).item(), abs=1e-3)
+                assert row["adversary/loss"] == pytest.approx(loss.item(), rel=1e-5)
+                assert row["adversary/accuracy"] == pytest.approx(right.item())
+                assert row["adversary/margin"] == pytest.approx((y.mean() - x.mean()).item(), abs=1e-3)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        assert rows[iteration]["adversary/updates"] == 2 and "loss" not in rows[iteration]
-    assert rows[2]["adversary/updates"] == 0 and "adversary/grad_norm" not in rows[2] and "loss" in rows[2]
+        assert row["adversary/updates"] == 2 and "loss" not in row
+    assert last["adversary/updates"] == 0 and "adversary/grad_norm" not in last and "loss" in last
     torch.testing.assert_close(trained, weight.detach(), rtol=1e-5, atol=1e-6)
     assert not any(p.trajectory.graphs for r in seen.rollouts for one in r.mine.values() for p in one.pieces)
-    assert "grad_norm" not in rows[0] and rows[2]["grad_norm"] > 0 and len(seen.updates) == 1
+    assert "grad_norm" not in first and last["grad_norm"] > 0 and len(seen.updates) == 1
 
 
 def test_the_models_update_is_flow_grpos_on_the_scores_before_the_rewards(critics: Path, model: Path) -> None:
     common: dict[str, Any] = {"iterations": 1, "checkpoint": {"every": 1}, "evaluation": {"every": 0}}
     ours = train(config(critics, model, output=str(critics / "ours"), **common))
     frozen = [{"name": f"{critics / 'critics.py'}:frozen"}]
-    trainer = {"algorithm": "flow_grpo", "clip_range": 1e-2}
-    theirs = train(runs.config(critics, model, trainer=trainer, rewards=frozen, sampling=TRIPLES,
-                               output=str(critics / "theirs"), **common))  # fmt: skip
-    one, other = (runs.last_state(run).tensors["weights"] for run in (ours, theirs))
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    common |= {"trainer": {"algorithm": "flow_grpo", "clip_range": 1e-2}, "output": str(critics / "theirs")}
+    theirs = train(runs.config(critics, model, rewards=frozen, sampling=TRIPLES, **common))
+    assert equal(*(runs.last_state(run).tensors["weights"] for run in (ours, theirs)))
     moved = runs.last_state(ours).tensors["kept-adversary"]["weight"]
     assert not torch.equal(moved, torch.tensor([1.0, -2.0, 0.5]))
 
@@ -282,19 +266,8 @@ def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
     lost = config(critics, model, adversary={**ADVERSARY, "references": str(critics / "picturse")})
     with pytest.raises(ConfigError, match=f"(?s)does not exist.*did you mean {critics / 'pictures'}\\?"):
         check_files(lost)
-    texts = [critics / "pictures" / f"1-{k}.txt" for k in range(2)]
-    for text in texts:
-        text.write_text("two blue cats", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"(?s)adversary\.references.*no picture for the prompt .*train.txt:2"):
-        check_files(config(critics, model))
-    with pytest.raises(PromptError, match="no picture for the prompt 'two blue dogs'"):
-        train(config(critics, model))
-    for text in texts:
-        text.write_text("two blue dogs", encoding="utf-8")
     check_files(config(critics, model))
-    opened = open_scorers(
-        config(critics, model, critic="Patched"), "cpu"
-    )  # its source does not show that it is trained
+    opened = open_scorers(config(critics, model, critic="Patched"), "cpu")  # whose source does not show that it learns
     with pytest.raises(ValueError, match="Patched is trained, so it stays on the device; remove its offload"):
         trainable_of(replace(opened, offloaded={"Patched": "cpu"}))
     for rewards, says in (
@@ -308,6 +281,12 @@ def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
     patched = {"name": f"{critics / 'critics.py'}:Patched", "weight": 1}
     with pytest.raises(ValueError, match="'Patched' is trained beside the model"):
         train(runs.config(critics, model, trainer={"algorithm": "flow_grpo"}, rewards=[patched]))
+    for k in range(2):
+        (critics / "pictures" / f"1-{k}.txt").write_text("two blue cats", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"(?s)adversary\.references.*no picture for the prompt .*train.txt:2"):
+        check_files(config(critics, model))
+    with pytest.raises(PromptError, match="no picture for the prompt 'two blue dogs'"):
+        train(config(critics, model))
 
 
 def test_the_learning_rate_counts_iterations_of_the_model(critics: Path, model: Path) -> None:

@@ -187,21 +187,18 @@ def test_a_run_asked_to_end_after_the_assistants_step_goes_on_to_the_bit(
 ) -> None:
     """Full fine-tuning of a large model cannot take the assistant's step back: the iteration is finished first."""
     monkeypatch.setattr("genrl.runtime.weights.weights.LARGEST_COPY", 0)
-    common: dict[str, Any] = {"lora": None, "checkpoint": {"every": 1}, "optimizer": {"lr": 1e-3}}
-    train(config(folder, model, output=str(folder / "straight"), iterations=3, **common))
-    stopped = config(folder, model, output=str(folder / "stopped"), iterations=3, **common)
-    follow, calls = diff_instruct.follow, 0
+    common: dict[str, Any] = {"lora": None, "checkpoint": {"every": 1}, "optimizer": {"lr": 1e-3}, "iterations": 3}
+    train(config(folder, model, output=str(folder / "straight"), **common))
+    follow, calls = diff_instruct.follow, iter(range(9))
 
     def ending(run: Any, *rest: Any) -> None:
-        nonlocal calls
         follow(run, *rest)
-        calls += 1
-        if calls == 2:
+        if next(calls) == 1:
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(diff_instruct, "follow", ending)
-        train(stopped)
+        train(config(folder, model, output=str(folder / "stopped"), **common))
     assert runs.last_state(folder / "stopped").step == 2
     train(load(Run(folder / "stopped").config), folder / "stopped")
     assert runs.differences(folder / "straight", folder / "stopped") == []
@@ -218,11 +215,8 @@ class Gaussians:
     """A run whose networks know the scores: the assistant that of N(mu, v), the teacher that of N(m, v)."""
 
     def __init__(self, predicts: str, mu: Tensor, m: Tensor, blank: Tensor, v: float) -> None:
-        flow = predicts == "flow"
-        alphas = torch.cumprod(1 - BETAS.double(), 0)
-        self.head = SimpleNamespace(
-            parametrisation="flow" if flow else "diffusion", prediction_type=predicts, alphas_cumprod=alphas
-        )
+        way, alphas = "flow" if predicts == "flow" else "diffusion", torch.cumprod(1 - BETAS.double(), 0)
+        self.head = SimpleNamespace(parametrisation=way, prediction_type=predicts, alphas_cumprod=alphas)
         self.predicts, self.mu, self.m, self.blank, self.v, self.of_teacher = predicts, mu, m, blank, v, False
         self.policy = self.weights = self
 
@@ -238,18 +232,18 @@ class Gaussians:
         self.of_teacher = False
 
     def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
-        alpha_bar = self.head.alphas_cumprod[time] if self.predicts != "flow" else None
-        a, s = (1 - time, time) if alpha_bar is None else (alpha_bar.sqrt(), (1 - alpha_bar).sqrt())
-        return a[:, None], s[:, None]
+        if self.predicts == "flow":
+            return (1 - time)[:, None], time[:, None]
+        alpha_bar = self.head.alphas_cumprod[time][:, None]
+        return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
 
     def velocity(self, batch: Batch, x: Tensor, time: Tensor) -> Tensor:
         mean = self.mu if not self.of_teacher else self.m if batch.prompts[0] else self.blank
         a, s = self.levels(time)
         noise = s * (x - a * mean) / (a * a * self.v + s * s)  # -s times the score
         clean = (x - s * noise) / a
-        return {
-            "flow": noise - clean, "epsilon": noise, "v_prediction": a * noise - s * clean, "sample": clean
-        }[self.predicts]  # fmt: skip
+        made = {"flow": noise - clean, "epsilon": noise, "v_prediction": a * noise - s * clean, "sample": clean}
+        return made[self.predicts]
 
 
 @pytest.mark.parametrize("predicts", ["flow", "epsilon", "v_prediction", "sample"])
@@ -354,18 +348,20 @@ def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) 
     straight = resumed(rehearsed(folder, sdxl), folder)
     assert {row["model_calls/train"] for row in runs.rows(straight)} == {4 * (5 + 1 + 2 + 1)}
     assert all(row["diff_instruct/spread"] > 0 for row in runs.rows(straight))
-
     plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
     plain.scheduler = DDIMScheduler.from_config(plain.scheduler.config, timestep_spacing="trailing", clip_sample=False)
-    call = {**ONE_CALL, "output_type": "pt"}
-    begun = plain("a red star", generator=torch.Generator().manual_seed(3), **call).images
+
+    def drawn() -> Tensor:
+        return plain("a red star", generator=torch.Generator().manual_seed(3), **ONE_CALL, output_type="pt").images
+
+    begun = drawn()
     plain.load_lora_weights(export(straight, folder / "out"))
-    drawn = plain("a red star", generator=torch.Generator().manual_seed(3), **call).images
+    found = drawn()
     assert plain.scheduler.timesteps.tolist() == [999]
     with runs.opened(rehearsed(folder, sdxl)) as opened, torch.no_grad():
         opened.weights.restore(runs.last_state(straight).tensors)
         noise = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(3))
         batch = Batch(["a red star"], [("x", 0)], ONE_CALL)
         trained = opened.policy.decode(batch, opened.policy.advance(batch, noise, 0))
-    torch.testing.assert_close(drawn.float(), trained, rtol=1e-3, atol=1e-3)
-    assert float((drawn - begun).abs().max()) > 1e-3
+    torch.testing.assert_close(found.float(), trained, rtol=1e-3, atol=1e-3)
+    assert float((found - begun).abs().max()) > 1e-3

@@ -133,19 +133,17 @@ def test_several_rewards_to_one_advantage(
     folder: Path, model: Path, aggregate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Tensor] = []
-    method: Any = flow_grpo if aggregate == "gdpo" else paco_grpo
+    algorithm, method = ("flow_grpo", flow_grpo) if aggregate == "gdpo" else ("paco_grpo", paco_grpo)
     original = method.advantages_of
     monkeypatch.setattr(method, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
     scale = "none" if aggregate == "log_tame_released" else "group"
-    algorithm = "flow_grpo" if aggregate == "gdpo" else "paco_grpo"
-    trainer = {"algorithm": algorithm, "aggregate": aggregate, "advantage_scale": scale}
-    rewards = [runs.reward(folder, "brightness", weight=2.0), runs.reward(folder, "redness", weight=0.5)]
     changes: dict[str, Any] = {"sampling": {"group_size": 4}, "iterations": 1, **QUIET}
-    (rollouts,) = run(runs.config(folder, model, trainer=trainer, rewards=rewards, **changes)).rollouts
+    changes["trainer"] = {"algorithm": algorithm, "aggregate": aggregate, "advantage_scale": scale}
+    rewards = [runs.reward(folder, "brightness", weight=2.0), runs.reward(folder, "redness", weight=0.5)]
+    (rollouts,) = run(runs.config(folder, model, rewards=rewards, **changes)).rollouts
     (advantages,), parts = found, list(rollouts.scored.values.values())
-    if aggregate == "gdpo":
-        expected = gdpo_advantages(parts, [2.0, 0.5], rollouts.group)
-    else:
+    expected = gdpo_advantages(parts, [2.0, 0.5], rollouts.group)
+    if aggregate != "gdpo":
         variant: Any = "paper" if aggregate == "log_tame" else "released"
         expected = log_tame_advantages(parts, [2.0, 0.5], rollouts.group, variant=variant)
     assert torch.equal(advantages, expected) and advantages.abs().max() > 0
@@ -156,13 +154,12 @@ def test_several_rewards_to_one_advantage(
 def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Path) -> None:
     """A gate that is always closed leaves constants, and a weight of 0 nothing: no update."""
     closed = {"gate": {"reward": "redness", "at_least": 100.0}}
-    rewards = [runs.reward(folder, "brightness", **closed), runs.reward(folder, "redness", schedule=[[0, 0.0]])]
+    silent = {"schedule": [[0, 0.0]]}
     trainer = {"algorithm": "flow_grpo", "aggregate": "gdpo"}
-    seen = run(runs.config(folder, model, trainer=trainer, rewards=rewards, iterations=1, **QUIET))
-    assert seen.rows[0]["advantage/abs_mean"] == 0.0
-    silent = [runs.reward(folder, "brightness", schedule=[[0, 0.0]])]
-    seen = run(runs.config(folder, model, trainer=trainer, rewards=silent, iterations=1, **QUIET))
-    assert seen.rows[0]["advantage/abs_mean"] == 0.0
+    for chosen in ({"brightness": closed, "redness": silent}, {"brightness": silent}):
+        rewards = [runs.reward(folder, name, **keys) for name, keys in chosen.items()]
+        seen = run(runs.config(folder, model, trainer=trainer, rewards=rewards, iterations=1, **QUIET))
+        assert seen.rows[0]["advantage/abs_mean"] == 0.0
 
 
 PACO = {"algorithm": "paco_grpo", "window": {"size": 1, "low": 1, "high": 2}}
@@ -207,7 +204,8 @@ def test_one_step_is_trained_on_the_tamed_sum(folder: Path, model: Path) -> None
 
 
 def test_it_is_trained_small_and_judged_large_in_groups(folder: Path, model: Path) -> None:
-    """Pictures of 16 pixels in groups of 3 while training, of 32 in the evaluation, where pairs have a score, too."""
+    """Pictures of 16 pixels in groups of 3 while training, of 32 in the evaluation, where pairs have a score, too;
+    alone a picture has none."""
     rows = runs.rows(train(config(folder, model, iterations=2)))
     assert set((folder / "sizes.txt").read_text().splitlines()) == {"(3, 3, 16, 16)", "(3, 3, 32, 32)"}
     assert rows[1]["model_calls/train"] == 6 and rows[1]["model_calls/sample"] == 24
@@ -215,11 +213,9 @@ def test_it_is_trained_small_and_judged_large_in_groups(folder: Path, model: Pat
         assert 0 < row["eval/closeness_mean"] <= 1 and row["eval/closeness_failed"] == 0
         total = row["eval/brightness_mean"] + 0.5 * row["eval/closeness_mean"]
         assert row["eval/total_mean"] == pytest.approx(total)
-
-
-def test_alone_a_picture_has_no_pairs(folder: Path, model: Path) -> None:
-    rows = runs.rows(train(config(folder, model, iterations=1, evaluation={"group_size": 1, "every": 1})))
-    assert rows[0]["eval/closeness_mean"] is None and rows[0]["eval/closeness_failed"] == 2
+    single = config(folder, model, iterations=1, evaluation={"group_size": 1}, output=str(folder / "single"))
+    alone = runs.rows(train(single))[0]
+    assert alone["eval/closeness_mean"] is None and alone["eval/closeness_failed"] == 2
 
 
 def test_rows_of_one_prompt_are_a_group() -> None:

@@ -21,11 +21,8 @@ from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
-from genrl.diffusion.steps.edges import Edges
-from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
-from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import watch
 from tests.diffusion.policy.test_rewriter import TINY, anything, moved
@@ -45,17 +42,14 @@ def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, m
     drawn: dict[int, str] = {}
     estimate = prompt_rl.estimate
 
-    def watched(
-        run: DiffusionRun, settings: PromptRL, rollouts: Rollouts, steps: Steps, advantages: Tensor, meter: Meter
-    ) -> Edges:
+    def watched(run: DiffusionRun, settings: PromptRL, rollouts: Rollouts, *rest: Any) -> Any:
         for one in rollouts.mine.values():
             drawn.update(zip(one.slots, one.batch.prompts, strict=True))
         assert rollouts.prompts == [runs.PROMPTS[k] for k in order for _ in range(4)]
-        generation, total = run.rollouts.total, rollouts.total  # type: ignore[union-attr]
-        extra = (total - generation).view(2, 4)
+        extra = (rollouts.total - run.rollouts.total).view(2, 4)  # type: ignore[union-attr]
         assert torch.allclose(extra[:, 3], extra[:, :3].mean(1))
         assert set(extra[:, :3].flatten().round(decimals=9).tolist()) <= {0.0, 1.0}
-        return estimate(run, settings, rollouts, steps, advantages, meter)
+        return estimate(run, settings, rollouts, *rest)
 
     monkeypatch.setattr(prompt_rl, "estimate", watched)
     config = runs.config(folder, model, trainer=trainer(), iterations=1, evaluation={"every": 0}, **GROUPS)
@@ -72,9 +66,7 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
     config = runs.config(folder, model, trainer=trainer(), **GROUPS)
     rewriter = moved(Rewriter(config.trainer.rewriter))  # type: ignore[union-attr]
     advantages = torch.tensor([[1.0, -0.5, 2.0, 9.0], [-1.0, 0.5, 0.0, 9.0]], dtype=torch.float64)
-    mine = {
-        p: rewriter.write(text, 3, ("key", p), anything) for p, text in enumerate(["a jade disc", "two plum boxes"])
-    }
+    mine = {p: rewriter.write(("a jade disc", "two plum boxes")[p], 3, ("key", p), anything) for p in range(2)}
     wanted: dict[str, Tensor] = {}
     with runs.opened(config) as run:
 

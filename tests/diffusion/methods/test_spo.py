@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,20 +91,19 @@ def by_hand(config: Config, update: Update, learnt: Learnt) -> tuple[Given, floa
         mean = math.sqrt(ab_next) * clean + math.sqrt(1 - ab_next - std**2) * eps
         return torch.distributions.Normal(mean, std).log_prob(action).mean()
 
-    losses = []
+    def ratio(slot: int, i: int, state: Tensor, action: Tensor) -> Tensor:
+        with bare.untrained():
+            reference = log_prob(slot, i, state, action)
+        return (log_prob(slot, i, state, action) - reference).exp().clamp(0.9, 1.1).log()
+
+    losses, pairs = [], learnt.pairs
     for slots in learnt.slots:
         for column, (i, candidates) in enumerate(learnt.found[slots[0]].items()):
             for row, slot in enumerate(slots):
-                if not learnt.pairs.valid[slot, column]:
-                    continue
-                logs = []
-                for table in (learnt.pairs.win, learnt.pairs.lose):
-                    state, action = candidates.state[row], candidates.drawn[row, int(table[slot, column])]
-                    with bare.untrained():
-                        reference = log_prob(slot, i, state, action)
-                    ratio = (log_prob(slot, i, state, action) - reference).exp()
-                    logs.append(ratio.clamp(0.9, 1.1).log())
-                losses.append(-torch.nn.functional.logsigmoid(10.0 * (logs[0] - logs[1])))
+                if pairs.valid[slot, column]:
+                    actions = (candidates.drawn[row, int(table[slot, column])] for table in (pairs.win, pairs.lose))
+                    win, lose = (ratio(slot, i, candidates.state[row], action) for action in actions)
+                    losses.append(-torch.nn.functional.logsigmoid(10.0 * (win - lose)))
     loss = torch.stack(losses).mean()
     return bare.gradient(loss), float(loss)
 
@@ -162,20 +162,15 @@ def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> No
         assert two[key] == pytest.approx(one[key], rel=1e-4 if fsdp or key == "grad_norm" else 1e-9), key
 
 
-def crawled(name: str, kernel: Kernel, *, steps: int = 4, first: int = 1, last: bool | None = None) -> Any:
+def crawled(name: str, kernel: Kernel, *, first: int = 1, last: bool | None = None) -> Any:
     """A policy, its plan, and two chains of it."""
     family = FAMILIES[name]()
     policy = Policy(family.pipe)
-    last = last_step_is_drawn(policy) if last is None else last
-    plan = SamplingPlan(
-        roots=1,
-        branching=tuple(WAYS if i >= first and (last or i < steps - 1) else 1 for i in range(steps)),
-        noise_levels=tuple(kernel.noise_level if last or i < steps - 1 else None for i in range(steps)),
-        continue_one=True,
-    )
-    call = {**family.call, **family.unguided, "num_inference_steps": steps}
-    batch = Batch(["a cat", "two dogs"], [(0, 0, 0), (0, 0, 1)], call)
-    calls = policy.model_calls
+    noisy = 4 if (last_step_is_drawn(policy) if last is None else last) else 3
+    ways = tuple(WAYS if first <= i < noisy else 1 for i in range(4))
+    levels = tuple(kernel.noise_level if i < noisy else None for i in range(4))
+    plan = SamplingPlan(roots=1, branching=ways, noise_levels=levels, continue_one=True)
+    batch, calls = family.batch(**family.unguided), policy.model_calls
     with torch.no_grad():
         found, final, sigmas = crawl(policy, batch, plan, kernel)
     return policy, plan, batch, found, final, sigmas, policy.model_calls - calls
@@ -196,43 +191,38 @@ def test_calls_are_those_of_the_closed_form(name: str, kernel: Kernel, first: in
 def test_chains_go_on_from_one_of_their_candidates(name: str, kernel: Kernel) -> None:
     """Candidates are draws with their own noise from one state; the next state is the one that was picked."""
     policy, plan, batch, found, final, _, _ = crawled(name, kernel)
-    chains = torch.arange(2)
+    chains, settings = torch.arange(2), SimpleNamespace(kernel=kernel.name)
     for i, candidates in found.items():
-        both = torch.tensor([[0, 2], [1, 0]])
-        settings = SimpleNamespace(kernel=kernel.name)
+        pair = pair_of(batch, kernel, i, candidates, chains, torch.tensor([[0, 2], [1, 0]]))
         with torch.no_grad():
-            replayed = replayed_step(
-                settings, policy, Recorded(batch, pair_of(batch, kernel, i, candidates, chains, both))
-            )
+            replayed = replayed_step(settings, policy, Recorded(batch, pair))
         for row, (chain, j) in enumerate([(0, 0), (0, 2), (1, 1), (1, 0)]):
             noise = keyed_noise(candidates.state.shape[1:], *batch.keys[chain], "candidate", j, "step", i)
             made = sample(replayed.mean[row : row + 1], replayed.std[row : row + 1], noise[None])
             torch.testing.assert_close(made[0], candidates.drawn[chain, j])
         picked = chosen_rows(batch, WAYS, i + 1) - WAYS * chains
-        state = found[i + 1].state if i + 1 in found else None
-        if state is not None:
-            assert torch.equal(state, candidates.drawn[chains, picked])
-    if name == "sd15":
-        assert torch.equal(final, found[3].drawn[chains, chosen_rows(batch, WAYS, 4) - WAYS * chains])
-    else:  # the last step is deterministic: it ends in the clean sample that was predicted
-        torch.testing.assert_close(final, found[2].clean[chains, chosen_rows(batch, WAYS, 3) - WAYS * chains])
+        if i + 1 in found:
+            assert torch.equal(found[i + 1].state, candidates.drawn[chains, picked])
+        elif name == "sd15":
+            assert i == 3 and torch.equal(final, candidates.drawn[chains, picked])
+        else:  # the last step is deterministic: it ends in the clean sample that was predicted
+            assert i == 2
+            torch.testing.assert_close(final, candidates.clean[chains, picked])
 
 
 def test_clean_samples_are_those_of_the_model() -> None:
     """x - sigma v of a flow, (x - sqrt(1 - ab) eps) / sqrt(ab) of a noise prediction."""
     for name, kernel in (DDIM, SDE):
         policy, _, batch, found, _, sigmas, _ = crawled(name, kernel)
-        for i in (1, 2):
-            for j in range(WAYS):
-                x, level = found[i].drawn[:, j], sigmas[i + 1]
-                with torch.no_grad():
-                    out = policy.velocity(batch, x, level)
-                if name == "sd3":
-                    expected = x - level * out
-                else:
-                    ab = policy.head.alphas_cumprod[int(level)]
-                    expected = (x - (1 - ab).sqrt() * out) / ab.sqrt()
-                torch.testing.assert_close(found[i].clean[:, j], expected, atol=2e-4, rtol=1e-4)
+        for i, j in product((1, 2), range(WAYS)):
+            x, level = found[i].drawn[:, j], sigmas[i + 1]
+            with torch.no_grad():
+                out = policy.velocity(batch, x, level)
+            expected = x - level * out
+            if name == "sd15":
+                ab = policy.head.alphas_cumprod[int(level)]
+                expected = (x - (1 - ab).sqrt() * out) / ab.sqrt()
+            torch.testing.assert_close(found[i].clean[:, j], expected, atol=2e-4, rtol=1e-4)
 
 
 def test_picks_are_uniform_and_differ() -> None:

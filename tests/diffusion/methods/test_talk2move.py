@@ -1,8 +1,6 @@
 """Talk2Move: which steps are drawn, what a picture costs, where the exit step comes from, and the gradient by hand."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,8 +24,8 @@ MOVE: dict[str, Any] = {"algorithm": "talk2move"}
 STEPS = 5
 
 
-def config(folder: Path, kontext: Path, sampling: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Config:
-    sampling = {"num_inference_steps": STEPS, "guidance_scale": 1.0, "same_initial_noise": True, **sampling}
+def config(folder: Path, kontext: Path, **changes: Any) -> Config:
+    sampling = {"num_inference_steps": STEPS, "guidance_scale": 1.0, "same_initial_noise": True}
     return editing(folder, kontext, sampling=sampling, **changes)
 
 
@@ -80,13 +78,10 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(
         for p, row in enumerate(rows):
             for k in range(1, STEPS):
                 for slots in ([0, 1], [2]) if p == 0 else ([0], [1, 2]):  # micro-batches of 2 over 6 samples
-                    batch = Batch(
-                        [row.text] * len(slots),
-                        [(0, 0, "exit", 3 * p + s) for s in slots],
-                        call_arguments(opened.config.sampling),
-                        [(0, 0, "exit", "group", p)] * len(slots),
-                        batch_inputs({"image": "source_image"}, [row] * len(slots)),
-                    )
+                    keys = [(0, 0, "exit", 3 * p + s) for s in slots], [(0, 0, "exit", "group", p)] * len(slots)
+                    pictures = batch_inputs({"image": "source_image"}, [row] * len(slots))
+                    call = call_arguments(opened.config.sampling)
+                    batch = Batch([row.text] * len(slots), keys[0], call, keys[1], pictures)
                     with torch.no_grad():
                         chain = policy.roll_out(batch, kernel, range(k), stop=k)
                         final = take_shortcut(policy, batch, chain.final, chain.sigmas, k, 2)
