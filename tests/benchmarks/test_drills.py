@@ -1,7 +1,5 @@
 """A short form of every drill on runs: nothing is lost, nothing is wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import drills

@@ -1,7 +1,5 @@
 """The rehearsals are of the architectures that were published, and of every recipe of one that fits this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

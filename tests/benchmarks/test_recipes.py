@@ -3,8 +3,6 @@
 At the published size: `benchmarks.full_size`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How large a model on the hub is, from JSON files and headers of weights, by a client without a network."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The configuration: what is refused, with which words, and that nothing the user wrote is changed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

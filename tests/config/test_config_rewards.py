@@ -1,7 +1,5 @@
 """What the keys of a reward may not say together, told before anything is loaded."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

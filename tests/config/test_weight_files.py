@@ -1,7 +1,5 @@
 """Weight files by their headers: what the loaders refuse, the check refuses too, without loading anything."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages for readers who begin: short sentences, commands that exist, files that load, code that runs."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The Python interface: live objects in, the same runs as from a file, and everything taken again on resume."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The scripts of the pages on the Python interface run as they stand, and the notebooks are those that were run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

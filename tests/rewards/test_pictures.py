@@ -1,7 +1,5 @@
 """One function opens pictures at every border: each is shown as it looks, or refused by name. No cast goes unsaid."""
 
-from __future__ import annotations
-
 import io
 import logging
 import struct

@@ -1,7 +1,5 @@
 """`open_clip:MODEL` in the rewards that take a CLIP: open_clip's own numbers, its preparation, its refusals."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path
@@ -16,7 +14,7 @@ import genrl_rewards
 from genrl_rewards.models.orient_anything import OrientAnything, orientation_of
 from genrl_rewards.scorers.preference.aesthetic import HEAD_FILES, Head
 from tests.rewards import tiny_open_clip, tiny_orient
-from tests.rewards.gradients import assert_gradients_agree
+from tests.rewards.asking import assert_gradients_agree
 from tests.rewards.tiny_open_clip import NAME, open_clip
 
 PROMPTS = ["a red circle", "two “blue” stars &amp; more"]

@@ -1,7 +1,5 @@
 """A remote reward scores as the local one, and an outage ends as the policy says: never in a zero, never in a hang."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -30,9 +28,7 @@ FAST = Outage(timeout_s=0.5, deadline_s=1.0)
 
 
 def score(reward: genrl_rewards.Reward, prompts: list[str] = PROMPTS, **more: Any) -> genrl_rewards.Scores:
-    return genrl_rewards.score(
-        reward, images=more.pop("images", IMAGES[: len(prompts)]), prompts=prompts, name="mine", **more
-    )
+    return genrl_rewards.score(reward, **{"images": IMAGES[: len(prompts)]} | more, prompts=prompts, name="mine")
 
 
 def outage(policy: Any, **changes: Any) -> Outage:

@@ -1,7 +1,5 @@
 """A served reward gives the scores of a local one, bit for bit, and nothing that is sent to it brings it down."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -223,9 +221,8 @@ def mutations(seed: int) -> Iterator[tuple[str, bytes]]:
         text = flip(body[8 : 8 + size])
         return len(text).to_bytes(8, "little") + text + body[8 + size :]
 
-    changes: list[Callable[[bytes], bytes]] = [
-        flip,
-        header,
+    changes: list[Callable[[bytes], bytes]] = [flip, header]
+    changes += [
         lambda body: body[: random_.randrange(len(body))],
         lambda body: body + body[: random_.randrange(len(body))],
         lambda body: random_.randbytes(random_.randrange(200)),

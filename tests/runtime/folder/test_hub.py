@@ -47,9 +47,7 @@ def exported(tmp_path: Path, root: Path) -> tuple[Path, Path]:
     return run, out
 
 
-def test_a_push_holds_the_weights_the_card_the_configuration_and_pictures(
-    server: Hub, exported: tuple[Path, Path]
-) -> None:
+def test_a_push_holds_weights_card_configuration_and_pictures(server: Hub, exported: tuple[Path, Path]) -> None:
     run, out = exported
     assert ours.push(run, out, "lab/stars", private=True) == f"{server.address}/lab/stars"
     files = server.repos["lab/stars"]
@@ -99,9 +97,7 @@ def test_a_name_that_is_none_and_nobody_logged_in_are_refused(server: Hub, monke
         ours.check_repo("lab/stars")
 
 
-def test_a_configuration_is_fetched_with_the_files_beside_it_but_no_code(
-    server: Hub, root: Path, tmp_path: Path
-) -> None:
+def test_a_configuration_is_fetched_with_files_beside_it_but_no_code(server: Hub, root: Path, tmp_path: Path) -> None:
     text = (root / "configs/quickstart.yaml").read_text().replace("assets/prompts/things_train.txt", "prompts.txt")
     files = {"sub/mine.yaml": text.encode() + b"output: /etc\n", "sub/prompts.txt": b"a red star\n"}
     server.repos["lab/stars"] = files
@@ -116,18 +112,15 @@ def test_a_configuration_is_fetched_with_the_files_beside_it_but_no_code(
     assert overrides == ["output=runs/code"] and not file.with_name("bad.py").exists()
 
 
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
+def test_another_form_and_what_the_hub_does_not_have(server: Hub) -> None:
+    server.repos["lab/stars"] = {"config.yaml": b"{}"}
+    for names, says in (
         ("hub:stars/config.yaml hub:lab/stars hub:lab/stars/../../x.yaml hub:", "is written hub:org/name"),
         ("hub:lab/none/config.yaml hub:lab/stars/other.yaml", "the hub does not give it: .*404"),
-    ],
-)
-def test_another_form_and_what_the_hub_does_not_have(server: Hub, names: str, says: str) -> None:
-    server.repos["lab/stars"] = {"config.yaml": b"{}"}
-    for name in names.split():
-        with pytest.raises(ValueError, match=says):
-            ours.fetch(name)
+    ):
+        for name in names.split():
+            with pytest.raises(ValueError, match=says):
+                ours.fetch(name)
 
 
 def test_check_takes_a_configuration_of_the_hub(server: Hub, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

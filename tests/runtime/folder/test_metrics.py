@@ -81,9 +81,7 @@ def test_tensorboard_shows_the_same_rows_a_table_and_a_resumed_run_once(tmp_path
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3, 2]  # `run.resume` is what cuts these
 
 
-def test_unknown_and_missing_trackers_are_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_and_missing_trackers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="unknown tracker 'tensorbord'.*tensorboard"):
         check_trackers(["tensorbord"])
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])

@@ -48,9 +48,8 @@ class TestPosteriors:
         first, second = [0.1, 0.4, 0.9], [5.0, 5.2]
         a, b, *_ = after(Selection(by="spread"), first, second)["0"]
         assert a == pytest.approx((2 + 1) / 2)
-        assert b / a == pytest.approx(
-            float((torch.tensor(first).var() * 2 + torch.tensor(second).var() * 1) / 3), rel=1e-6
-        )
+        pooled = float((torch.tensor(first).var() * 2 + torch.tensor(second).var() * 1) / 3)
+        assert b / a == pytest.approx(pooled, rel=1e-6)
 
     def test_samples_without_a_score_are_no_evidence(self) -> None:
         """And rounding is no spread: three times .1 has a mean of .1 plus an ulp."""
@@ -99,9 +98,8 @@ class TestChoice:
 
     def test_what_is_not_known_is_tried(self) -> None:
         known = after(Selection(by="success"), [1.0] * 8, number=0)
-        chosen = Counter(
-            n for i in range(400) for n in choose(Selection(by="success"), [0, 1], 1, known, iteration=i, seed=0)
-        )
+        by = Selection(by="success")
+        chosen = Counter(n for i in range(400) for n in choose(by, [0, 1], 1, known, iteration=i, seed=0))
         assert chosen[1] > 300 and chosen[0] > 0
 
     def test_it_depends_on_keys_alone_and_not_on_the_order_of_a_file(self) -> None:
@@ -144,6 +142,7 @@ PICTURES = {
 }
 LANGUAGE = {"vlm": {"path": "some/model"}, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}
 SPREAD = {"selection": {"by": "spread"}}
+GRAPH = {"algorithm": "flow_grpo", "keep_graph": True}
 
 
 @pytest.mark.parametrize(
@@ -153,11 +152,7 @@ SPREAD = {"selection": {"by": "spread"}}
         (PICTURES, {"economy": {"keep": 1}}, "a whole number of 2 or more or null"),
         (PICTURES, {"economy": {"keep": 4}, "sampling": {"batch_size": 12}}, "whole groups of 8; use 16"),
         (PICTURES, {"economy": {"keep": 4}, "trainer": {"algorithm": "dgpo"}}, "dgpo reads whole groups"),
-        (
-            PICTURES,
-            {"economy": {"keep": 4}, "trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
-            "keep_graph: false",
-        ),
+        (PICTURES, {"economy": {"keep": 4}, "trainer": GRAPH}, "keep_graph: false"),
         (PICTURES, {"economy": {"keep": 4}, "kernels": {"compile": True}}, "by another graph; write false"),
         (PICTURES, {"economy": SPREAD, "rewards": [{"name": "shapes", "normalize": "group"}]}, "the same spread"),
         (PICTURES, {"economy": SPREAD, "sampling": {"buckets": [[64, 64], [64, 96]]}}, "micro-batches are of one size"),
@@ -175,26 +170,14 @@ def test_what_cannot_be_is_refused(tmp_path: Path, base: dict[str, Any], changes
 # -- A run that trains nothing says so at once, and ends with the reason after some iterations
 
 REWARDS = """
-import torch
-
 def never(images):
     return [float("nan")] * len(images)
-
-def equal(images):
-    return [0.5] * len(images)
 
 def rounding(images):
     return [0.5 + 1e-17 * k for k in range(len(images))]
 
-def noise(images):
-    return [0.5 + 1e-9 * k for k in range(len(images))]
-
 def huge(images):
-    return [1e308 - k for k in range(len(images))]
-
-def large(images):
-    return [(k + 1) * 1e200 for k in range(len(images))]
-"""
+    return [1e308 - k for k in range(len(images))]"""
 
 
 @pytest.mark.parametrize("name", ["never", "rounding", "huge"])
@@ -208,7 +191,7 @@ def test_a_reward_that_tells_nothing_ends_the_run(
     config = runs.config(tmp_path, model, rewards=rewards, **changes)
     with pytest.raises(RuntimeError, match="the last 2 iterations changed no weight.*idle_iterations=null") as error:
         train(config)
-    scored = name in ("equal", "rounding", "noise")
+    scored = name == "rounding"
     assert ("all samples have the same reward" if scored else f"no sample had a score; {name} gave none") in str(error)
     why = "in every group all samples have the same reward" if scored else "no sample had a score"
     assert f"iteration 1 taught nothing: {why}" in caplog.text
@@ -238,6 +221,7 @@ def test_only_iterations_in_a_row_count(tmp_path: Path) -> None:
     one.config.idle_iterations = 11
     with pytest.raises(RuntimeError, match="the last 11 iterations"):
         one.finish({})
+    assert all(kind.model_fields["idle_iterations"].default == 5 for kind in (Config, VLAConfig, VLMConfig))
 
 
 def test_what_changes_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -252,7 +236,3 @@ def test_what_changes_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureF
         "iteration 1 taught nothing: its method made no optimiser step",
         "iteration 2 taught nothing: the gradient was 0",
     ]
-
-
-def test_every_kind_of_run_has_the_key() -> None:
-    assert all(kind.model_fields["idle_iterations"].default == 5 for kind in (Config, VLAConfig, VLMConfig))

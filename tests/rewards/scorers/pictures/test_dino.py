@@ -1,7 +1,5 @@
 """DINO features and similarity on small checkpoints of all three architectures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +12,11 @@ from PIL import Image
 import genrl_rewards
 from genrl_rewards.models.pixels import normalise
 from genrl_rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures, patch_similarity
+from tests.rewards import tiny_vlm
 from tests.rewards.asking import refused, scored
 
-from transformers import (  # isort: skip
-    Dinov2Config,
-    Dinov2Model,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersModel,
-    DINOv3ViTConfig,
-    DINOv3ViTModel,
-)
+from transformers import Dinov2Config, Dinov2Model, DINOv3ViTConfig, DINOv3ViTModel  # isort: skip
+from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel  # isort: skip
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "image_size": 32}
 BUILDERS = {
@@ -36,12 +29,7 @@ BUILDERS = {
 @pytest.fixture(scope="module", params=BUILDERS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
-    model = BUILDERS[request.param]()
-    with torch.no_grad():  # as made, registers are zeros and pictures hardly count
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
+    tiny_vlm.randomise(model := BUILDERS[request.param]())
     model.save_pretrained(folder)
     return request.param, folder
 

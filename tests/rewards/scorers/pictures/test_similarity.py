@@ -1,7 +1,5 @@
 """SSIM against its definition; what LPIPS needs is said before any work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,9 @@
 """JPEG size against golden bytes; sharpness and saturation on pictures whose value is known."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +14,12 @@ from PIL import features
 
 import genrl_rewards
 from genrl_rewards.scorers.pictures.statistics import jpeg, saturation, sharpness
+from genrl_rewards.scorers.pictures.video import motion, smoothness, spread, steadiness
 from tests.rewards import tiny_vlm  # first: it makes transformers importable beside any torchvision
 from tests.rewards.asking import refused, scored
 
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil  # isort: skip
-import math
-from pathlib import Path
-
-from genrl_rewards.scorers.pictures.video import motion, smoothness, spread, steadiness
-
 from transformers import Dinov2Config, Dinov2Model  # isort: skip
-
-Golden = Callable[[str], np.lib.npyio.NpzFile]
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil  # isort: skip
 
 
 def as_tensor(picture: np.ndarray) -> torch.Tensor:
@@ -39,7 +34,7 @@ def as_tensor(picture: np.ndarray) -> torch.Tensor:
         ("compressibility_500", "compressibility_flow_grpo"),
     ],
 )
-def test_jpeg_equals_the_golden_sizes(golden: Golden, scale: str, column: str) -> None:
+def test_jpeg_equals_the_golden_sizes(golden: Callable[[str], Any], scale: str, column: str) -> None:
     data = golden("rewards_jpeg")
     scores = torch.cat([jpeg(as_tensor(data[f"image/{name}"]), scale) for name in data["names"]])
     same_library = features.version_feature("libjpeg_turbo") == str(data["libjpeg"]).rpartition("=")[2]
@@ -89,9 +84,8 @@ def test_a_video_scores_the_mean_of_its_frames(name: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    model = ViTForImageClassification(
-        ViTConfig(**sizes, image_size=32, patch_size=8, id2label={0: "normal", 1: "nsfw"}, num_labels=2)
-    )
+    labels = {"id2label": {0: "normal", 1: "nsfw"}, "num_labels": 2}
+    model = ViTForImageClassification(ViTConfig(**sizes, **labels, image_size=32, patch_size=8))
     tiny_vlm.randomise(model)
     path = tmp_path_factory.mktemp("vit")
     model.save_pretrained(path)
@@ -108,9 +102,8 @@ def test_it_is_the_probability_of_the_label(folder: str) -> None:
     with torch.no_grad():
         wanted = model(**pixels).logits.softmax(-1)
     assert scores.values == pytest.approx(wanted[:, 0].tolist(), abs=1e-6)
-    other = genrl_rewards.score(
-        genrl_rewards.load("safe", {"model": folder, "label": "nsfw"}), images=images, prompts=[""] * 4
-    )
+    unsafe = genrl_rewards.load("safe", {"model": folder, "label": "nsfw"})
+    other = genrl_rewards.score(unsafe, images=images, prompts=[""] * 4)
     assert other.values == pytest.approx(wanted[:, 1].tolist(), abs=1e-6)
     video = genrl_rewards.score(reward, images=images.view(2, 2, 3, 40, 48), prompts=[""] * 2)
     refused("has no label 'normall'. Did you mean 'normal'", "safe", {"model": folder, "label": "normall"})
@@ -140,10 +133,6 @@ def moving(step: float, frames: int = 4, size: int = 64) -> torch.Tensor:
     return torch.stack(shown)[None]
 
 
-def test_frames_are_spread_evenly_and_always_the_same() -> None:
-    assert [spread(n, of) for n, of in ((4, 10), (2, 5), (1, 5), (9, 3))] == [[0, 3, 6, 9], [0, 4], [2], [0, 1, 2]]
-
-
 @pytest.fixture
 def first(tmp_path: Path) -> str:
     (tmp_path / "first.py").write_text(FIRST)
@@ -151,6 +140,7 @@ def first(tmp_path: Path) -> str:
 
 
 def test_a_pictures_reward_is_taken_on_frames(first: str) -> None:
+    assert [spread(n, of) for n, of in ((4, 10), (2, 5), (1, 5), (9, 3))] == [[0, 3, 6, 9], [0, 4], [2], [0, 1, 2]]
     levels = torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.9], [0.5, 0.5, 0.4, 0.5, 0.6]])
     video = levels[:, :, None, None, None].expand(2, 5, 3, 4, 4)
     columns = {"colour": ["red", "none"]}
@@ -197,14 +187,8 @@ def test_steadiness_falls_with_flicker_and_is_differentiable() -> None:
 
 
 def test_a_still_is_consistent_and_a_cut_is_not(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Dinov2Model(
-        Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, patch_size=8, image_size=32)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "image_size": 32}
+    tiny_vlm.randomise(model := Dinov2Model(Dinov2Config(**sizes)))
     model.save_pretrained(tmp_path)
     reward = genrl_rewards.load("video_consistency", {"model": str(tmp_path), "size": 32})
     one, other = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,5 @@
 """The embedded CLIP: small, in the true format, right about right and wrong pictures, with gradients."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

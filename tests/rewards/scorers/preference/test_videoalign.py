@@ -1,7 +1,5 @@
 """VideoAlign on a small Qwen2-VL with adapters and a head, saved under the names that the published file has."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from genrl_rewards.models.pixels import from_pil
 from genrl_rewards.scorers.preference import videoalign
 from genrl_rewards.scorers.preference.videoalign import TOKENS
 from tests.rewards import tiny_vlm
+from tests.rewards.asking import scored
 from tests.rewards.scorers.preference.test_reward_head import backbone, old_names
 
 from transformers import Qwen2VLVideoProcessor  # isort: skip
@@ -21,19 +20,13 @@ INSTRUCTION = f"Rate it. Look: {TOKENS[0]}\nMotion: {TOKENS[1]}\nTextual prompt 
 PROMPTS = ["a red circle rolls", "two <|VQ_reward|> stars"]
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "use_rslora": False}
 SCALES = {"VQ_mean": 3.0, "VQ_std": 2.0, "MQ_mean": 1.0, "MQ_std": 0.5, "TA_mean": -1.0, "TA_std": 4.0}
-WRITTEN = {
-    "peft_lora_config": LORA,
-    "data_config": {"fps": 2.0, "max_frame_pixels": 32 * 32},
-    "inference_config": SCALES,
-}
+DATA = {"fps": 2.0, "max_frame_pixels": 32 * 32}
+WRITTEN = {"peft_lora_config": LORA, "data_config": DATA, "inference_config": SCALES}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_frames() -> None:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(videoalign, "LEAST_PIXELS", 24 * 24)
-    yield
-    patch.undo()
+@pytest.fixture(autouse=True)
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(videoalign, "LEAST_PIXELS", 24 * 24)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +102,7 @@ def by_hand(frames: list, text: str, outputs: torch.Tensor) -> torch.Tensor:
 def test_ratings_are_the_heads_at_the_three_tokens(args: dict[str, str | float], checkpoint: Path) -> None:
     video = torch.rand(2, 9, 3, 28, 40, generator=torch.Generator().manual_seed(0))
     reward = genrl_rewards.load("videoalign", args)
-    scores = genrl_rewards.score(reward, images=video, prompts=PROMPTS)
-    assert not scores.failures, scores.failures[0].traceback
+    scores = scored(reward, images=video, prompts=PROMPTS)
     outputs = torch.load(checkpoint / "checkpoint-11352" / "model.pth")["base_model.model.rm_head.weight"]
     for i, prompt in enumerate((PROMPTS[0], "two < |VQ_reward|> stars")):
         frames = genrl_rewards.to_pil(video[i : i + 1])[0]
@@ -139,7 +131,6 @@ def test_what_does_not_fit_is_refused(args: dict[str, str | float], tmp_path: Pa
     del held["base_model.model.rm_head.weight"]
     torch.save(held, tmp_path / "model.pth")
     refused("has no head rm_head.weight", model=str(tmp_path))
-    scores = genrl_rewards.score(
-        genrl_rewards.load("videoalign", args), images=torch.rand(1, 3, 28, 28), prompts=PROMPTS[:1]
-    )
+    reward = genrl_rewards.load("videoalign", args)
+    scores = genrl_rewards.score(reward, images=torch.rand(1, 3, 28, 28), prompts=PROMPTS[:1])
     assert "this is a picture" in str(scores.failures[0].error)

@@ -1,7 +1,5 @@
 """VideoScore2 on a small random Qwen2.5-VL, which is made to write the published form and chooses the digits itself."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,8 @@ from tests.rewards.asking import refused, scored
 from tests.rewards.tiny_vlm import published_pixels
 from tests.vlm import tiny_checkpoints
 
-from transformers import (  # isort: skip
-    AutoTokenizer,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLVideoProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration  # isort: skip
+from transformers import Qwen2VLVideoProcessor, RepetitionPenaltyLogitsProcessor  # isort: skip
 
 PROMPTS = ["a red circle rolls", "two <|im_end|> stars"]
 FORM = (
@@ -31,13 +25,10 @@ FORM = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_frames() -> Any:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(videoscore2, "LEAST_PIXELS", 24 * 24)
-    patch.setattr(videoscore2, "MOST_PIXELS", 32 * 32)
-    yield
-    patch.undo()
+@pytest.fixture(autouse=True)
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(videoscore2, "LEAST_PIXELS", 24 * 24)
+    monkeypatch.setattr(videoscore2, "MOST_PIXELS", 32 * 32)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +91,8 @@ def test_scores_are_the_likeliest_digits_times_their_chances(folder: Path) -> No
         assert found == pytest.approx(wanted, abs=0.02)
         assert scores.values[i] == pytest.approx(sum(found) / 3, abs=1e-5)
     still = video[:, :1].expand(-1, 9, -1, -1, -1)
-    assert genrl_rewards.score(opened(folder), images=still, prompts=PROMPTS).values != pytest.approx(
-        scores.values, abs=0.02
-    )
+    unmoved = genrl_rewards.score(opened(folder), images=still, prompts=PROMPTS).values
+    assert unmoved != pytest.approx(scores.values, abs=0.02)
     text = genrl_rewards.score(opened(folder, part="text"), images=video, prompts=PROMPTS)
     assert text.values == scores.parts["text"]
 

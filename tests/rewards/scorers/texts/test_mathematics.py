@@ -1,7 +1,5 @@
 """Answers in mathematics: what is equal, what cannot be read, what takes too long, and threads."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import multiprocessing
@@ -113,9 +111,8 @@ def test_a_number_is_read_in_every_form_sign_and_unit(form: str, sign: str, unit
 
 def test_a_truth_that_cannot_be_read_gives_no_score_and_is_counted() -> None:
     columns = {"answer": ["the red one", "", "2"]}
-    scores = score_completions(
-        load_text("math"), prompts=["q"] * 3, completions=["<answer>2</answer>"] * 3, columns=columns
-    )
+    twos = ["<answer>2</answer>"] * 3
+    scores = score_completions(load_text("math"), prompts=["q"] * 3, completions=twos, columns=columns)
     assert [math.isnan(value) for value in scores.values] == [True, True, False] and scores.values[2] == 1.0
     (failure,) = scores.failures
     assert failure.rows == (0,) and "'the red one' holds neither a number nor a formula" in failure.error

@@ -1,7 +1,5 @@
 """Rules for written answers, and how text rewards are called."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 
@@ -74,16 +72,6 @@ def test_choices_are_letters_and_not_articles() -> None:
         v.choice(tagged("A"), ["1"])
 
 
-BOX = st.lists(st.integers(0, 20), min_size=4, max_size=4).map(
-    lambda c: [min(c[0], c[2]), min(c[1], c[3]), max(c[0], c[2]) + 1, max(c[1], c[3]) + 1]
-)
-
-
-@given(BOX, BOX)
-def test_overlap_is_symmetric_and_one_for_the_same_box(first: list[int], second: list[int]) -> None:
-    assert v.iou_of(first, second) == v.iou_of(second, first) <= 1.0 == v.iou_of(first, first)
-
-
 def test_overlap_by_hand() -> None:
     completions = tagged("[0, 0, 10, 10]", "0 0 10", "[10, 10, 0, 0]", "[5, 0, 15, 10]")
     assert v.iou(completions, [[0, 0, 10, 10]] * 4) == pytest.approx([1.0, 0.0, 0.0, 1 / 3])
@@ -93,6 +81,8 @@ def test_overlap_by_hand() -> None:
     assert v.point_in_box(tagged("5, 5", "11, 5", "5"), [[0, 0, 10, 10]] * 3) == [1.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="a box has 4 numbers"):
         v.iou(tagged("1"), [[1, 2, 3]])
+    one, other = [0, 0, 10, 10], [5, 2, 15, 8]
+    assert v.iou_of(one, other) == v.iou_of(other, one) == pytest.approx(30 / 130) and v.iou_of(other, other) == 1.0
 
 
 def test_a_jigsaw_by_positions_and_by_neighbours() -> None:
@@ -180,26 +170,23 @@ def test_what_is_wrong_is_named() -> None:
     assert failed.failed == 2 and "oops" in failed.failures[0].error
 
 
+def test_rouge_and_retrieved_pages_by_hand() -> None:
+    completions = tagged("the red cube", "Red, the cube!", "blue", "cube")
+    scores = v.rouge(completions, ["the red cube"] * 3 + ["cube"])
+    # 1: 3 of 3 words; 2: none of 2 pairs; L: `the cube` or `red cube`, 2 of 3
+    assert scores == pytest.approx([1.0, (1 + 0 + 2 / 3) / 3, 0.0, 1.0])
+    assert v.rouge(completions[:1], ["?"]) == [None]
+    assert v.ndcg_of(["a", "x", "b"], ["a", "b"]) == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
+    assert v.ndcg_of(["b", "a"], ["a", "b"]) == 1.0 and v.ndcg_of(["a", "a", "b"], ["a", "b"]) == 1.0
+    assert v.ndcg_of(["x"], ["a"]) == 0.0 == v.ndcg_of(["x"], [])
+
+
 def test_diversity_is_of_the_answers_of_a_group() -> None:
     completions = [*tagged("a", "b", "c", "A", "x", "x"), "none", *tagged("y")]
     scores = v.diversity(completions, [0, 0, 0, 1, 2, 2, 2, 3])
     assert scores == [pytest.approx(1.0)] * 3 + [None, 0.0, 0.0, None, None]
     three = v.diversity(tagged("a", "a", "a", "b"), [0] * 4)[0]
     assert three == pytest.approx((0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4))
-
-
-def test_rouge_by_hand_and_of_itself() -> None:
-    completions = tagged("the red cube", "Red, the cube!", "blue", "cube")
-    scores = v.rouge(completions, ["the red cube"] * 3 + ["cube"])
-    # 1: 3 of 3 words; 2: none of 2 pairs; L: `the cube` or `red cube`, 2 of 3
-    assert scores == pytest.approx([1.0, (1 + 0 + 2 / 3) / 3, 0.0, 1.0])
-    assert v.rouge(completions[:1], ["?"]) == [None]
-
-
-def test_retrieved_pages_count_by_their_place() -> None:
-    assert v.ndcg_of(["a", "x", "b"], ["a", "b"]) == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
-    assert v.ndcg_of(["b", "a"], ["a", "b"]) == 1.0 and v.ndcg_of(["a", "a", "b"], ["a", "b"]) == 1.0
-    assert v.ndcg_of(["x"], ["a"]) == 0.0 == v.ndcg_of(["x"], [])
 
 
 def test_key_frames_by_overlap_and_ratings_by_distance() -> None:

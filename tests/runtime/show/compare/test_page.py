@@ -25,7 +25,7 @@ def key_of(out: Path) -> dict[str, Any]:
 
 
 class TestBlind:
-    def test_the_page_names_no_model_and_no_score(self, tmp_path: Path) -> None:
+    def test_neither_the_page_nor_the_samples_beside_it_name_a_model_or_a_score(self, tmp_path: Path) -> None:
         pages.write(tmp_path / "compare.html", 4)
         text, key = (tmp_path / "compare.html").read_text(), key_path(tmp_path / "compare.html").read_text()
         for word in ("model-before", "model-after", "good", "rewards", "category", "some.txt"):
@@ -33,6 +33,11 @@ class TestBlind:
         shown = pages.data(tmp_path / "compare.html")
         assert shown.keys() == {"page", "format", "pairs"}
         assert all(pair.keys() == {"token", "prompt", "left", "right"} for pair in shown["pairs"])
+        pages.write(tmp_path / "more.html", 3, beside=True)
+        pair = pages.data(tmp_path / "more.html")["pairs"][0]
+        assert pages.picture(pair["left"]["url"], tmp_path).shape == (8, 8, 3)
+        names = [path.stem for path in (tmp_path / "more_media").iterdir()]
+        assert len(names) == 6 and all(len(name) == 16 and int(name, 16) >= 0 for name in names)
 
     def test_sides_and_order_are_random_and_the_key_resolves_them(self, tmp_path: Path) -> None:
         """Each of these fails by chance in one of 2^63 runs."""
@@ -49,13 +54,6 @@ class TestBlind:
             orders.append([pair["prompt"] for pair in shown])
         assert set(sides[0]) == {"a", "b"} and sides[0] != sides[1]
         assert orders[0] != orders[1] and orders[0] != [f"prompt {k}" for k in range(64)]
-
-    def test_samples_beside_the_page_have_names_that_tell_nothing(self, tmp_path: Path) -> None:
-        pages.write(tmp_path / "compare.html", 3, beside=True)
-        pair = pages.data(tmp_path / "compare.html")["pairs"][0]
-        assert pages.picture(pair["left"]["url"], tmp_path).shape == (8, 8, 3)
-        names = [path.stem for path in (tmp_path / "compare_media").iterdir()]
-        assert len(names) == 6 and all(len(name) == 16 and int(name, 16) >= 0 for name in names)
 
 
 class TestRefused:

@@ -162,7 +162,7 @@ def test_text_of_runs_is_no_markup(tmp_path: Path) -> None:
         assert not any("<img src=x" in text for text in texts)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_run_is_refused_and_names_tell_runs_apart(tmp_path: Path) -> None:
     run = make(tmp_path / "runs" / "a")
     (tmp_path / "runs" / "empty").mkdir()
     neither = r"runs is not a run folder: it has neither config.yaml nor metrics.jsonl; runs in .*runs/a"
@@ -177,9 +177,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
             Live(folders)
     found = Live([run, tmp_path / "runs" / "empty", tmp_path / "runs" / "later"]).runs
     assert [run.exists for run in found] == [True, False, False]
-
-
-def test_names_tell_runs_apart() -> None:
     assert names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert names([Path("/x/1/a"), Path("/x/2/a")]) == ["1/a", "2/a"]
 

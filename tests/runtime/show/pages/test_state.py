@@ -51,15 +51,12 @@ def test_states(word: str, note: str, happens: Callable[[Path], object], tmp_pat
     assert found.word == word and note in found.note
 
 
-def test_one_killed_process_of_several_stops_the_run(tmp_path: Path) -> None:
+def test_one_killed_process_of_several_stops_the_run_and_its_own_limit_says_when_it_hangs(tmp_path: Path) -> None:
     folder = make(tmp_path / "run")
     beat(folder, 0)
     beat(folder, 1, pid=gone(), ago=3)
     assert state_of(looked(folder)).word == "stopped" and state_of(looked(tmp_path / "later")).word == "waiting"
-
-
-def test_the_limit_of_the_run_says_when_it_hangs(tmp_path: Path) -> None:
-    folder = make(tmp_path / "run", "iterations: 10\ndistributed: {timeout_s: 30.0}\n")
+    folder = make(tmp_path / "limited", "iterations: 10\ndistributed: {timeout_s: 30.0}\n")
     beat(folder, ago=40)
     assert state_of(looked(folder)).word == "hung"
 
@@ -79,11 +76,7 @@ def test_pace_is_of_the_last_fifty_iterations_with_their_evaluations(tmp_path: P
     ("logged", "state", "warned"),
     [
         ({}, "stopped", ""),
-        (
-            {"collapse/shapes": 0.12},
-            "stopped",
-            "shapes lies 0.12 below its best at iteration 3; reward hacking, perhaps",
-        ),
+        ({"collapse/shapes": 0.12}, "stopped", "shapes lies 0.12 below its best at iteration 3; reward hacking, perha"),
         ({"collapse/loss": 8.0}, "stopped", "loss (8) left its own history at iteration 3"),
         ({"collapse/back": 1.0}, "stopped", "after iteration 3 the run went back to iteration 1"),
         ({"collapse/stopped": 1.0}, "finished", "was stopped after iteration 3; its best is that of iteration 1"),
@@ -190,10 +183,9 @@ def test_what_cannot_be_read_is_told_and_nothing_more_is_lost(tmp_path: Path) ->
         assert run.problem and run.planned == 10
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n"
-    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
-)
+ROUNDS = zip("abcdefgh", "bcdefghi", strict=True)
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+BOMB += "".join(f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n" for before, after in ROUNDS)
 
 
 @pytest.mark.parametrize("text", [BOMB, "x: " + "[" * 500, "n: 1\n" * 100_000, "a: 1\na: 2\n", "{"])
