@@ -7,15 +7,8 @@ import torch
 
 from benchmarks.full_size import MODELS
 
-BILLIONS = {
-    "sd15": 0.86,
-    "sdxl": 2.57,
-    "pixart_sigma": 0.6,
-    "sana_1_6b": 1.6,
-    "sd35_medium": 2.5,
-    "wan21_1_3b": 1.3,
-    "lumina2": 2.6,
-}
+BILLIONS = {"sd15": 0.86, "sdxl": 2.57, "pixart_sigma": 0.6, "sana_1_6b": 1.6, "sd35_medium": 2.5, "wan21_1_3b": 1.3}
+BILLIONS["lumina2"] = 2.6
 """Weights of the denoisers as papers and model cards round them; the other models are cut."""
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 from PIL import Image
 
 from genrl.runtime.folder.metrics import MetricLogger, by_heading, catalogue, document, markdown
@@ -87,31 +86,3 @@ def test_unknown_and_missing_trackers_are_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
     with pytest.raises(ValueError, match="pip install tensorboard"):
         MetricLogger(Run(tmp_path), ["tensorboard"])
-
-
-def test_any_tracker_registered_with_accelerate_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.tracking.LOGGER_TYPE_TO_CLASS", dict(LOGGER_TYPE_TO_CLASS))
-    calls: list[tuple[object, ...]] = []
-
-    class Recorder(GeneralTracker):
-        name, requires_logging_directory, tracker = "recorder", False, None
-
-        def __init__(self, run_name: str) -> None:
-            super().__init__()
-            calls.append(("project", run_name))
-
-        def store_init_configuration(self, values: dict[str, object]) -> None:
-            calls.append(("config", values))
-
-        def log(self, values: dict[str, float], step: int | None = None) -> None:
-            calls.append(("log", values, step))
-
-        def finish(self) -> None:
-            calls.append(("finish",))
-
-    register_tracker_class(Recorder)
-    logger = MetricLogger(Run(tmp_path), ["recorder"], config={"a": {"b": 1}, "c": [1, 2]})
-    logger.log(3, {"loss": 0.5, "kl": None})
-    logger.finish()
-    config = ("config", {"a.b": 1, "c": "[1, 2]"})
-    assert calls == [("project", "genrl"), config, ("log", {"loss": 0.5}, 3), ("finish",)]
