@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -19,9 +20,7 @@ PUBLISHED = ("sd35_medium_flow_grpo", "flux1_kontext_flow_grpo", "qwen2_5_vl_7b_
 
 
 @pytest.mark.parametrize("name", ["sd15_ddpo", "flow_grpo_fast", "prompt_rl", "vlm/grpo", "qwen_image_edit_talk2move"])
-def test_a_written_recipe_is_the_one_in_the_clone(
-    name: str, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_written_recipe_is_the_one_in_the_clone(name: str, tmp_path: Path, root: Path, monkeypatch: Any) -> None:
     """Its keys are equal but for where files lie, and each file that it names is in the folder."""
     recipe = recipes.find(name)
     monkeypatch.chdir(root)

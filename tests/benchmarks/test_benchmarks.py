@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as every
-from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, peer_flow_grpo, scaling
+from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, scaling
 from benchmarks.common import Parts, Seconds, Turns
 from genrl.config import load
 
@@ -179,16 +179,6 @@ def test_formulas_by_hand(row: str, sampling: float, training: float) -> None:
     assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
 
 
-@pytest.mark.slow
-def test_counted_and_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = model_calls.measure("window, graphs kept")
-    assert row["sampling"] == {"counted": 8.0, "formula": 8.0}
-    assert row["training"] == {"counted": 0.0, "formula": 0.0}
-    monkeypatch.setattr(model_calls, "expected", lambda config: (191.0, 0.0))
-    with pytest.raises(AssertionError, match="192.0 model calls in sampling, 191.0 by the formula"):
-        model_calls.measure("window, graphs kept")
-
-
 # -- Peaks, to the byte
 
 
@@ -267,22 +257,3 @@ def test_whole_runs_by_hand() -> None:
     others = {"jpeg-0": run | {"trained": ["jpeg"]}, "awm-0": run | {"cpu_s": None}}
     found = end_to_end.whole_runs({"crd-1": run, "crd-0": run, **others})
     assert list(found) == ["crd"] and found["crd"] == [pytest.approx([0.1, -0.05])] * 2
-
-
-# -- The stand-in does the work that the first row of ours does
-
-
-TINY_PEER_FLOW_GRPO = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
-
-
-@pytest.mark.slow
-def test_calls_of_the_stand_in_and_of_ours() -> None:
-    """Two prompts x 2, 3 steps under guidance, of which 2 are trained; the stand-in checks that its ratios are 1."""
-    names = ("the same in genrl", "+ graphs of sampling kept")
-    found = peer_flow_grpo.measure(1, names, TINY_PEER_FLOW_GRPO)
-    usual, same, kept = (found[name] for name in (peer_flow_grpo.FIRST, *names))
-    for row, training in ((usual, 4.0), (same, 4.0), (kept, 0.0)):
-        assert (row["sample_calls"], row["train_calls"]) == (6.0, training)
-    assert usual["times_faster"] == 1.0 and len(kept["rounds"]) == 1
-    whole = [row["rounds"][0]["sample"].cpu + row["rounds"][0]["train"].cpu for row in (usual, same)]
-    assert same["times_faster"] == pytest.approx(whole[0] / whole[1])

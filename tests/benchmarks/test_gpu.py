@@ -88,7 +88,7 @@ def test_one_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path, monke
     assert "Nothing was measured" in gpu_page.page(gpu.results(tmp_path)["card"])
 
 
-def test_one_that_fails_stops_no_other_and_one_too_long_is_left_out(
+def test_one_that_fails_stops_no_other_and_a_long_one_is_left_out(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     sleeper(tmp_path, monkeypatch, "import sys\nsys.exit('broken' if 'bad' in sys.argv[1] else 0)\n")

@@ -68,9 +68,7 @@ def test_a_run_is_evaluated_as_it_was_and_sizes_are_those_of_rows(trained: Path,
     "command", [["sample", "--prompt", "a"], ["eval", "--prompts", "eval.txt", "--reward", "shapes"]]
 )
 @pytest.mark.parametrize(("model", "loaded"), [("runs/one", "bfloat16"), ("org/model", "float32")])
-def test_the_default_precision(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], model: str, loaded: str
-) -> None:
+def test_the_default_precision(trained: Path, monkeypatch: Any, command: list[str], model: str, loaded: str) -> None:
     def load(model: Any, lora: str | None) -> Any:
         raise Stop(model.dtype)
 

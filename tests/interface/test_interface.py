@@ -244,9 +244,7 @@ def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(pipe: Any
         small(tmp_path / "run", model=torch.nn.Linear(2, 2))
 
 
-def test_evaluate_leaves_a_pipeline_as_it_was_and_knows_a_run(
-    trained: Any, pipe: Any, tmp_path: Any, root: Any
-) -> None:
+def test_evaluate_leaves_a_pipeline_alone_and_knows_a_run(trained: Any, pipe: Any, tmp_path: Any, root: Any) -> None:
     scheduler, before = pipe.scheduler, set(vars(pipe))
     found = genrl.evaluate(pipe, PROMPTS, [warm], num_inference_steps=2, guidance_scale=1.0)
     again = genrl.evaluate(root / "assets" / "tiny-t2i", PROMPTS, warm, num_inference_steps=2, guidance_scale=1.0)

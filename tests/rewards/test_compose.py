@@ -31,9 +31,6 @@ def test_schedule_is_linear_between_its_points_and_constant_outside() -> None:
     found = [compose.factor(schedule, k) for k in (0, 10, 15, 20, 30, 40, 1000)]
     assert found == [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.5]
     assert compose.factor((), 7) == 1.0 and compose.factor(((5, 2.0),), 7) == 2.0
-
-
-def test_a_weight_of_zero_now_asks_for_no_score() -> None:
     components = {"a": Component(2.0), "b": Component(1.0, schedule=((0, 0.0), (10, 1.0)))}
     scores = {"a": values(1, 2), "b": values(NAN, 4)}
     group = torch.zeros(2)
@@ -92,7 +89,7 @@ def test_running_statistics_are_those_of_all_scores(rows: list[Tensor]) -> None:
         assert running.std == pytest.approx(float(kept.std(correction=0)), rel=1e-6, abs=1e-6)
 
 
-def test_running_normalisation_goes_in_and_comes_out() -> None:
+def test_running_normalisation_goes_in_and_comes_out_evaluation_has_none_and_what_is_logged() -> None:
     components = {"a": Component(normalize="running")}
     first = compose.combine({"a": values(1, 3)}, components, torch.zeros(2), iteration=0)
     assert first.running == {"a": Running(2, 2.0, 2.0)} and first.total.tolist() == [-1.0, 1.0]
@@ -101,13 +98,17 @@ def test_running_normalisation_goes_in_and_comes_out() -> None:
     assert float(second.total[0]) == pytest.approx((5 - 3) / math.sqrt(8 / 3)) and math.isnan(second.total[1])
     flat = compose.combine({"a": values(2, NAN)}, components, torch.zeros(2), iteration=0)
     assert flat.total[0] == 0 and math.isnan(flat.total[1])
-
-
-def test_evaluation_uses_gates_and_plain_weights() -> None:
     components = {"a": Component(2.0, ((0, 0.0), (9, 1.0)), "group", Gate("b", 0.5))}
     components["b"] = Component(1.0, normalize="running")
     total = compose.evaluate({"a": values(1, 1), "b": values(0.5, 0.25)}, components)
     assert total.tolist() == [2.5, 0.25]
+    components = {"a": Component(3.0), "b": Component(1.0, ((0, 0.5),)), "c": Component()}
+    scores = {"a": values(1, 3), "b": values(NAN, NAN), "c": values(1, 2)}
+    found = compose.combine(scores, components, torch.zeros(2), iteration=0)
+    logged = compose.metrics(found, components)
+    assert logged["used/a_mean"] == 6.0 and logged["used/a_std"] == 3.0
+    assert math.isnan(logged["used/b_mean"]) and logged["used/b_weight"] == 0.5
+    assert set(logged) == {f"used/{k}_{s}" for k in "ab" for s in ("mean", "std")} | {"used/b_weight"}
 
 
 def test_a_gate_on_a_reward_that_is_not_there_names_the_nearest() -> None:
@@ -117,13 +118,3 @@ def test_a_gate_on_a_reward_that_is_not_there_names_the_nearest() -> None:
         compose.check_gate("ocr", Gate("ocr", 0.2), ["ocr"])
     with pytest.raises(ValueError, match=r"\['a'\].*\['b'\]"):
         compose.combine({"a": values(1)}, {"b": Component()}, torch.zeros(1), iteration=0)
-
-
-def test_what_is_logged() -> None:
-    components = {"a": Component(3.0), "b": Component(1.0, ((0, 0.5),)), "c": Component()}
-    scores = {"a": values(1, 3), "b": values(NAN, NAN), "c": values(1, 2)}
-    found = compose.combine(scores, components, torch.zeros(2), iteration=0)
-    logged = compose.metrics(found, components)
-    assert logged["used/a_mean"] == 6.0 and logged["used/a_std"] == 3.0
-    assert math.isnan(logged["used/b_mean"]) and logged["used/b_weight"] == 0.5
-    assert set(logged) == {f"used/{k}_{s}" for k in "ab" for s in ("mean", "std")} | {"used/b_weight"}

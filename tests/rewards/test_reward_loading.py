@@ -245,7 +245,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_the_example_runs_as_the_page_names_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_the_example_that_runs_and_every_built_in_with_its_options(root: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(root)
     example = (root / "docs" / "example_reward.py").read_text(encoding="utf-8")
     assert example in blocks(root / "docs" / "rewards.md", "python") and len(example.splitlines()) <= 15
@@ -255,16 +255,10 @@ def test_the_example_runs_as_the_page_names_it(root: Path, monkeypatch: pytest.M
     images[0, 0], images[1, 2] = 1, 1
     scores = genrl_rewards.score(reward, images=images, prompts=["a fire", "a fire", "a blue sea"])
     assert scores.values[:2] == [1.0, 0.0] and math.isnan(scores.values[2]) and scores.failed == 0
-
-
-def test_every_yaml_of_the_page_is_a_configuration(root: Path) -> None:
     base = {"model": {"path": "org/name"}, "prompts": {"train": "t.txt"}, "evaluation": {"every": 0}}
     base |= {"trainer": {"algorithm": "diffusion_nft"}}
     for block in blocks(root / "docs" / "rewards.md", "yaml"):
         assert Config.model_validate(base | yaml.safe_load(block)).rewards
-
-
-def test_every_built_in_with_its_options_and_scales_is_on_the_page(root: Path) -> None:
     page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
     asked = {*VARIANTS, *CLIP_SCALES, *PICK_SCALES}
     for name, entry in BUILT_IN.items():

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES)
 def test_a_damaged_checkpoint_is_skipped_with_the_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
+    tmp_path: Path, caplog: Any, damage: Callable[[Path], None], reason: str
 ) -> None:
     save_step(tmp_path, 1)
     damaged = save_step(tmp_path, 2)
@@ -227,7 +228,7 @@ def complete_and_leftovers(folder: Path) -> list[str]:
 
 
 def test_everything_is_on_disk_before_the_rename_and_nothing_is_deleted_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     """What no kill can show, because the page cache survives it: the order that a power cut needs."""
     points = points_of_a_save(tmp_path, monkeypatch)
@@ -247,9 +248,7 @@ def test_everything_is_on_disk_before_the_rename_and_nothing_is_deleted_before(
     assert after[1:] == [f"{point}:{name}" for name in doomed for point in ("rename", "rmtree")]
 
 
-def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     points = points_of_a_save(tmp_path / "clean", monkeypatch)
     kinds = {point.partition(":")[0] for point in points}
     assert kinds == {"mkdir", "write", "fsync", "rename", "rmtree"} and len(points) >= 15
@@ -275,9 +274,7 @@ def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
         assert complete_and_leftovers(folder) == ["step-000004"], point
 
 
-def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     """The process dies without a chance to clean up: a forked child leaves by os._exit at the given operation."""
     points = points_of_a_save(tmp_path / "clean", monkeypatch)
     for dying in range(len(points)):

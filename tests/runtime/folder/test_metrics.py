@@ -11,16 +11,15 @@ from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.folder.trackers import check_trackers
 
 
-def test_the_page_is_made_from_the_catalogue_whose_entries_are_complete(root: Path) -> None:
+def test_the_page_is_made_from_the_catalogue_and_keys_find_their_entry_or_are_an_error(
+    root: Path, tmp_path: Path
+) -> None:
     page = (root / "docs" / "metrics.md").read_text()
     assert page == markdown(), "run `python -m genrl.runtime.folder.metrics > docs/metrics.md`"
     for section in by_heading().values():
         for key, doc in section.items():
             assert doc.formula and doc.reading.endswith((".", "!")), key
             assert catalogue()[key] is doc, key  # several methods may log the same
-
-
-def test_keys_find_their_entry_or_are_an_error(tmp_path: Path) -> None:
     for name in ("shapes", "shapes/count", "mine/text quality"):
         assert document(f"reward/{name}_mean") is catalogue()["reward/<name>_mean"]
     assert document("reward/total_mean") is catalogue()["reward/total_mean"]
@@ -33,7 +32,7 @@ def test_keys_find_their_entry_or_are_an_error(tmp_path: Path) -> None:
     assert not Run(tmp_path).metrics.exists()
 
 
-def test_rows_of_which_other_processes_write_none(tmp_path: Path) -> None:
+def test_rows_of_which_other_processes_write_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path / "run")
     other = MetricLogger(run, ["tensorboard"], enabled=False)
     other.log(1, {"loss": 1.0})
@@ -47,6 +46,11 @@ def test_rows_of_which_other_processes_write_none(tmp_path: Path) -> None:
         '{"eval/total_mean": 0.25, "step": 0}\n'
         '{"grad_norm": null, "kl": null, "loss": null, "lr": 0.3333333333333333, "step": 1, "updates": 2}\n'
     )
+    with pytest.raises(ValueError, match="unknown tracker 'tensorbord'.*tensorboard"):
+        check_trackers(["tensorbord"])
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        MetricLogger(Run(tmp_path), ["tensorboard"])
 
 
 def events(folder: Path) -> dict[str, Any]:
@@ -78,11 +82,3 @@ def test_tensorboard_shows_the_same_rows_a_table_and_a_resumed_run_once(tmp_path
         "rewards/text_summary": ["| prompt | shapes |", "| --- | --- |", "| a \\| b | 0.5 |", "| c |  |"],
     }
     assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3, 2]  # `run.resume` is what cuts these
-
-
-def test_unknown_and_missing_trackers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="unknown tracker 'tensorbord'.*tensorboard"):
-        check_trackers(["tensorbord"])
-    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
-    with pytest.raises(ValueError, match="pip install tensorboard"):
-        MetricLogger(Run(tmp_path), ["tensorboard"])

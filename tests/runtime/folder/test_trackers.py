@@ -172,9 +172,6 @@ def test_mlflow_goes_on_with_the_run_that_its_server_made(tmp_path: Path, mlflow
     assert mlflow.given("log_artifact")[0]["artifact_path"] == "videos/success-00/step-000001"
     name, args, _ = next(call for call in mlflow.calls if call[0] == "log_table")
     assert args == ({"prompt": ["a | b", "c"], "shapes": [0.5, None]},)
-
-
-def test_a_run_that_mlflow_does_not_have_is_an_error_that_says_what_to_do(tmp_path: Path, mlflow: Recorder) -> None:
     Run(tmp_path).trackers.write_text('{"mlflow": "lost"}')
     with pytest.raises(ValueError, match="run lost .*MLFLOW_TRACKING_URI"):
         MetricLogger(Run(tmp_path), ["mlflow"])
@@ -192,7 +189,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("name", "error", "says"), FAILURES)
 def test_a_tracker_that_does_not_start_is_an_error_that_says_what_to_do(
-    name: str, error: BaseException, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, error: BaseException, says: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """No key, no server, no network: whatever its package raises."""
 

@@ -131,11 +131,18 @@ class TestActing:
         one.save()
         assert checkpoint.best_step(one.process.run.checkpoints) == 1
 
-    def test_warn_goes_on_and_says_it_once(self, tmp_path: Path) -> None:
+    def test_warn_says_it_once_and_back_may_go_to_the_model_before_training(self, tmp_path: Path) -> None:
         one, _ = judged(tmp_path, Settings(iterations=4, evaluation=Evaluation(1)))
         train(one, Counter())
         rows = read_metrics(one.process.run.metrics)
         assert [row["step"] for row in rows if "collapse/success" in row] == [3] and len(rows) == 5
+        one, _ = judged(
+            tmp_path / "b", Settings(iterations=3, evaluation=Evaluation(1, None, "back")), [0.9, 0.1, 0.1, 0.1]
+        )
+        train(one, Counter())
+        assert read_metrics(one.process.run.metrics)[2]["collapse/back"] == 0.0
+        with pytest.raises(ValueError, match="training has not bettered the model"):
+            checkpoint.best_step(one.process.run.checkpoints)
 
     def test_back_goes_on_from_the_best_with_half_the_rate(self, tmp_path: Path) -> None:
         """To the bit, also where the run is resumed before or after it."""
@@ -167,14 +174,6 @@ class TestActing:
             train(two, again)
             assert again.seen == counter.seen
             assert differences(one.process.run.folder, run.folder) == []
-
-    def test_to_the_model_before_training(self, tmp_path: Path) -> None:
-        """Where nothing was better: its checkpoint is written for it."""
-        one, _ = judged(tmp_path, Settings(iterations=3, evaluation=Evaluation(1, None, "back")), [0.9, 0.1, 0.1, 0.1])
-        train(one, Counter())
-        assert read_metrics(one.process.run.metrics)[2]["collapse/back"] == 0.0
-        with pytest.raises(ValueError, match="training has not bettered the model"):
-            checkpoint.best_step(one.process.run.checkpoints)
 
     def test_an_evaluation_that_was_left_acts_on_the_resume(self, tmp_path: Path) -> None:
         """So the checkpoint that was saved before it is written anew."""

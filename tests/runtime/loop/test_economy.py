@@ -65,14 +65,12 @@ class TestPosteriors:
         drawn = [-economy._distance(Selection(by="spread"), (a, b), prior, random.Random(k)) for k in range(20000)]
         assert sum(drawn) / 20000 == pytest.approx((prior + b) / (1 + a), rel=0.03)
 
-    def test_success_is_to_reach_a_first_reward(self) -> None:
+    def test_success_is_to_reach_a_first_reward_and_metrics_say_what_was_foreseen(self) -> None:
         first, total = torch.tensor([1.0, 0.9, NAN, 1.2]), torch.tensor([0.1, 0.2, NAN, 0.4])
         success = Selection(by="success")
         assert economy.values_of(success, first, total).nan_to_num(-1).tolist() == [1, 0, -1, 1]
         assert economy.values_of(success, first, total, right_at=0.9).nan_to_num(-1).tolist() == [1, 1, -1, 1]
         assert economy.values_of(Selection(by="spread"), first, total) is total
-
-    def test_metrics_say_what_was_foreseen(self) -> None:
         known = after(Selection(by="success"), [1.0] * 8)
         _, row = noted(Selection(by="success"), known, [0, 7], torch.tensor([[1.0, 1.0], [0.0, 1.0]]), iteration=1)
         assert row == {"selection/known": 0.5, "selection/error": pytest.approx(1 - 9 / 10)}
@@ -81,10 +79,14 @@ class TestPosteriors:
 
 
 class TestChoice:
-    def test_without_a_selection_it_is_the_order_of_the_data(self) -> None:
+    def test_without_a_selection_it_is_the_order_of_the_data_with_one_what_is_not_known_is_tried(self) -> None:
         """With one, fewer candidates than places are asked again."""
         assert choose(None, [4, 4, 1], 3, {}, iteration=0, seed=0) == [4, 4, 1] and looked_at(None, 3) == 3
         assert Counter(choose(Selection(by="success"), [5, 6, 5], 4, {}, iteration=0, seed=0)) == {5: 2, 6: 2}
+        known = after(Selection(by="success"), [1.0] * 8, number=0)
+        by = Selection(by="success")
+        chosen = Counter(n for i in range(400) for n in choose(by, [0, 1], 1, known, iteration=i, seed=0))
+        assert chosen[1] > 300 and chosen[0] > 0
 
     @pytest.mark.parametrize("by", ["success", "spread"])
     def test_prompts_that_teach_are_preferred(self, by: str) -> None:
@@ -95,12 +97,6 @@ class TestChoice:
             known, _ = noted(settings, known, range(12), values, iteration=iteration)
         chosen = Counter(n for i in range(200) for n in choose(settings, range(12), 4, known, iteration=i, seed=1))
         assert sum(chosen[n] for n in range(4, 8)) > 0.97 * 800
-
-    def test_what_is_not_known_is_tried(self) -> None:
-        known = after(Selection(by="success"), [1.0] * 8, number=0)
-        by = Selection(by="success")
-        chosen = Counter(n for i in range(400) for n in choose(by, [0, 1], 1, known, iteration=i, seed=0))
-        assert chosen[1] > 300 and chosen[0] > 0
 
     def test_it_depends_on_keys_alone_and_not_on_the_order_of_a_file(self) -> None:
         settings = Selection(by="success", replay=Replay())
@@ -126,8 +122,6 @@ class TestReplay:
         for iteration in range(3):
             known, _ = noted(self.settings, known, [0, 1], values[:2], iteration=iteration)
         assert set(choose(self.settings, [8, 9, 10, 11], 4, known, iteration=9, seed=0)) == {8, 9, 10, 11}
-
-    def test_a_prompt_is_not_asked_twice_in_an_iteration(self) -> None:
         known, _ = noted(self.settings, {}, [0, 1], torch.tensor([[0.0, 1.0]] * 2), iteration=0)
         for seed in range(20):
             chosen = choose(self.settings, [0, 1, 2, 3], 4, known, iteration=5, seed=seed)
@@ -181,9 +175,7 @@ def huge(images):
 
 
 @pytest.mark.parametrize("name", ["never", "rounding", "huge"])
-def test_a_reward_that_tells_nothing_ends_the_run(
-    name: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reward_that_tells_nothing_ends_the_run(name: str, model: Path, tmp_path: Path, caplog: Any) -> None:
     runs.write_folder(tmp_path)
     (tmp_path / "flat.py").write_text(REWARDS)
     rewards = [{"name": f"{tmp_path / 'flat.py'}:{name}"}]
@@ -201,9 +193,19 @@ def test_a_reward_that_tells_nothing_ends_the_run(
     assert (rows[0]["zero_std_ratio"] == 1.0 and failed == 0) if scored else failed > 0
 
 
-def test_only_iterations_in_a_row_count(tmp_path: Path) -> None:
-    """An update in between, of whatever optimiser, and they are counted anew; a number of them may be allowed."""
+def test_what_changes_nothing_is_said_and_only_iterations_in_a_row_count(tmp_path: Path, caplog: Any) -> None:
+    """A method that makes no step, and one that steps along a gradient of 0; not one that learns."""
     one = loop(tmp_path)
+    one.finish({})
+    for gradient in (0.0, 1.0):
+        one.optimization.updates = 1
+        one.finish({"grad_norm": gradient})
+    told = [record.getMessage() for record in caplog.records if "taught nothing" in record.getMessage()]
+    assert told == [
+        "iteration 1 taught nothing: its method made no optimiser step",
+        "iteration 2 taught nothing: the gradient was 0",
+    ]
+    one = loop(tmp_path / "rows")
     one.config.iterations = 40
     for _ in range(2):
         for _ in range(4):
@@ -222,17 +224,3 @@ def test_only_iterations_in_a_row_count(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the last 11 iterations"):
         one.finish({})
     assert all(kind.model_fields["idle_iterations"].default == 5 for kind in (Config, VLAConfig, VLMConfig))
-
-
-def test_what_changes_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A method that makes no step, and one that steps along a gradient of 0; not one that learns."""
-    one = loop(tmp_path)
-    one.finish({})
-    for gradient in (0.0, 1.0):
-        one.optimization.updates = 1
-        one.finish({"grad_norm": gradient})
-    told = [record.getMessage() for record in caplog.records if "taught nothing" in record.getMessage()]
-    assert told == [
-        "iteration 1 taught nothing: its method made no optimiser step",
-        "iteration 2 taught nothing: the gradient was 0",
-    ]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,9 +49,6 @@ def test_plain_lines_are_few_and_the_last_is_always_there() -> None:
     ]
     assert "iteration 7/10  reward 0.6  images/s 32  6 s left" in run(Clock(), terminal=False, start=6)
     assert run(Clock(), terminal=False, enabled=False) == run(Clock(), terminal=True, enabled=False) == ""
-
-
-def test_a_terminal_gets_every_iteration_and_a_live_line() -> None:
     out = run(Clock(), terminal=True)
     assert all(f"iteration {step}/10  reward" in out for step in range(1, 11))
     assert "\x1b[2K" in out  # the live line is wiped
@@ -193,9 +191,7 @@ def test_a_change_is_put_back(name: str, caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.messages) == 1 and name in caplog.text
 
 
-def test_each_phase_begins_with_them_and_a_removed_folder_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_phase_begins_with_them_and_a_removed_folder_is_no_error(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     settings = GlobalSettings()
     (tmp_path / "inner").mkdir()

@@ -90,9 +90,7 @@ def rounds() -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize(("wanted", "then"), [(True, (True, True)), (False, (False, False)), (None, (False, True))])
-def test_tf32_is_as_wanted_and_afterwards_as_it_was(
-    wanted: bool | None, then: tuple[bool, bool], monkeypatch: Any
-) -> None:
+def test_tf32_is_as_wanted_and_afterwards_as_it_was(wanted: bool | None, then: Any, monkeypatch: Any) -> None:
     """(False, True) is what torch begins with, and what a run without the key is left with."""
     assert rounds() == (False, True)
     with pytest.raises(KeyError), devices.tf32(wanted):

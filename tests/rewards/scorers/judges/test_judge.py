@@ -145,7 +145,7 @@ def test_unifiedreward_by_a_server(images: torch.Tensor, tmp_path: Path) -> None
     refused("unknown scores 'ac'. Did you mean 'acs'", "unifiedreward", args | {"scores": "ac"})
 
 
-def test_paco_grid_is_the_mean_over_all_pairs_of_cells(local: dict[str, str], images: torch.Tensor) -> None:
+def test_paco_scores_all_pairs_of_cells_and_every_ordered_pair_of_a_group(local: Any, images: torch.Tensor) -> None:
     reward = genrl_rewards.load("paco_grid", local)
     scores = scored(reward, images=images, prompts=["dogs"] * 3)
     asked = templates.put(paco.CONSISTENT, "{prompt}", "dogs")
@@ -161,9 +161,6 @@ def test_paco_grid_is_the_mean_over_all_pairs_of_cells(local: dict[str, str], im
     assert found[0] == pytest.approx(sum(both) / 2, abs=1e-5)
     for grid in ("1x1", "9x9", "2x"):
         refused("should be rows x columns such as '2x2'", "paco_grid", local | {"grid": grid})
-
-
-def test_paco_group_scores_every_ordered_pair(local: dict[str, str], images: torch.Tensor) -> None:
     reward = genrl_rewards.load("paco_group", local)
     scores = genrl_rewards.score(reward, images=images, prompts=["dogs"] * 3, group=[0, 0, 0])
     assert not scores.failures and genrl_rewards.needs(reward).kind == "pairwise"
@@ -198,13 +195,6 @@ def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tenso
 # -- The judge of pairs: two stages, every ordered pair, and what counts as an answer
 
 
-def test_what_counts_as_an_answer() -> None:
-    known = {"0": 1.0, "1": 0.0, "-1": 0.5, " 1.\n": 0.0, "**0**": 1.0, "'-1'": 0.5}
-    assert {answer: preference_judge.preference(answer) for answer in known} == known
-    for wrong in ("", "neither", "10", "01", "0.5", "2", "- 1", "--1", "0 or 1", "Picture 0", "1 is"):
-        assert math.isnan(preference_judge.preference(wrong)), wrong
-
-
 class Bright:
     """A model that prefers the brighter picture, and says so in the second stage."""
 
@@ -226,7 +216,7 @@ class Bright:
         return found
 
 
-def test_both_stages_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_stages_in_both_orders_and_what_counts_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Bright()
     monkeypatch.setattr("genrl_rewards.scorers.judges.judge.open_vlm", lambda *_: model)
     judge = genrl_rewards.load("preference_judge")
@@ -238,20 +228,21 @@ def test_both_stages_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="has no placeholder"):
             genrl_rewards.load("preference_judge", given)
     assert len(model.asked) == 8 and sum("\na\n" in question[2] for question in model.asked) == 4
+    known = {"0": 1.0, "1": 0.0, "-1": 0.5, " 1.\n": 0.0, "**0**": 1.0, "'-1'": 0.5}
+    assert {answer: preference_judge.preference(answer) for answer in known} == known
+    for wrong in ("", "neither", "10", "01", "0.5", "2", "- 1", "--1", "0 or 1", "Picture 0", "1 is"):
+        assert math.isnan(preference_judge.preference(wrong)), wrong
 
 
 # -- Questions about a picture: the chance of each expected answer, and what becomes of them, locally and by a server
 
 
-def test_chances_are_combined_as_the_papers_have_it() -> None:
+def test_chances_are_combined_and_a_word_summed_over_its_spellings() -> None:
     chances = [0.9, 0.4, 0.1]
     assert combined(chances, "geometric") == pytest.approx((0.9 * 0.4 * 0.1) ** (1 / 3))
     assert combined(chances, "mean") == pytest.approx(1.4 / 3)
     assert combined(chances, "product") == pytest.approx(0.036)
     assert combined([0.0, 1.0], "geometric") == 0.0 and math.isnan(combined([], "mean"))
-
-
-def test_a_word_is_summed_over_its_spellings() -> None:
     assert spellings(" Two") == spellings("2") == {"2", "two"}
     assert spellings("Yes") == {"yes"} and spellings("12") == {"12"}
     rows = [("2", math.log(0.5)), (" Two", math.log(0.25)), ("three", math.log(0.2))]

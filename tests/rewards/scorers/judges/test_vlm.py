@@ -36,7 +36,7 @@ def picture(seed: int, size: tuple[int, int] = (30, 40)) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8))
 
 
-def test_yes_and_no_are_summed_over_spellings_as_in_the_golden_columns(golden_json: Callable[[str], Any]) -> None:
+def test_spellings_and_sizes_of_pictures_equal_the_golden_ones(golden_json: Any, golden: Callable[[str], Any]) -> None:
     for case in golden_json("rewards_judge")["yes_no"]:
         answer = yes_or_no([(token, value) for token, value in case["top_logprobs"]])
         assert answer.mass == pytest.approx(case["answer_mass"], abs=1e-9)
@@ -44,9 +44,6 @@ def test_yes_and_no_are_summed_over_spellings_as_in_the_golden_columns(golden_js
             assert math.isnan(answer.yes)
         else:
             assert answer.yes == pytest.approx(case["recommended"], abs=1e-9)
-
-
-def test_pictures_are_resized_as_in_the_golden_geometry(golden: Callable[[str], Any]) -> None:
     data = golden("rewards_preprocess")
     for row in json.loads(str(data["geometry_json"])):
         for factor, column in ((28, "qwen2vl_256x28x28"), (32, "factor32_256x32x32")):
@@ -134,7 +131,7 @@ def client(url: str, timeout_s: float = 5.0, deadline_s: float = 10.0, key_env: 
     return ChatServer("judge-7b", Server(url, key_env, timeout_s, deadline_s))
 
 
-def test_a_question_is_sent_as_asked_with_the_very_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_is_sent_with_the_very_pixels_and_yes_is_of_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "secret")
     with chat_server.serve(lambda body, n: chat_server.text("fine")) as (url, requests):
         assert client(url, key_env="MY_KEY").answers([[PICTURE, "How?"]], 7) == ["fine"]
@@ -146,9 +143,6 @@ def test_a_question_is_sent_as_asked_with_the_very_pixels(monkeypatch: pytest.Mo
     kind, _, coded = shown["image_url"]["url"].partition(",")
     assert kind == "data:image/png;base64"
     assert np.array_equal(np.array(Image.open(io.BytesIO(base64.b64decode(coded)))), np.array(PICTURE))
-
-
-def test_yes_and_no_come_from_the_first_token() -> None:
     with chat_server.serve(lambda body, n: chat_server.next_token(Yes=-0.5, No=-1.5, Well=-3.0)) as (url, requests):
         (answer,) = client(url).yes_no([[PICTURE, "?"]])
     assert answer.yes == pytest.approx(1 / (1 + math.exp(-1)))
@@ -156,7 +150,7 @@ def test_yes_and_no_come_from_the_first_token() -> None:
     assert (requests[0]["max_tokens"], requests[0]["logprobs"], requests[0]["top_logprobs"]) == (1, True, 20)
 
 
-def test_answers_keep_the_order_of_the_questions_though_they_come_as_they_please() -> None:
+def test_answers_keep_their_order_and_a_busy_or_broken_reply_is_asked_for_again() -> None:
     def slow_first(body: dict, number: int) -> tuple[int, bytes]:
         asked = body["messages"][0]["content"][0]["text"]
         time.sleep(0.02 * (9 - int(asked)))
@@ -166,9 +160,6 @@ def test_answers_keep_the_order_of_the_questions_though_they_come_as_they_please
         judge = client(url)
         for _ in range(2):  # a client that is tied to its first call would fail at the second
             assert judge.answers([[str(i)] for i in range(10)], 1) == [str(i) for i in range(10)]
-
-
-def test_a_busy_or_broken_reply_is_asked_for_again() -> None:
     broken = [b'{"choices": [', b'{"choices": []}', b'{"choices": [{"message": {"content": [1]}}]}', b"[" * 100_000]
     replies = [(503, b"busy"), (302, b""), *((200, body) for body in broken), chat_server.text("at last")]
     with chat_server.serve(lambda body, n: replies[n]) as (url, requests):

@@ -80,13 +80,7 @@ def test_a_closed_set_detector_agrees_with_its_own_processor_and_knows_its_class
         detector.find(picture, ["cats"], 0.1)
 
 
-def test_boxes_of_one_thing_are_merged_into_the_most_confident() -> None:
-    a, b, c = Box(0, 0, 10, 10, 0.5), Box(1, 0, 11, 10, 0.9), Box(20, 0, 30, 10, 0.4)
-    assert iou_of(a[:4], b[:4]) == pytest.approx(90 / 110) and iou_of(a[:4], c[:4]) == 0 and iou_of(a[:4], a[:4]) == 1
-    assert [thing.box for thing in merged([Thing(a), Thing(b), Thing(c)])] == [b, c]
-
-
-def test_a_crop_is_grey_outside_the_thing() -> None:
+def test_a_crop_is_grey_outside_and_boxes_of_one_thing_are_merged() -> None:
     picture = Image.new("RGB", (8, 6), (200, 0, 0))
     mask = np.zeros((6, 8), bool)
     mask[2:4, 3:6] = True
@@ -94,6 +88,9 @@ def test_a_crop_is_grey_outside_the_thing() -> None:
     shown = np.array(crop(picture, Thing(Box(2, 1, 7, 5), mask)))
     assert shown.shape == (4, 5, 3) and (shown[0] == OUTSIDE).all() and (shown[1, 1:4] == (200, 0, 0)).all()
     assert crop(picture, Thing(Box(8, 6, 8, 6))).size == (1, 1), "a box of no size still has a pixel"
+    a, b, c = Box(0, 0, 10, 10, 0.5), Box(1, 0, 11, 10, 0.9), Box(20, 0, 30, 10, 0.4)
+    assert iou_of(a[:4], b[:4]) == pytest.approx(90 / 110) and iou_of(a[:4], c[:4]) == 0 and iou_of(a[:4], a[:4]) == 1
+    assert [thing.box for thing in merged([Thing(a), Thing(b), Thing(c)])] == [b, c]
 
 
 def test_the_colour_is_the_nearest_of_ten_descriptions(clip: Path, picture: Image.Image) -> None:
@@ -159,15 +156,12 @@ def test_verdicts_and_relations_equal_the_golden_ones(golden_json: Callable[[str
         assert relations(Box(*case["a"]), Box(*case["b"])) == set(case["a_relative_to_b"]), case
 
 
-def test_a_crowd_is_no_worse_than_nothing() -> None:
+def test_a_crowd_is_no_worse_than_nothing_and_what_is_excluded_must_not_be_there() -> None:
     """The peers' count term is 1 - 15 / 1 = -14 for sixteen cats where one was asked."""
     asked = {"include": [{"class": "cat", "count": 1}]}
     verdict = check(asked, {"cat": [Box(i, 0, i + 1, 1) for i in range(16)]}, lambda name, seen: [])
     assert (verdict.partial, verdict.strict, verdict.relaxed) == (0.0, 0.0, 1.0)
     assert math.isnan(verdict.colour) and math.isnan(verdict.position)
-
-
-def test_what_is_excluded_must_not_be_there() -> None:
     asked = {"include": [{"class": "cat", "count": 2}], "exclude": [{"class": "cat", "count": 3}]}
     for number, relaxed in ((1, 0), (2, 1), (3, 0)):
         seen = {"cat": [Box(9 * i, 0, 9 * i + 5, 5) for i in range(number)]}
@@ -194,14 +188,11 @@ def test_the_way_that_is_left_is_seen(tasks: tuple[int, ...]) -> None:
     np.testing.assert_allclose(found, expected, atol=0.05)
 
 
-def test_what_it_cannot_judge_has_no_score() -> None:
+def test_colours_are_those_of_the_table_and_what_it_cannot_judge_has_no_score() -> None:
     state = task.initial_state(task.episode_keys(0, np.arange(2), np.zeros(2)), PUT)
     assert all(math.isnan(value) for value in scores(state, ["open the drawer", "put the pink block in the left zone"]))
     empty = np.full((32, 32, 3), 230, dtype=np.uint8)
     assert math.isnan(tabletop.progress(empty, "touch the red block"))
-
-
-def test_colours_and_zones_are_those_of_the_table() -> None:
     drawn = importlib.import_module("genrl.playground.minitable.render")  # the package has a function of that name
     assert tuple(tabletop.COLOURS.values()) == drawn._DISC_COLOURS and tabletop.VIEW == drawn.VIEW
     assert (drawn._OPEN, drawn._CLOSED) == (tabletop.OPEN, tabletop.CLOSED)

@@ -65,19 +65,16 @@ def test_a_turn_is_found_wherever_the_thing_is_and_however_large(angle: float) -
     assert abs((found - angle + 180) % 360 - 180) <= 3, found
 
 
-def test_a_disc_does_not_turn_and_an_empty_mask_is_an_error() -> None:
+def test_turns_are_scored_by_way_and_size_and_a_disc_does_not_turn() -> None:
+    assert distance(Box(0, 0, 10, 10), Box(30, 40, 40, 50), 60, 80) == pytest.approx(0.5)  # of the diagonal
+    assert turn_score(90, 90) == pytest.approx(1) and turn_score(-90, 90) == 0.5 and turn_score(5, 90) == 0
+    assert turn_score(45, 90) == pytest.approx(1 - 0.5 * 45 / 180)
+    assert turn_score(180, -180) == turn_score(-175, 180) + 0.5 * 5 / 180 == pytest.approx(1)
     y, x = np.mgrid[:60, :60]
     disc = (x - 30) ** 2 + (y - 30) ** 2 < 400
     assert abs(turn_between(disc, disc)) < 2
     with pytest.raises(ValueError, match="empty mask"):
         turn_between(disc, np.zeros((5, 5), bool))
-
-
-def test_turns_are_scored_by_way_and_size() -> None:
-    assert distance(Box(0, 0, 10, 10), Box(30, 40, 40, 50), 60, 80) == pytest.approx(0.5)  # of the diagonal
-    assert turn_score(90, 90) == pytest.approx(1) and turn_score(-90, 90) == 0.5 and turn_score(5, 90) == 0
-    assert turn_score(45, 90) == pytest.approx(1 - 0.5 * 45 / 180)
-    assert turn_score(180, -180) == turn_score(-175, 180) + 0.5 * 5 / 180 == pytest.approx(1)
 
 
 def test_turns_need_masks_and_any_detector_finds(tmp_path: Path) -> None:
@@ -144,6 +141,12 @@ def test_things_of_the_small_world_are_found_by_rule() -> None:
         assert len(seen["red circle"]) == count
     with pytest.raises(ValueError, match=r"edit_move: the embedded world has no 'red circel'.*red circle"):
         ShapeDetector("edit_move").find(drawn(RED), ["red circel"], 0.3)
+    picture = drawn(RED, STAR)
+    (thing,) = ShapeDetector("edit_orient").find(picture, ["red circle"], 0.3)["red circle"]
+    masked = np.asarray(crop(picture, thing))
+    assert masked.shape[:2] == (round(thing.box.bottom - thing.box.top), round(thing.box.right - thing.box.left))
+    assert (masked[0, 0] == 255).all() and tuple(masked[9, 9]) == PALETTE["red"]
+    assert (np.asarray(crop(picture, Thing(thing.box)))[0, 0] != 255).any()
 
 
 def test_edits_of_the_small_world_are_judged() -> None:
@@ -209,15 +212,6 @@ def test_turns_in_space_are_scored_by_axis_direction_and_angle(tmp_path: Path, m
     columns = {"source_image": [drawn(RED)], "object": ["red circle"], "axis": ["azimut"], "angle": [9]}
     wrong = genrl_rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
     assert "unknown axis 'azimut'. Did you mean 'azimuth'" in wrong.failures[0].error
-
-
-def test_a_crop_is_white_outside_the_mask_where_there_is_one() -> None:
-    picture = drawn(RED, STAR)
-    (thing,) = ShapeDetector("edit_orient").find(picture, ["red circle"], 0.3)["red circle"]
-    masked = np.asarray(crop(picture, thing))
-    assert masked.shape[:2] == (round(thing.box.bottom - thing.box.top), round(thing.box.right - thing.box.left))
-    assert (masked[0, 0] == 255).all() and tuple(masked[9, 9]) == PALETTE["red"]
-    assert (np.asarray(crop(picture, Thing(thing.box)))[0, 0] != 255).any()
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def as_tensor(*pictures: Image.Image) -> torch.Tensor:
     return torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures])
 
 
-def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, Path]) -> None:
+def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = saved
     dino = DinoFeatures(str(folder), size=32)
     images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -55,6 +55,11 @@ def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, 
     torch.testing.assert_close(found.patches, own.last_hidden_state[:, -16:])
     assert dino.features(torch.rand(1, 3, 50, 70)).patches.shape == (1, 16, 32)
     assert DinoFeatures(str(folder), size=48).features(images).patches.shape == (2, 36, 32)
+    _, folder = saved
+    refused("dino: size 30 is not a multiple of the patch of .*, 8: 32?", "dino", {"model": str(folder), "size": 30})
+    refused("unknown tokens 'patch'. Did you mean 'patches'", "dino", {"model": str(folder), "tokens": "patch"})
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    refused("is a 'vit' model; this reward needs 'dinov2' or", "dino", {"model": str(tmp_path)})
 
 
 def test_features_and_scores_are_differentiable(saved: tuple[str, Path], tmp_path: Path) -> None:
@@ -91,14 +96,6 @@ def test_patch_similarity_does_not_care_where_things_stand(seed: int, n: int, m:
     assert ((value >= -1 - 1e-9) & (value <= 1 + 1e-9)).all()
     torch.testing.assert_close(patch_similarity(3 * a[:, torch.randperm(n)], b[:, torch.randperm(m)]), value)
     torch.testing.assert_close(patch_similarity(a, torch.cat([b, a], 1)), torch.ones(2, dtype=torch.float64))
-
-
-def test_what_does_not_fit_is_refused(saved: tuple[str, Path], tmp_path: Path) -> None:
-    _, folder = saved
-    refused("dino: size 30 is not a multiple of the patch of .*, 8: 32?", "dino", {"model": str(folder), "size": 30})
-    refused("unknown tokens 'patch'. Did you mean 'patches'", "dino", {"model": str(folder), "tokens": "patch"})
-    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    refused("is a 'vit' model; this reward needs 'dinov2' or", "dino", {"model": str(tmp_path)})
 
 
 def test_diversity_is_of_the_others_of_a_group(saved: tuple[str, Path]) -> None:

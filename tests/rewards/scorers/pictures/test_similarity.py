@@ -57,7 +57,7 @@ def test_ssim_is_its_definition(images: torch.Tensor, tmp_path: Path) -> None:
     assert same == pytest.approx([1, 1], abs=1e-5) and max(scores.values) < 0.9
 
 
-def test_sizes_videos_and_gradients(images: torch.Tensor, tmp_path: Path) -> None:
+def test_sizes_videos_and_gradients(images: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward, columns = genrl_rewards.load("similarity"), saved(tmp_path, *images)
     Image.open(columns["reference_image"][0]).resize((96, 80), Image.Resampling.BICUBIC).save(tmp_path / "large.png")
 
@@ -70,9 +70,6 @@ def test_sizes_videos_and_gradients(images: torch.Tensor, tmp_path: Path) -> Non
     leaf = images.flip(0).clone().requires_grad_()
     genrl_rewards.score_with_gradients(reward, images=leaf, prompts=["", ""], columns=columns).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
-
-
-def test_what_lpips_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchvision_compat, "ensure", lambda: "absent")
     refused("the metric 'lpips' needs torchvision", "similarity", {"metric": "lpips"})
     refused("unknown metric 'sssim'. Did you mean 'ssim'", "similarity", {"metric": "sssim"})

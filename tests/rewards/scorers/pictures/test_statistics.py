@@ -149,9 +149,6 @@ def test_a_pictures_reward_is_taken_on_frames(first: str) -> None:
         assert set(genrl_rewards.needs(reward).names) == {"images", "prompts", "colour"}
         scores = scored(reward, images=video, prompts=["", ""], columns=columns)
         assert scores.values[0] == pytest.approx(value) and math.isnan(scores.values[1])
-
-
-def test_a_groupwise_reward_and_single_pictures_are_refused(first: str) -> None:
     with pytest.raises(ValueError, match="compares the samples of a group, which frames are not"):
         genrl_rewards.load("per_frame", {"reward": first.replace(":first", ":together")})
     refused("unknown reduce 'max'", "per_frame", {"reward": "sharpness", "reduce": "max"})

@@ -172,7 +172,7 @@ class Whole:
         self.scale.data.copy_(state["scale"])
 
 
-def test_what_is_no_trainable_reward_is_told_why() -> None:
+def test_what_is_no_trainable_reward_is_told_why(tmp_path: Path) -> None:
     check_trainable(Whole())
     lacking = type("Lacking", (Whole,), {"state_dict": None})
     with pytest.raises(ValueError, match="'Lacking' has logits.*but no state_dict"):
@@ -183,6 +183,11 @@ def test_what_is_no_trainable_reward_is_told_why() -> None:
         check_trainable(type("Fixed", (Whole,), {"parameters": lambda self: []})())
     with pytest.raises(ValueError, match="must not depend on other samples"):
         check_trainable(type("Grouped", (Whole,), {"__call__": lambda self, images, group: images})())
+    file = tmp_path / "own.py"
+    file.write_text("class Own:\n    def __call__(self, images): ...\n    def logits(self, images, prompts): ...\n")
+    names = [f"{file}:Own", "dino_adversary", "dino_layers_adversary", "pickscore_adversary"]
+    assert all(genrl_rewards.declaration(genrl_rewards.resolve(name)).trainable for name in names)
+    assert not genrl_rewards.declaration(genrl_rewards.resolve("pickscore")).trainable
 
 
 @pytest.mark.parametrize(
@@ -199,11 +204,3 @@ def test_what_is_no_trainable_reward_is_told_why() -> None:
 def test_arguments_that_do_not_fit(dino: str, clip: str, kind: type, args: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         kind(clip if kind is PickScoreAdversary else dino, **args)
-
-
-def test_a_trainable_reward_is_known_by_its_source(tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text("class Own:\n    def __call__(self, images): ...\n    def logits(self, images, prompts): ...\n")
-    names = [f"{file}:Own", "dino_adversary", "dino_layers_adversary", "pickscore_adversary"]
-    assert all(genrl_rewards.declaration(genrl_rewards.resolve(name)).trainable for name in names)
-    assert not genrl_rewards.declaration(genrl_rewards.resolve("pickscore")).trainable

@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: Any, tmp_path: Path) -> None:
     with caplog.at_level(logging.INFO):
         reward = genrl_rewards.load("aesthetic", {"model": str(folder), "head": str(folder)})
     digest = hashlib.sha256((folder / "sac+logos+ava1-l14-linearMSE.pth").read_bytes()).hexdigest()
@@ -71,9 +71,6 @@ def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: pyte
         embeds = reward.scorer.embed_images(images)
         head = load_head(str(folder / "sac+logos+ava1-l14-linearMSE.pth"), 16)
         assert scores == pytest.approx(head(embeds / embeds.norm(dim=1, keepdim=True)).tolist(), abs=1e-6)
-
-
-def test_a_head_for_another_clip_is_refused(folder: Path, tmp_path: Path) -> None:
     torch.save(Head(768).state_dict(), tmp_path / "aesthetic-model.pth")
     with pytest.raises(ValueError, match="another architecture: it has in another shape 1 weights .layers.0.weight"):
         genrl_rewards.load("aesthetic", {"model": str(folder), "head": str(tmp_path)})
@@ -110,16 +107,13 @@ def test_clap_is_the_cosine_of_transformers_of_three_places_of_a_sound(clap: str
     assert len(segments(torch.arange(20), 20)) == 1
 
 
-def test_stereo_and_another_rate(clap: str) -> None:
+def test_stereo_another_rate_and_a_tune_that_gets_louder(clap: str) -> None:
     reward = genrl_rewards.load("clap", {"model": clap})
     alone = reward([tone(100, SECONDS, RATE)], [RATE], ["low"])
     twice = reward([tone(100, SECONDS, 2 * RATE).expand(2, -1)], [2 * RATE], ["low"])
     assert twice == pytest.approx(alone, abs=1e-3)
     assert torch.allclose(resampled(tone(50, 2, 800), 800, 1200), tone(50, 2, 1200), atol=1e-3)
     assert resampled(tone(500, 2, 1200), 1200, 800).abs().max() < 1e-3  # above half the lower rate
-
-
-def test_louder_is_a_correlation_with_time() -> None:
     notes = torch.ones(9, 80)
     steps = torch.arange(1.0, 10.0)[:, None]
     sounds = [(notes * steps).flatten(), (notes * steps.flip(0)).flatten(), notes.flatten()]

@@ -78,11 +78,9 @@ def test_scores_agree_with_the_models_own_forward(checkpoint: Path, images: torc
     assert scores == pytest.approx(own.logits_per_image.diag().tolist(), abs=1e-5)
     assert np.ptp(scores) > 0.01, "three different pairs should not score the same"
 
-
-def test_defaults_and_scales_of_the_two_rewards(checkpoint: Path, images: torch.Tensor) -> None:
     def values(name: str, **args: str) -> np.ndarray:
-        reward = genrl_rewards.load(name, {"model": str(checkpoint), "processor": str(checkpoint)} | args)
-        return np.array(genrl_rewards.score(reward, images=images, prompts=PROMPTS).values)
+        made = genrl_rewards.load(name, {"model": str(checkpoint), "processor": str(checkpoint)} | args)
+        return np.array(genrl_rewards.score(made, images=images, prompts=PROMPTS).values)
 
     cos, raw = values("clipscore"), values("pickscore", scale="raw")
     assert np.allclose(values("clipscore", scale="cosine"), cos)
@@ -91,9 +89,7 @@ def test_defaults_and_scales_of_the_two_rewards(checkpoint: Path, images: torch.
     assert np.allclose(raw / cos, math.exp(2.6592), rtol=1e-4), "a new CLIPModel's logit scale"
 
 
-def test_long_prompts_are_cut_and_the_pillow_backend_is_said(
-    checkpoint: Path, images: torch.Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_prompts_are_cut_and_the_pillow_backend_is_said(checkpoint: Path, images: Any, caplog: Any) -> None:
     with caplog.at_level(logging.INFO, logger="genrl_rewards.models.clip_model"):
         reward = genrl_rewards.load("clipscore", {"model": str(checkpoint)})
     assert "CLIPImageProcessorPil" in caplog.text and str(checkpoint) in caplog.text

@@ -45,9 +45,6 @@ def test_the_cells_of_a_grid_are_compared_with_their_own_parts() -> None:
     whole = genrl_rewards.load("clipscore", {"model": str(FOLDER)})
     own = genrl_rewards.score(whole, images=torch.cat([red, blue]), prompts=parts).values
     assert right == pytest.approx(sum(own) / 2, abs=1e-5) and right > swapped + 0.1
-
-
-def test_a_prompt_without_parts_has_no_score_and_a_wrong_number_is_an_error() -> None:
     reward = genrl_rewards.load("clip_grid", {"model": str(FOLDER), "grid": "layout"})
     assert genrl_rewards.needs(reward).columns == ("layout",)
     grids = {"layout": ["1x2", "2x2"]}

@@ -45,12 +45,15 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_frames_are_chosen_by_their_numbers() -> None:
+def test_frames_are_chosen_by_their_numbers_for_a_local_model_too(eyes: str) -> None:
     def chosen(answer: str) -> list[int]:
         return answerer.chosen_frames(f"<answer> {answer} </answer>", 4)
 
     assert [chosen(text) for text in ("2 3", "4, 1, 4", "5", "1.5", "none")] == [[1, 2], [0, 3], [], [], []]
     assert [answerer.spread(range(5), k) for k in (1, 2, 9)] == [[2], [1, 3], [0, 1, 2, 3, 4]]
+    reward = answerer.Answered(eyes, dtype="float32", tag="", max_tokens=2)
+    clip = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
+    assert reward(["<answer> 2 </answer>", ""], [clip] * 2, ["what ?"] * 2, ["no such answer"] * 2) == [0.0, 0.0]
 
 
 def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +78,6 @@ def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.Mon
     assert [len(question) for question in asked] == [2, 2, 2] and asked[0][1] == "which colour ?"
     with pytest.raises(ValueError, match="shown is the number of frames"):
         answerer.Answered("some/model", shown=0)
-
-
-def test_a_local_model_answers_about_frames(eyes: str) -> None:
-    reward = answerer.Answered(eyes, dtype="float32", tag="", max_tokens=2)
-    clip = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
-    assert reward(["<answer> 2 </answer>", ""], [clip] * 2, ["what ?"] * 2, ["no such answer"] * 2) == [0.0, 0.0]
 
 
 def test_reasoning_that_ends_in_its_answer_is_worth_more() -> None:
@@ -214,16 +211,13 @@ def test_a_tool_pays_when_it_is_read_executed_and_of_use() -> None:
     )  # without the form
 
 
-def test_conan_pays_for_frames_that_are_scored_rightly() -> None:
+def test_conan_pays_for_frames_scored_rightly_and_requests_that_bring_what_is_new() -> None:
     assert conan_clue([{0: 5, 2: 1, 4: 4, 6: 1}], {2, 4}) == pytest.approx(1 / 3)  # {0, 4} and {2, 4}
     assert conan_clue([{0: 3, 2: 1, 4: 2}], {0}) == 1.0  # none of 4: those of 3
     assert conan_clue([{0: 3, 2: 4}], {0}) == 0.0  # one of 4: the 3 does not count
     assert conan_clue([{0: 1, 2: 2}], {5}) == 1.0 and conan_clue([{0: 5}], {5}) == 0.0  # nothing relevant is shown
     assert conan_clue([{0: 5}, {1: 1, 2: 5}], {0, 1, 2}) == pytest.approx((1 + 0.5) / 2)
     assert conan_clue([], {0}) == 0.0
-
-
-def test_conan_pays_for_requests_that_bring_what_is_new() -> None:
     assert conan_action([({2, 3}, {3, 4, 5})], 0.2) == pytest.approx(1 / 3)
     assert conan_action([({2, 3}, {3, 4}), ({4}, {4})], 0.2) == pytest.approx((0.5 + 1) / 2)
     assert conan_action([({1}, set())], 0.2) == 0.0

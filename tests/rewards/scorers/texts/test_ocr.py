@@ -154,9 +154,6 @@ def test_several_lines_are_read_from_top_to_bottom(detecting: ocr.Ocr) -> None:
     picture.paste(written("BREAD", 128).crop((0, 20, 128, 90)), (0, 5))
     scores = genrl_rewards.score(detecting, images=tensor(picture), prompts=['"bread fresh"'])
     assert scores.parts["exact"] == [1.0] and scores.parts["ctc"][0] > 0.8
-
-
-def test_only_the_alphabet_and_the_asked_characters_can_be_read(detecting: ocr.Ocr) -> None:
     image = np.asarray(written("HEY!", 128))
     (line,) = detecting.read(image)
     assert line.text.startswith("hey") and set(line.text) <= set(string.ascii_lowercase)
@@ -211,9 +208,7 @@ def test_the_dense_score_sums_over_alignments() -> None:
         ({"engine": "paddleocr"}, r"needs 'paddleocr'.*pip install 'paddleocr"),
     ],
 )
-def test_wrong_arguments_and_missing_engines_are_refused(
-    args: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_arguments_and_missing_engines_are_refused(args: dict[str, str], words: str, monkeypatch: Any) -> None:
     found, hidden = importlib.util.find_spec, ("pytesseract", "paddleocr")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
     with pytest.raises(ValueError, match=words):

@@ -51,10 +51,6 @@ def test_counts_rates_and_categories(vote: Vote) -> None:
     assert (found.total.decided.low, found.total.decided.high) == pytest.approx((wanted.low, wanted.high))
     assert {name: (t.b, t.ties, t.a) for name, t in found.categories.items()} == {"even": (5, 0, 0), "odd": (0, 3, 2)}
     assert found.agreement is None
-
-
-def test_which_reward_predicts_people(vote: Vote) -> None:
-    """`good` prefers B, `bad` prefers A and did not score prompt 0, `equal` prefers none. Ties say nothing of them."""
     choices = {k: "b" for k in range(8)} | {8: "a", 9: "a", 10: "tie"}
     found = read([vote("votes.json", choices)]).rewards
     shares = {label: (p.accuracy.value, p.accuracy.count, p.equal) for label, p in found.items() if p.accuracy}
@@ -105,16 +101,6 @@ def test_votes_that_cannot_be_read(vote: Vote, keys: dict[str, Any], says: str) 
         read([changed(vote("votes.json", {0: "b"}), **keys)])
 
 
-def test_broken_files(tmp_path: Path) -> None:
-    file = tmp_path / "votes.json"
-    with pytest.raises(ValueError, match="cannot be read: No such file"):
-        read([file])
-    for content, says in (("{", "is not JSON"), ("[]", "no")):
-        file.write_text(content)
-        with pytest.raises(ValueError, match=says):
-            read([file])
-
-
 def test_files_that_do_not_belong_together(vote: Vote, out: Path, tmp_path: Path) -> None:
     first = vote("first.json", {0: "b"}, "one")
     with pytest.raises(ValueError, match=r"first\.json and .*again\.json are of the same judge"):
@@ -128,6 +114,13 @@ def test_files_that_do_not_belong_together(vote: Vote, out: Path, tmp_path: Path
     pages.write(tmp_path / "another.html", 1)
     with pytest.raises(ValueError, match="is the key of another page"):
         read([first], key_path(tmp_path / "another.html"))
+    file = tmp_path / "votes.json"
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        read([file])
+    for content, says in (("{", "is not JSON"), ("[]", "no")):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=says):
+            read([file])
 
 
 # -- Win rates, agreement and predictors against scipy, published values and what can be counted by hand

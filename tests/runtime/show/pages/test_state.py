@@ -140,6 +140,15 @@ def test_rows_are_added_as_they_are_written(tmp_path: Path) -> None:
         file.write('ep": 3}\n')
     assert values(run, "loss") == [(1, 2.0), (2, None), (3, 3.0)]
     assert run.columns["loss"].missing == 1 and run.columns["loss"].last == 3.0 and run.columns["kl"].is_constant
+    folder = make(tmp_path / "resumed")
+    log(folder, ({"step": step, "loss": float(step)} for step in range(8)))
+    run = Followed(folder)
+    assert len(values(run, "loss")) == 8
+    truncate_metrics(folder / "metrics.jsonl", 4)
+    log(folder, ({"step": step, "loss": -1.0} for step in range(5, 12)))
+    assert values(run, "loss") == [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl")]
+    (folder / "metrics.jsonl").unlink()
+    assert values(run, "loss") == []
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
@@ -151,18 +160,6 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
         file.write(b"#")
     log(folder, [{"step": 20_000, "loss": 2.0}])
     assert values(run, "loss")[-1] == (20_000, 2.0) and len(run.columns["loss"].steps) == 20_001
-
-
-def test_a_resumed_run_has_written_its_rows_anew(tmp_path: Path) -> None:
-    folder = make(tmp_path / "run")
-    log(folder, ({"step": step, "loss": float(step)} for step in range(8)))
-    run = Followed(folder)
-    assert len(values(run, "loss")) == 8
-    truncate_metrics(folder / "metrics.jsonl", 4)
-    log(folder, ({"step": step, "loss": -1.0} for step in range(5, 12)))
-    assert values(run, "loss") == [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl")]
-    (folder / "metrics.jsonl").unlink()
-    assert values(run, "loss") == []
 
 
 def test_what_cannot_be_read_is_told_and_nothing_more_is_lost(tmp_path: Path) -> None:
