@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import gpu, gpu_checks, gpu_page
+from benchmarks import drills, gpu, gpu_checks, gpu_page
+from benchmarks.drills import DRILLS, run_drill
 from benchmarks.gpu import PLAN, Check
 from genrl.config import load
 
@@ -136,3 +137,23 @@ def test_the_page_is_that_of_the_results(root: Path) -> None:
     newest = list(gpu.results(root / "benchmarks" / "results").values())[-1]
     assert (root / "docs" / "gpu.md").read_text() == gpu_page.page(newest)
     assert "Nothing was measured on a GPU yet" in gpu_page.page({})
+
+
+# -- A short form of every drill on runs: nothing is lost, nothing is wrong
+
+
+FEW = {name: 1 for name in ("killed at random", "stopped", "two starters", "NaN")}
+FEW |= {"bits of a manifest flipped": 20, "mutated requests": 30}
+KIND = "policy in simulation"  # the lightest
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+@pytest.mark.parametrize("name", [name for name in DRILLS if name != "killed on Ray"])  # diffusion/rollout kills there
+def test_a_short_drill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(drills.ROOT)
+    monkeypatch.setattr(drills, "KINDS", {KIND: drills.KINDS[KIND]})
+    for row in run_drill(name, FEW.get(name)):
+        if not row.tries:
+            pytest.skip(row.drill)
+        assert row.survived == row.tries, row
