@@ -10,8 +10,7 @@ import torch
 
 from genrl.mdp import chains
 from genrl.mdp.noise import generator, keyed_noise
-from genrl.objectives.advantages.episodes import episode_group_advantages
-from genrl.objectives.advantages.gae import chunk_gae
+from genrl.objectives.episodes import chunk_gae, episode_group_advantages
 from genrl.playground.minitable import PUT, MiniTable, expert_chunk, task
 from genrl.playground.minitable.world import table_of
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch, rows
