@@ -151,16 +151,14 @@ def by_hand(folder: Path) -> None:
         (folder / part).mkdir(parents=True)
     png = io.BytesIO()
     Image.fromarray(np.full((4, 6, 3), 200, np.uint8)).save(png, "PNG")
-    info = {
-        **{"codebase_version": "v3.0", "total_episodes": 2, "fps": 30, "data_path": DATA},
-        "features": {
-            "observation.image": {"dtype": "image", "shape": [3, 4, 6], "names": ["channels", "height", "width"]},
-            "action": {"dtype": "float32", "shape": [2], "names": {"motors": ["a", "b"]}, "fps": 30.0},
-            "pose": {"dtype": "float32", "shape": [2, 2], "names": None},
-            "note": {"dtype": "string", "shape": [1], "names": None},
-            **{name: {"dtype": "int64", "shape": [1], "names": None} for name in ("frame_index", "episode_index")},
-        },
+    features = {
+        "observation.image": {"dtype": "image", "shape": [3, 4, 6], "names": ["channels", "height", "width"]},
+        "action": {"dtype": "float32", "shape": [2], "names": {"motors": ["a", "b"]}, "fps": 30.0},
+        "pose": {"dtype": "float32", "shape": [2, 2], "names": None},
+        "note": {"dtype": "string", "shape": [1], "names": None},
+        **{name: {"dtype": "int64", "shape": [1], "names": None} for name in ("frame_index", "episode_index")},
     }
+    info = {"codebase_version": "v3.0", "total_episodes": 2, "fps": 30, "data_path": DATA, "features": features}
     (folder / "meta/info.json").write_text(json.dumps(info))
     (folder / "meta/stats.json").write_text(json.dumps({"action": {"min": [0, 0], "max": [5, 6], "count": [3]}}))
     pandas.DataFrame({"task_index": [0]}, index=["lift it"]).to_parquet(folder / "meta/tasks.parquet")
@@ -172,9 +170,9 @@ def by_hand(folder: Path) -> None:
         "action": [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]],
         "pose": [[[1.0, 2.0], [3.0, 4.0]]] * 3,
         "note": ["a", "b", "c"],
-        **{"timestamp": [0.0, 1 / 30, 0.0], "frame_index": [0, 1, 0], "episode_index": [0, 0, 1]},
-        **{"index": [0, 1, 2], "task_index": [0, 0, 0], "extra": [1, 2, 3]},
     }
+    table |= {"timestamp": [0.0, 1 / 30, 0.0], "frame_index": [0, 1, 0], "episode_index": [0, 0, 1]}
+    table |= {"index": [0, 1, 2], "task_index": [0, 0, 0], "extra": [1, 2, 3]}
     pq.write_table(pa.table(table), folder / "data/chunk-000/file-000.parquet")
 
 

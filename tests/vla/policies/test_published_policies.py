@@ -313,10 +313,8 @@ SDE, NOISE = {"kind": "flow_sde", "steps": 2}, {"kind": "flow_noise", "steps": 2
 DPPO = {"kind": "diffusion", "steps": 3, "ft_denoising_steps": 3}
 
 
-REINFORCED: dict[str, tuple[dict[str, Any], str]] = {
-    **{"pi05": (NOISE, "chunk"), "smolvla": (NOISE, "action"), "groot": (SDE, "chunk"), "pi0": (SDE, "action")},
-    "diffusion": (DPPO, "chunk"),
-}
+REINFORCED = {"pi05": (NOISE, "chunk"), "smolvla": (NOISE, "action"), "groot": (SDE, "chunk"), "pi0": (SDE, "action")}
+REINFORCED["diffusion"] = DPPO, "chunk"
 """Their samplers, and what their critics have values of."""
 
 
