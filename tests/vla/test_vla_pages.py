@@ -142,31 +142,20 @@ def test_the_sizes_of_policies_follow_from_it() -> None:
 # -- Heads of a policy that is trained further
 
 
-@pytest.mark.parametrize(("had", "wanted"), [("expert", "context"), ("context", "expert"), ("none", "expert")])
-def test_a_noise_head_in_another_place_is_new_and_the_rest_stays(had: NoiseHead, wanted: NoiseHead) -> None:
-    """From a Flow-Noise run to ReinFlow, and back."""
-    policy = flow(critic=1, noise_head=had)
-    made, again = (policy.with_heads(critic=1, noise_head=wanted, seed=3) for _ in range(2))
-    before, after = policy.state_dict(), made.state_dict()
-    for name, value in after.items():
-        if name.startswith("noise_head."):
-            assert torch.equal(value, again.state_dict()[name])
-            assert name not in before or before[name].shape != value.shape or not torch.equal(value, before[name])
-        else:
-            assert torch.equal(value, before[name]), name
-    assert made.with_heads(critic=1, noise_head=wanted, seed=3) is made
-
-
-def test_a_critic_of_another_number_of_values_is_new_and_the_rest_stays() -> None:
-    for policy in (flow(critic=1), diffusion(critic=1)):
-        before = policy.state_dict()
-        made = policy.with_heads(critic=4, noise_head="none", seed=3)
-        for name, value in made.state_dict().items():
-            assert name.startswith("value_head.") or torch.equal(value, before[name]), name
-        first = "value_head.0.entry.weight"
-        assert made.value_head[-1].out_features == 4 and not torch.equal(made.state_dict()[first], before[first])
-        assert made.with_heads(critic=4, noise_head="none", seed=5) is made
-        assert made.with_heads(critic=1, noise_head="none", seed=3).value_head[-1].out_features == 1
+@pytest.mark.parametrize(
+    ("policy", "critic", "noise_head"),
+    [(flow(critic=1, noise_head=had), 1, head) for had, head in (("expert", "context"), ("context", "expert"))]
+    + [(flow(critic=1), 1, "expert"), (flow(critic=1), 4, "none"), (diffusion(critic=1), 4, "none")],
+)
+def test_heads_that_are_other_ones_are_new_and_the_rest_stays(policy: Any, critic: int, noise_head: NoiseHead) -> None:
+    """From a Flow-Noise run to ReinFlow, and back; from one value of a chunk to one of every action."""
+    made, again = (policy.with_heads(critic=critic, noise_head=noise_head, seed=3) for _ in range(2))
+    before, after, part = policy.state_dict(), made.state_dict(), "noise_head." if critic == 1 else "value_head."
+    new = {name for name, value in after.items() if name not in before or not torch.equal(value, before[name])}
+    assert new and all(name.startswith(part) for name in new)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in after.items())
+    assert made.with_heads(critic=critic, noise_head=noise_head, seed=5) is made
+    assert critic == 1 or made.value_head[-1].out_features == 4
 
 
 def test_what_does_not_fit_the_policy_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.policy import STATE
 from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
+from genrl.vla.rollout.rollout import ChunkRollout
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import open_environment
@@ -95,11 +95,6 @@ def test_the_contract() -> None:
         assert observation["agent_pos"][0, 1] == 0 and not terminated[0]
         _, _, terminated, truncated, _ = env.step(chunk)
         assert truncated[2:].all() and not truncated[0]
-    with opened(reward="environment", max_steps=3) as env:
-        env.reset(seed=0)
-        assert env.step(actions(*[FINE] * 4))[1].tolist() == [0.5] * 4
-        _, reward, _, truncated, info = env.step(actions(*[FINE] * 4))
-        assert truncated.all() and info["n_executed"].tolist() == [1] * 4 and reward.tolist() == [0.25] * 4
 
 
 def test_chosen_episodes_and_few_starts() -> None:
@@ -293,23 +288,6 @@ class Walker(Leads):
 def collected(env: Environment, modes: list[tuple[float, ...]], **how: Any) -> ChunkRollout:
     given = {"decisions": 7, "seed": 0, "iteration": 0} | how
     return collect(env, Walker(modes), FlowSteps(noise_level=1e-6), RolloutPlan(**given))
-
-
-def test_no_row_of_a_dropped_episode_is_valid() -> None:
-    """Slots that move .1 a step never arrive: episodes of 3 decisions, a reset, and so on. Slots 0, 1 are of one
-    worker, which is killed at the second decision."""
-    modes = [(FINE,) * 4, (KILL, FINE, FINE, FINE), (FINE,) * 4]
-    with opened(workers=2) as env:
-        rollout, calm = collected(env, modes), collected(env, [])
-        assert rollout.dropped.sum() == env.dropped == 2
-        assert rollout.valid[:, 0].tolist() == [False, False, False, True, True, True, False]
-        assert calm.valid[:, 0].tolist() == [True, True, True, False, True, True, True]
-        assert torch.equal(rollout.valid[:, 2:], calm.valid[:, 2:])
-        assert rollout.episode[:, 0].tolist() == [0, 0, 1, 1, 1, 1, 2]
-        assert rollout.truncated[1, 0] and rollout.n_executed[1:4, 0].tolist() == [0, 0, 2]
-        first = collected(env, modes, one_episode=True)
-        assert first.valid.any(0).tolist() == [False, False, True, True]
-        assert torch.isfinite(episode_returns(first)).all()
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([FINE, FINE, FINE, RAISE])] * 4), min_size=7, max_size=7))
