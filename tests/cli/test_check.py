@@ -15,17 +15,10 @@ from tests.cli.commands import MODEL, ROOT, SMALL, run, words
 
 
 class TestCheck:
-    def test_plan_and_memory(self, folder: Path) -> None:
-        if not MODEL.is_dir():
-            pytest.skip("assets/tiny-t2i is not built")
+    def test_plan_memory_cards_and_what_to_change(self, folder: Path) -> None:
         text = run("check", "small.yaml")
         for part in ("2 prompts x 2 each", "4 samples x 2 steps", "SD3Transformer2DModel", "optimiser state", "sum"):
             assert part in text
-
-    def test_cards_and_what_to_change(self, folder: Path) -> None:
-        """On which cards a run fits, and which keys to change, in their order."""
-        if not MODEL.is_dir():
-            pytest.skip("assets/tiny-t2i is not built")
         assert re.search(r"12 GB .* yes", run("check", "small.yaml"))
         found = run("check", "small.yaml", "--memory", "0.015GB")
         assert "as it is" in found and "model.gradient_checkpointing=true" in found and "it fits with the" in found

@@ -58,8 +58,6 @@ class TestLaunch:
 
 def test_a_whole_run(folder: Path) -> None:
     """train, resume, sample, eval, report, export on the embedded model, in one process."""
-    if not MODEL.is_dir():
-        pytest.skip("assets/tiny-t2i is not built")
     from genrl.config import load
     from genrl.diffusion.config.estimate import plan, read_components
 
@@ -209,15 +207,9 @@ def test_it_prints_its_address_serves_and_ends_at_ctrl_c(tmp_path: Path) -> None
     log(make(tmp_path / "run"), [{"step": 3, "loss": 0.5}])
     command = [sys.executable, "-m", "genrl", "watch", "run", "later"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in background
-    ) as watching:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in background
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=heard, **pipes) as watching:
         try:
             assert watching.stdout is not None
             first, second = watching.stdout.readline(), watching.stdout.readline()

@@ -221,14 +221,13 @@ def example(root: Path) -> ModuleType:
     return import_file(root / "docs" / "example_text2reward.py")
 
 
-def test_code_runs_only_where_it_is_asked_for(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_runs_where_it_is_asked_for_and_errors_are_shown_until_it_works(
+    example: Any, tmp_path: Path, capsys: Any
+) -> None:
     file = tmp_path / "reward.py"
     assert example.write(file, "reach it", Stub(RAISES)) == ""
     assert "before.position" in file.read_text() and capsys.readouterr().out == ""
     assert "position" in example.check(file) and "ran" in capsys.readouterr().out
-
-
-def test_errors_are_shown_to_the_model_until_the_code_works(example: Any, tmp_path: Path) -> None:
     file, stub = tmp_path / "reward.py", Stub(RAISES, NO_NUMBER, GOOD)
     assert example.write(file, "reach the square", stub, run=True) == ""
     assert "reach the square" in stub.asked[0] and "frozenset" in stub.asked[0] and "failed" not in stub.asked[0]
