@@ -58,13 +58,10 @@ def test_a_turn_is_found_wherever_the_thing_is_and_however_large(angle: float) -
 
 def test_turns_are_scored_by_way_and_size_and_a_disc_does_not_turn() -> None:
     assert geometry.distance(Box(0, 0, 10, 10), Box(30, 40, 40, 50), 60, 80) == pytest.approx(0.5)  # of the diagonal
-    assert (
-        geometry.turn_score(90, 90) == pytest.approx(1)
-        and geometry.turn_score(-90, 90) == 0.5
-        and geometry.turn_score(5, 90) == 0
-    )
-    assert geometry.turn_score(45, 90) == pytest.approx(1 - 0.5 * 45 / 180)
-    assert geometry.turn_score(180, -180) == geometry.turn_score(-175, 180) + 0.5 * 5 / 180 == pytest.approx(1)
+    turn = geometry.turn_score
+    assert turn(90, 90) == pytest.approx(1) and turn(-90, 90) == 0.5 and turn(5, 90) == 0
+    assert turn(45, 90) == pytest.approx(1 - 0.5 * 45 / 180)
+    assert turn(180, -180) == turn(-175, 180) + 0.5 * 5 / 180 == pytest.approx(1)
     y, x = np.mgrid[:60, :60]
     disc = (x - 30) ** 2 + (y - 30) ** 2 < 400
     assert abs(geometry.turn_between(disc, disc)) < 2
@@ -80,7 +77,10 @@ def test_turns_need_masks_and_any_detector_finds(tmp_path: Path) -> None:
     mover = genrl_rewards.load("edit_move", {"detector": yolos, "threshold": 0.1})
     moved = scored(mover, pictures, pictures[::-1], object=["dog"] * 2, direction=["left", "down"])
     first = [mover.finder.detector.find(p, ["dog"], 0.1)["dog"][0].box for p in pictures]
-    assert moved.values == [displacement_score(*first, "left"), geometry.displacement_score(*first[::-1], "down")]
+    assert moved.values == [
+        geometry.displacement_score(*first, "left"),
+        geometry.displacement_score(*first[::-1], "down"),
+    ]
     pytest.importorskip("scipy", reason="transformers needs it for Mask2Former: pip install 'genrl-diffusion[geneval]'")
     masks = {"detector": str(tiny_detectors.mask2former(tmp_path / "masks")), "threshold": 0.05}
     turned = scored(genrl_rewards.load("edit_rotate", masks), pictures[:1], pictures[:1], object=["dog"], angle=[90])
@@ -203,7 +203,7 @@ def test_turns_in_space_are_scored_by_axis_direction_and_angle(tmp_path: Path, m
     found = scored(reward, [drawn(RED)] * 7, [drawn(RED)] * 7, axis=axes, angle=angles)
     assert found.values == pytest.approx(worth)
     assert found.parts["azimuth"][0] == 30 and found.parts["confidence"][0] == 0.8
-    assert [wrapped(a) for a in (180, -180, 190, -190, 540)] == [180, 180, -170, 170, 180]
+    assert [geometry.wrapped(a) for a in (180, -180, 190, -190, 540)] == [180, 180, -170, 170, 180]
     columns = {"source_image": [drawn(RED)], "object": ["red circle"], "axis": ["azimut"], "angle": [9]}
     wrong = genrl_rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
     assert "unknown axis 'azimut'. Did you mean 'azimuth'" in wrong.failures[0].error
