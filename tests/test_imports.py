@@ -19,7 +19,7 @@ from genrl.quiet import MEANINGLESS, Watcher, watch
 
 PROGRAM = """
 import importlib, pkgutil, sys
-from genrl.config.kinds import KINDS
+from genrl.config.method import KINDS
 from genrl.config.method import built_in
 heavy = {heavy!r}
 for name in {packages!r}:
@@ -99,7 +99,7 @@ ROOMS = ("genrl/mdp", "genrl/objectives")
 
 AWAITED = {
     "genrl.mdp.chains.noise_at_zero": "golden arrays of ReinFlow and of reversed time; policies like GR00T",
-    "genrl.objectives.forward.matching.ema_decay": "Flow-GRPO's averaged weights as published have no key yet",
+    "genrl.objectives.matching.ema_decay": "Flow-GRPO's averaged weights as published have no key yet",
 }
 """Public functions that nothing calls, and what will, or why they are there."""
 

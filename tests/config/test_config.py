@@ -18,9 +18,9 @@ import genrl_rewards
 from genrl.config import ConfigError, check_files, dump, load, load_located
 from genrl.config.folders import read_json
 from genrl.config.json_schemas import json_schema, keys_in, schema_of
-from genrl.config.kinds import KINDS, schema_class
 from genrl.config.loading import load_given
 from genrl.config.messages import OTHER_NAMES, TRL_NAMES
+from genrl.config.method import KINDS, schema_class
 from genrl.config.page import markdown
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
 from genrl.diffusion.config.files import declared_columns

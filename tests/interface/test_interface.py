@@ -20,8 +20,7 @@ from PIL import Image
 
 import genrl
 from genrl.config import ConfigError, check_files, load
-from genrl.config.kinds import KINDS
-from genrl.config.method import built_in
+from genrl.config.method import KINDS, built_in
 from genrl.config.plugins import import_file
 from genrl.interface.objects import OURS
 from genrl.vla.data.lerobot_dataset import write_dataset

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, load
-from genrl.config.economy import Replay, Selection
+from genrl.config.sections import Replay, Selection
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.train import train
 from genrl.runtime.loop import economy

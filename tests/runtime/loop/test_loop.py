@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config.optimizers import Optimizer
-from genrl.config.sections import EMA, Checkpoint
+from genrl.config.sections import EMA, Checkpoint, Optimizer
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop import frame

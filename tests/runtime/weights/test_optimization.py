@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config.optimizers import Optimizer
-from genrl.config.sections import EMA
+from genrl.config.sections import EMA, Optimizer
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.optimization import Schedule, scheduled

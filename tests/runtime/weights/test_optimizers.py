@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from genrl.config.optimizers import OPTIMIZERS, Optimizer
+from genrl.config.sections import OPTIMIZERS, Optimizer
 from genrl.runtime.folder.checkpoint import load, save
 from genrl.runtime.weights.optimizers import check_optimizer, make_optimizer, set_rate
 from genrl.runtime.weights.sharding import load_optimizer_state

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import genrl_rewards
-from genrl.objectives.forward.adversarial import adversary_loss
+from genrl.objectives.preferences import adversary_loss
 from genrl_rewards.models.pixels import normalise
 from genrl_rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures
 from genrl_rewards.scorers.preference.adversary import (
