@@ -130,8 +130,6 @@ def test_one_of_each_is_added_from_outside(tmp_path: Path) -> None:
 
 
 # -- docs/extending.md: what it shows is trained as it says, and so is what lies in a folder of somebody's own
-
-
 EXAMPLE = Path("docs/example_method.yaml")
 
 SETTINGS = '''

@@ -73,8 +73,6 @@ def test_a_kernel_that_is_wrong_is_not_timed() -> None:
 
 
 # -- What the benchmarks share: the clock by parts, and loops that take turns
-
-
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part within another is not counted twice, and a part that ends by an error is counted."""
     now = [0.0]
@@ -118,8 +116,6 @@ def test_loops_take_turns_and_their_errors_are_raised_where_they_are_told_to_go_
 
 
 # -- An iteration over its bare calls
-
-
 TINY = (
     *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4"),
     *("sampling.num_inference_steps=3", "trainer.window={size: 1, high: 2}"),
@@ -149,8 +145,6 @@ def test_the_bare_loop_makes_the_calls_of_the_iteration(monkeypatch: pytest.Monk
 
 
 # -- The ring's score is that of its density, and the table's figures are of what they say
-
-
 def test_the_teachers_score_is_the_gradient_of_the_rings_density() -> None:
     x = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
     sigma = torch.tensor([[0.05], [0.2], [0.4], [0.6], [0.8], [0.95]]).double()
@@ -162,8 +156,6 @@ def test_the_teachers_score_is_the_gradient_of_the_rings_density() -> None:
 
 
 # -- The counter against the closed form
-
-
 @pytest.mark.parametrize(
     ("row", "sampling", "training"),
     [
@@ -180,8 +172,6 @@ def test_formulas_by_hand(row: str, sampling: float, training: float) -> None:
 
 
 # -- Peaks, to the byte
-
-
 MB = 2**20 // 4
 
 
@@ -203,8 +193,6 @@ def test_a_peak_is_that_of_what_lives_together() -> None:
 
 
 # -- What several processes make of an iteration
-
-
 def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
     """Work 3 and 1, then 1 and 2: mean 3.5, critical path 5; collectives .1 and .2 by whoever came last."""
     one = {"work": [3.0, 1.0], "collectives": [0.4], "bytes": {"all_reduce": 12}, "wall": 9.0}
@@ -227,8 +215,6 @@ def test_two_processes() -> None:
 
 
 # -- Rates and the reward gained, of trainers that take turns
-
-
 TINY_END_TO_END = (
     *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4", "evaluation.num_prompts=2"),
     "sampling.num_inference_steps=3",

@@ -226,8 +226,6 @@ def test_a_second_scorer_where_there_is_none() -> None:
 
 
 # -- The diversity of a finished run is what its own evaluations would have logged
-
-
 SMALL = (
     *("iterations=1", "sampling.prompts_per_iteration=2", "sampling.batch_size=2", "optimizer.lr=0.03", "trackers=[]"),
     *("evaluation.num_prompts=3", "evaluation.group_size=2"),
@@ -257,8 +255,6 @@ def test_as_the_run_evaluates(name: str, changes: tuple[str, ...], tmp_path: Pat
 
 
 # -- The estimates that benchmarks/gradient_noise.py compares
-
-
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("name", SPLITS)
 def test_credit_is_unbiased(name: str, baseline: str) -> None:

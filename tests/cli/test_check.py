@@ -98,8 +98,6 @@ def test_schema_is_json() -> None:
 
 
 # -- `genrl plan`: the tree of a configuration as text, its calls by hand, and no torch
-
-
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
 PIPELINES = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if isinstance(load(path), Config)]
 

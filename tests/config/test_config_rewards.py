@@ -96,8 +96,6 @@ def test_weights_of_rewards_that_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 # -- Weight files by their headers: what the loaders refuse, the check refuses too, without loading anything
-
-
 def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 

@@ -144,8 +144,6 @@ def test_the_figures_of_the_hacked_reward_are_the_measured_ones(root: Path) -> N
 
 
 # -- What the README shows is what is in the files, and the pages it names are there
-
-
 def test_readme_links_exist(root: Path) -> None:
     for page in [root / "README.md", *(root / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
@@ -153,8 +151,6 @@ def test_readme_links_exist(root: Path) -> None:
 
 
 # -- docs/trees.md: its configurations load, and its numbers are those of `genrl plan`
-
-
 def test_every_yaml_of_the_page_is_a_trainer() -> None:
     for block in blocks(TREES, "yaml"):
         trainer = {"algorithm": "flow_grpo", **yaml.safe_load(block)}
@@ -191,8 +187,6 @@ def test_the_table_of_systems_has_the_numbers_of_the_plan(root: Path) -> None:
 
 
 # -- The recipe in which a language model writes a reward: what it is asked, when its code runs, that a run uses it
-
-
 GOOD = """Here it is:
 ```python
 def reward(before, action, after):

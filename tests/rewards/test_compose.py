@@ -129,8 +129,6 @@ def test_a_gate_on_a_reward_that_is_not_there_names_the_nearest() -> None:
 
 
 # -- Cutting and remembering calls changes no score, and asks for nothing twice
-
-
 IMAGES = torch.rand(6, 3, 5, 4, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "b", "a", "b", "a", "b"]
 
@@ -222,8 +220,6 @@ def test_what_cannot_be_digested_or_cut_is_refused_and_all_else_reaches_the_rewa
 
 
 # -- Scoring in a second thread: the same calls in the same order with the same results, and a clean end
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_results_come_in_the_order_of_the_calls(enabled: bool) -> None:
     order: list[int] = []

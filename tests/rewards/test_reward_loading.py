@@ -222,8 +222,6 @@ def test_a_name_claimed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # -- The command of an extra names its packages, whatever the index has under this package's name
-
-
 def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["torch>=2.8", 'rapidocr>=3.10; extra == "ocr"']
     lines += ["triton>=3.6; platform_system == 'Linux' and extra == 'fast'"]
@@ -239,8 +237,6 @@ def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch: pytest.
 
 
 # -- The documentation's example is the file beside it, and it runs as shown
-
-
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 

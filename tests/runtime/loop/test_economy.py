@@ -162,7 +162,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path, base: dict[str, Any], changes
 
 
 # -- A run that trains nothing says so at once, and ends with the reason after some iterations
-
 REWARDS = """
 def never(images):
     return [float("nan")] * len(images)

@@ -138,8 +138,6 @@ def test_a_folder_that_is_another_is_noticed(tmp_path: Path, how: str) -> None:
 
 
 # -- A number that is not finite stops all ranks before the step, and its micro-batch can be read back
-
-
 BAD = [float("nan"), float("inf"), -float("inf")]
 
 

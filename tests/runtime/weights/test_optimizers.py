@@ -54,7 +54,6 @@ def test_left_and_resumed_equals_uninterrupted(tmp_path: Path, name: str, dtype:
     whole = parameters(dtype)
     uninterrupted = made(whole, how)
     go(whole, uninterrupted, range(7))
-
     half = parameters(dtype)
     left = made(half, how)
     go(half, left, range(3))
@@ -65,7 +64,6 @@ def test_left_and_resumed_equals_uninterrupted(tmp_path: Path, name: str, dtype:
     resumed = made(again, how)
     load_optimizer_state(resumed, unpack(loaded.tensors["o"], loaded.state["o"]))
     go(again, resumed, range(3, 7))
-
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(whole, parameters(dtype), strict=True))
     (ours, tree), (theirs, other) = pack(uninterrupted.state_dict()), pack(resumed.state_dict())

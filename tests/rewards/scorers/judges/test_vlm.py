@@ -122,8 +122,6 @@ def test_a_model_that_is_not_qwens_is_asked_through_its_own_processor(tmp_path: 
 
 
 # -- The client of OpenAI-compatible judges, against a real server on loopback
-
-
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8))
 
 

@@ -83,8 +83,6 @@ def test_a_video_scores_the_mean_of_its_frames(name: str) -> None:
 
 
 # -- The gate: the probability of a classifier's label, of a video's worst frame
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -115,8 +113,6 @@ def test_it_is_the_probability_of_the_label(folder: str) -> None:
 
 
 # -- Rewards of videos: frames of a picture's reward, motion of a square that moves, what stays the same
-
-
 FIRST = """
 def first(images, prompts, colour):
     return [None if c == "none" else float(i.mean()) for i, c in zip(images, colour)]
@@ -202,8 +198,6 @@ def test_a_still_is_consistent_and_a_cut_is_not(tmp_path: Path) -> None:
 
 
 # -- SSIM against its definition; what LPIPS needs is said before any work
-
-
 @pytest.fixture
 def images() -> torch.Tensor:
     pytest.importorskip("torchmetrics", reason="the extra is not installed: pip install 'genrl-diffusion[similarity]'")

@@ -119,8 +119,6 @@ def test_a_checkpoint_of_another_architecture_or_without_weights_is_refused(chec
 
 
 # -- ImageReward: transformers' BLIP with the published weights' names against the published equations
-
-
 RED = ["red circles", "a b c"]
 
 
@@ -165,8 +163,6 @@ def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: P
 
 
 # -- The embedded CLIP: right about right and wrong pictures, whole and in the cells of a grid
-
-
 FOLDER = Path(__file__).parents[4] / "assets" / "tiny-clip"
 
 

@@ -63,7 +63,6 @@ def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.Mon
         """Says the colour of the one picture that it is shown."""
 
         def to(self, device: str) -> None: ...
-
         def answers(self, questions: list[list[Any]], max_tokens: int) -> list[str]:
             asked.extend(questions)
             return [f"<answer> {'red' if q[0].getpixel((0, 0))[0] > 99 else 'blue'} </answer>" for q in questions]
@@ -116,7 +115,6 @@ def test_points_of_criteria_that_are_met_over_the_positive_ones(monkeypatch: pyt
             self.asked: list[str] = []
 
         def to(self, device: str) -> None: ...
-
         def yes_no(self, questions: list[list[str]]) -> list[Any]:
             self.asked += [question[0] for question in questions]
             said = [0.9 if "three" in q and ">\n3\n" in q else math.nan if "polite" in q else 0.2 + 0.7 * ("best" in q)
@@ -172,8 +170,6 @@ def test_questions_are_filled_in_for_a_server_too(tmp_path: Path) -> None:
 
 
 # -- Rewards of tool use, by hand
-
-
 LOOKED = "<think> i look closer </think> <bbox>[0,0,16,16]</bbox>\n"
 LOOKED += "<think> it is rows </think> <answer> rows </answer>\n"
 

@@ -113,8 +113,6 @@ def test_the_majority_and_the_diversity_of_each_group() -> None:
 
 
 # --- calling them
-
-
 def test_functions_of_trl_run_as_they_are_their_defaults_get_their_column_and_an_option_of_ours_stays_one() -> None:
     def accuracy_reward(completions, answer, **kwargs):
         assert kwargs.keys() == {"prompts", "tag"}
@@ -145,7 +143,6 @@ def test_functions_of_trl_run_as_they_are_their_defaults_get_their_column_and_an
 
 def test_what_is_wrong_is_named() -> None:
     def needy(completions, anwser): ...
-
     def broken(completions):
         raise KeyError("oops")
 

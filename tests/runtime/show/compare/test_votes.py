@@ -124,8 +124,6 @@ def test_files_that_do_not_belong_together(vote: Vote, out: Path, tmp_path: Path
 
 
 # -- Win rates, agreement and predictors against scipy, published values and what can be counted by hand
-
-
 def test_win_rate_counts_ties_by_half_and_pairs_once() -> None:
     """Six pairs: B, B, B, A, tie, and one on which B, B and A were said."""
     found = win_rate([[1], [1], [1], [0], [0.5], [1, 1, 0]])
