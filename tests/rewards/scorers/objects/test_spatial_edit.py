@@ -164,8 +164,9 @@ def test_edits_of_the_small_world_are_judged() -> None:
     assert alone == pytest.approx([1.0, math.nan], nan_ok=True)  # what is not in the source is not kept
     never = scored("edit_move", [drawn(STAR)], [drawn(RED)], direction=["left"])
     assert math.isnan(never.values[0])
-    resized = scored("edit_scale", source[:1], source[:1], factor=[1])
-    assert resized.values == [1] and resized.parts["position"] == [1]
+    resized = scored("edit_scale", source[:2], source[:2], factor=[1, 9])
+    assert resized.values == [1, 0] and resized.parts["position"] == [1, 1]
+    assert scored("edit_scale", source[:1], [drawn(replace(RED, radius=4.5), STAR)], factor=[0.5]).values[0] > 0.9
 
 
 def turned(angle: float) -> Image.Image:
