@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as every
-from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, scaling
+from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, peer_flow_grpo, scaling
 from benchmarks.common import Parts, Seconds, Turns
 from genrl.config import load
 
@@ -264,9 +264,8 @@ def test_whole_runs_by_hand() -> None:
 def test_calls_of_the_stand_in_and_of_ours() -> None:
     """Two prompts x 2, 3 steps under guidance, of which 2 are trained; the stand-in checks that its ratios are 1."""
     names = ("the same in genrl", "+ graphs of sampling kept")
-    found = peer_flow_grpo.measure(
-        1, names, ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
-    )
+    tiny = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
+    found = peer_flow_grpo.measure(1, names, tiny)
     usual, same, kept = (found[name] for name in (peer_flow_grpo.FIRST, *names))
     for row, training in ((usual, 4.0), (same, 4.0), (kept, 0.0)):
         assert (row["sample_calls"], row["train_calls"]) == (6.0, training)
