@@ -41,18 +41,15 @@ def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "no kernel can be timed: there is no GPU. --dry-run checks all but the times" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("ratios", "on"),
-    [
+def test_the_rule_of_a_default() -> None:
+    for ratios, on in (
         ([[1.05, 1.2]] * 4, True),
         ([[1.05, 1.2]] * 3 + [[1.2, 1.04]] + [[1.0, 0.97]], False),  # three shapes in both phases
         ([[1.5, 1.5]] * 5 + [[1.5, 0.969]], False),
         ([[1.05, 1.05]] * 4 + [[0.97, 0.97]] * 2, True),
         ([], False),
-    ],
-)
-def test_the_rule_of_a_default(ratios: list[list[float]], on: bool) -> None:
-    assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
+    ):
+        assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
 
 
 @pytest.mark.slow
@@ -156,19 +153,16 @@ def test_the_teachers_score_is_the_gradient_of_the_rings_density() -> None:
 
 
 # -- The counter against the closed form
-@pytest.mark.parametrize(
-    ("row", "sampling", "training"),
-    [
+def test_formulas_by_hand() -> None:
+    for row, sampling, training in (
         ("chain, all steps", 8.0, 7.0),
         ("chain, guidance, KL", 16.0, 28.0),
         ("window, guidance, none in training", 16.0, 6.0),  # the old log-probabilities anew, once
         ("diffusion_nft", 8.0, 2.0),
-    ],
-)
-def test_formulas_by_hand(row: str, sampling: float, training: float) -> None:
-    config = model_calls.small(row)
-    found = model_calls.expected(config)
-    assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
+    ):
+        config = model_calls.small(row)
+        found = model_calls.expected(config)
+        assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
 
 
 # -- Peaks, to the byte

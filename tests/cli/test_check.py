@@ -147,9 +147,8 @@ def test_trees_of_the_papers() -> None:
     assert "model calls in sampling: 812, 12.69 per image; independent rollouts: 1,280, ratio 0.634" in text
 
 
-@pytest.mark.parametrize(
-    ("trainer", "says"),
-    [
+def test_words() -> None:
+    for trainer, says in (
         ({"window": {"size": 2}}, "steps 0, 1 trained, in 12.5% of the iterations (8 shapes)"),
         ({"window": {"size": 2, "schedule": "progressive", "every": 3}}, "steps 3, 4 trained, in 10.0% of the iter"),
         ({"window": {"size": 4, "schedule": "backward", "shortest": 1}}, "steps 8 trained, in "),
@@ -159,11 +158,9 @@ def test_trees_of_the_papers() -> None:
         ({"tree": {"ways": 2, "at": [0], "prune": {"width": "best_sibling"}}}, "training calls are at most these"),
         ({"tree": {"ways": 2, "at": [0], "prune": {"depths": [4], "slide_every": 2}}}, "steps 0, 1, 2, 4, 5, 6, 7, "),
         ({"kl_weight": 0.1}, "model calls in training: 576, 18.00 per image; 288 of them with gradient"),
-    ],
-)
-def test_words(trainer: dict[str, Any], says: str) -> None:
-    text = "\n".join(lines(config(trainer)))
-    assert says in text, text
+    ):
+        text = "\n".join(lines(config(trainer)))
+        assert says in text, text
 
 
 def test_guidance_counts_twice() -> None:

@@ -320,21 +320,18 @@ def test_gradients_reach_the_images_of_a_differentiable_reward() -> None:
     assert score(Bright()).values == scores.tolist()
 
 
-@pytest.mark.parametrize(
-    ("returned", "declared", "words"),
-    [
+def test_a_reward_without_gradients_says_so() -> None:
+    for returned, declared, words in (
         (lambda images: images.mean((1, 2, 3)), False, "has no gradients"),
         (lambda images, group: images.mean((1, 2, 3)), True, "has no gradients"),
         (lambda prompts: [1.0] * 3, True, "has no gradients"),
         (lambda images: images.detach().mean((1, 2, 3)), True, "keeps the graph"),
         (lambda images: images.mean((1, 2)), True, "keeps the graph"),
         (lambda images: images.mean((1, 2, 3)).tolist(), True, "keeps the graph"),
-    ],
-)
-def test_a_reward_without_gradients_says_so(returned: Any, declared: bool, words: str) -> None:
-    returned.differentiable = declared
-    with pytest.raises(ValueError, match=words):
-        genrl_rewards.score_with_gradients(returned, images=IMAGES.clone().requires_grad_(), prompts=PROMPTS)
+    ):
+        returned.differentiable = declared
+        with pytest.raises(ValueError, match=words):
+            genrl_rewards.score_with_gradients(returned, images=IMAGES.clone().requires_grad_(), prompts=PROMPTS)
 
 
 def test_what_a_reward_edits_in_place_is_its_own() -> None:

@@ -87,19 +87,16 @@ def test_turns_need_masks_and_any_detector_finds(tmp_path: Path) -> None:
     assert turned.values == [0.0] and turned.parts == {"angle": [0.0], "position": [1.0]}
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "words"),
-    [
+def test_wrong_columns_are_said() -> None:
+    for name, more, words in (
         ("edit_move", {"direction": ["upp"]}, "unknown direction 'upp'. Did you mean 'up'"),
         ("edit_scale", {"factor": ["big"]}, "the column 'factor' holds 'big', which is not a number"),
         ("edit_scale", {"factor": [0]}, "must be above 0"),
-    ],
-)
-def test_wrong_columns_are_said(name: str, more: dict, words: str) -> None:
-    columns = {"source_image": [drawn(RED)], "object": ["red circle"], **more}
-    reward = genrl_rewards.load(name, {"detector": "shapes"})
-    scores = genrl_rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
-    assert scores.failed == 1 and words in scores.failures[0].error
+    ):
+        columns = {"source_image": [drawn(RED)], "object": ["red circle"], **more}
+        reward = genrl_rewards.load(name, {"detector": "shapes"})
+        scores = genrl_rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
+        assert scores.failed == 1 and words in scores.failures[0].error
 
 
 def drawn(*things: Drawn) -> Image.Image:

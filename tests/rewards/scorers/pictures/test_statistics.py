@@ -30,22 +30,19 @@ def as_tensor(picture: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(picture).permute(2, 0, 1)[None].double() / 255
 
 
-@pytest.mark.parametrize(
-    ("scale", "column"),
-    [
+def test_jpeg_equals_the_golden_sizes(golden: Callable[[str], Any]) -> None:
+    for scale, column in (
         ("incompressibility", "incompressibility_kB"),
         ("compressibility", "compressibility_ddpo"),
         ("compressibility_500", "compressibility_flow_grpo"),
-    ],
-)
-def test_jpeg_equals_the_golden_sizes(golden: Callable[[str], Any], scale: str, column: str) -> None:
-    data = golden("rewards_jpeg")
-    scores = torch.cat([jpeg(as_tensor(data[f"image/{name}"]), scale) for name in data["names"]])
-    same_library = features.version_feature("libjpeg_turbo") == str(data["libjpeg"]).rpartition("=")[2]
-    np.testing.assert_allclose(scores, data[column], rtol=1e-12 if same_library else 0.02)
-    for name, count in zip(data["names"], data["bytes_q95"], strict=True):
-        size = jpeg(as_tensor(data[f"image/{name}"])).item() * 1000
-        assert size == pytest.approx(count, rel=1e-12 if same_library else 0.02)
+    ):
+        data = golden("rewards_jpeg")
+        scores = torch.cat([jpeg(as_tensor(data[f"image/{name}"]), scale) for name in data["names"]])
+        same_library = features.version_feature("libjpeg_turbo") == str(data["libjpeg"]).rpartition("=")[2]
+        np.testing.assert_allclose(scores, data[column], rtol=1e-12 if same_library else 0.02)
+        for name, count in zip(data["names"], data["bytes_q95"], strict=True):
+            size = jpeg(as_tensor(data[f"image/{name}"])).item() * 1000
+            assert size == pytest.approx(count, rel=1e-12 if same_library else 0.02)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))

@@ -190,17 +190,14 @@ def test_what_is_no_trainable_reward_is_told_why(tmp_path: Path) -> None:
     assert not genrl_rewards.declaration(genrl_rewards.resolve("pickscore")).trainable
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "words"),
-    [
+def test_arguments_that_do_not_fit(dino: str, clip: str) -> None:
+    for kind, args, words in (
         (DinoAdversary, {"size": 32, "loss": "hinges"}, "unknown loss 'hinges'. Did you mean 'hinge'"),
         (DinoLayersAdversary, {"layers": [2, 5], "size": 32}, r"layers \[2, 5\]; use one or more of 0 to 1"),
         (DinoLayersAdversary, {"layers": [], "size": 32}, r"layers \[\]"),
         (DinoLayersAdversary, {"layers": [0], "size": 32, "temperature": 0}, "temperature 0; use more than 0"),
         (PickScoreAdversary, {"layers": 3}, "3 of 2 vision layers; use 1 to 2"),
         (PickScoreAdversary, {"scale": "raws"}, "unknown scale 'raws'. Did you mean 'raw'"),
-    ],
-)
-def test_arguments_that_do_not_fit(dino: str, clip: str, kind: type, args: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        kind(clip if kind is PickScoreAdversary else dino, **args)
+    ):
+        with pytest.raises(ValueError, match=words):
+            kind(clip if kind is PickScoreAdversary else dino, **args)

@@ -174,9 +174,8 @@ LOOKED = "<think> i look closer </think> <bbox>[0,0,16,16]</bbox>\n"
 LOOKED += "<think> it is rows </think> <answer> rows </answer>\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "worth"),
-    [
+def test_the_form_is_paid_for_part_by_part() -> None:
+    for text, worth in (
         # .2 thought, .3 + .2 answer, (.4 closed + .3 flow) / 2, .3 thought before the call, .1 balance: above 1
         (LOOKED, 1.0),
         ("<think> i look closer </think> <answer> rows </answer>", 0.2 + 0.5 + 0.35 + 0.1),
@@ -187,13 +186,11 @@ LOOKED += "<think> it is rows </think> <answer> rows </answer>\n"
         ("<bbox>[0,0,16,16]</bbox> <think> i look closer </think>", 0.2 + 0.2 + 0.1),  # thought after the call
         ("<think> i look closer </think> <bbox>here</bbox>", 0.2 + 0.2 + 0.1),  # no call that can be read
         ("", 0.0),
-    ],
-)
-def test_the_form_is_paid_for_part_by_part(text: str, worth: float) -> None:
-    assert tool_format(text) == pytest.approx(min(1.0, worth))
-    other = "<think> i look closer </think> <clip>[1,4]</clip>"  # a tool with a tag and numbers of its own
-    assert tool_format(other, call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3 + 0.1)
-    assert tool_format(other + " <clip>", call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3)
+    ):
+        assert tool_format(text) == pytest.approx(min(1.0, worth))
+        other = "<think> i look closer </think> <clip>[1,4]</clip>"  # a tool with a tag and numbers of its own
+        assert tool_format(other, call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3 + 0.1)
+        assert tool_format(other + " <clip>", call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3)
 
 
 def test_a_tool_pays_when_it_is_read_executed_and_of_use() -> None:
