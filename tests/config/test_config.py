@@ -120,10 +120,7 @@ def test_all_problems_in_one_message(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (
-            lambda: genrl.Sampling(group_sice=4),
-            "genrl.Sampling: sampling.group_sice: unknown key; did you .*_size",
-        ),
+        (lambda: genrl.Sampling(group_sice=4), "genrl.Sampling: sampling.group_sice: unknown key; did you .*_size"),
         (lambda: genrl.FlowGRPO(kl_wieght=1.0), "trainer.kl_wieght: unknown key; did you mean trainer.kl_weight[?]"),
         (lambda: genrl.LoRA(r=8), "model.lora.r: unknown key; did you mean model.lora.rank[?]"),
         (lambda: genrl.Optimizer(learning_rate=1), "did you mean optimizer.lr[?]"),
