@@ -165,8 +165,6 @@ def test_the_page_is_that_of_the_results(root: Path) -> None:
 
 
 # -- A short form of every drill on runs: nothing is lost, nothing is wrong
-
-
 FEW = {name: 1 for name in ("killed at random", "stopped", "two starters", "NaN")}
 FEW |= {"bits of a manifest flipped": 20, "mutated requests": 30}
 KIND = "policy in simulation"  # the lightest
