@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from mimetypes import guess_type
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,6 +138,18 @@ def checked_text(text: str) -> str:
         if category == "Cs" or (category == "Cc" and character not in "\t\n\r"):
             raise RowError(f"character {ord(character):#06x} at position {position} is not text")
     return text
+
+
+def input_problem(column: str, columns: Mapping[str, Any]) -> str | None:
+    """Why a row's column cannot be given to a pipeline as its one picture; whether it can be decoded is not asked."""
+    value = columns.get(column)
+    if value is None:
+        return f"has no {'picture in' if column in columns else 'column'} {column!r}"
+    if not isinstance(value, str):
+        return f"{column}: is {_kind(value)}; a row gives one picture, by its path, to each argument"
+    if (guess_type(value)[0] or "").startswith("video/"):
+        return f"{column}: {value!r} is a video; a row gives one picture to each argument"
+    return None if Path(value).is_file() else f"{column}: no such file {value}"
 
 
 def is_path(name: str) -> bool:

@@ -38,7 +38,7 @@ from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
-from genrl.vla.sheet import Watched, of_episodes
+from genrl.vla.sheet import Watched, of_episodes, of_rollout
 from genrl.vla.simulators.contract import Environment
 from genrl.vla.update.scores import context_of, importance_figures, weighed
 from genrl.vla.update.settings import Update
@@ -209,6 +209,9 @@ class VLARun(TrainingRun[VLAConfig]):
         lengths = [n for part in every for n, ended in zip(part["length"], part["ended"], strict=True) if ended]
         with unsharded(self.policy):
             spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
+            if not self.config.evaluation.every and not self.frames:
+                who = self.acting._replace(frozen=self.frozen)
+                self.note_sheet(lambda: of_rollout(who, rollout, self.config))
         row = dict(figures) | self.told
         row |= {
             "rollout/success": sum(success) / max(1, len(success)),
