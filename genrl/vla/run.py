@@ -325,7 +325,8 @@ def remove_policy_of_failed_start(process: Process, kind: type[BaseException] | 
     """Remove the policy: else the command, put right, would be refused because of the folder."""
     run = process.run
     # After the first row the folder holds a run, whatever ends it.
-    if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
+    failed = kind is not None and issubclass(kind, ValueError | RuntimeError)
+    if failed and process.has_folder and not run.metrics.is_file():
         shutil.rmtree(run.folder / "policy")
 
 
