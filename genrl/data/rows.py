@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from mimetypes import guess_type
+from numbers import Number
 from pathlib import Path
 from typing import IO, Any
 
@@ -190,4 +191,4 @@ def _inside(name: str, value: Any, folder: Path) -> str | None:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, Number) else type(value).__name__)
