@@ -24,6 +24,8 @@ MAX_RATIO = 200
 """How many times one side may be the other: what Qwen's processors take."""
 SAME_COLOUR = 3
 """Levels that a profile may change and still be sRGB: forms of that differ by so much in rounding."""
+SAME_GAMMA = 0.03
+"""How far a PNG's gamma may be from that of screens and still be it."""
 PROGRAMS = ("EPS", "WMF", "EMF")
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values by which height and width change places."""
@@ -238,26 +240,32 @@ def _in_srgb(picture: Image, name: str) -> Image:
     """A picture by its colour profile, which all that follows ignores: as RGB or RGBA where there is one."""
     from PIL import ImageCms
 
-    profile = picture.info.get("icc_profile")
-    if not profile:
+    profile, gamma = picture.info.get("icc_profile"), picture.info.get("gamma")
+    if not profile and ("srgb" in picture.info or not gamma or abs(gamma - 1 / 2.2) < SAME_GAMMA):
         return picture
     clear, grey = picture.has_transparency_data, picture.mode in ("1", "L", "LA", "La")
     alpha = picture.convert("LA" if grey else "RGBA").getchannel("A") if clear else None
     colours = picture if picture.mode in ("CMYK", "LAB") else picture.convert("L" if grey else "RGB")
     try:
-        transform = _to_srgb(profile, colours.mode)
+        transform = _to_srgb(profile, colours.mode) if profile else _of_gamma(gamma)
     except (ImageCms.PyCMSError, OSError, ImportError) as error:  # broken, of other colours, or no library here
         _remark("no profile", name, f"has a colour profile that is left out ({error}); its colours are read as sRGB")
         return picture
     if transform is None:
         return picture
     _remark("profile", name, "has colours of another profile, which are converted to sRGB")
-    converted: Image = transform.apply(colours)
+    converted: Image = transform.apply(colours) if profile else colours.convert("RGB").point(transform)
     converted.info.pop("icc_profile", None)
     if alpha is not None:
         converted.info.pop("transparency", None)
         converted.putalpha(alpha)
     return converted
+
+
+def _of_gamma(gamma: float) -> list[int]:
+    """The levels of sRGB (IEC 61966-2-1) that a PNG's are by its chunk gAMA: levels^(1 / gamma) is light."""
+    light = [(level / 255) ** (1 / gamma) for level in range(256)]
+    return 3 * [round(255 * (12.92 * x if x <= 0.0031308 else 1.055 * x ** (1 / 2.4) - 0.055)) for x in light]
 
 
 @functools.lru_cache(maxsize=32)  # most files of a set have the same
