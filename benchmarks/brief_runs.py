@@ -30,7 +30,7 @@ ROBOTS: Overrides = {"evaluation.episodes": 16, "evaluation.videos": 2, "environ
 
 BY_ALGORITHM: dict[str, Overrides] = {
     "archer": {  # as much as a first success takes: without one there is no gradient
-        **{"environment.max_steps": 24, "environment.steps": 16, "trainer.batch": 256},
+        **{"environment.max_steps": 24, "environment.steps": 16, "trainer.batch_size": 256},
         **{"trainer.critic.updates": 2, "trainer.updates": 1},
     },
     "ppo": {"trainer.critic_warmup": 0},
@@ -57,7 +57,6 @@ WHERE_SET: Overrides = {
     "demonstrations.expert": 16,
     "environment.parallel": 8,
     "environment.steps": 8,
-    "evaluation.monitor.patience": 1,
     "generation.staleness": 1,
     "task.curriculum.over": 2,
     "task.passes": 2,

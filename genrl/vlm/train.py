@@ -51,7 +51,7 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
             )
     if config.synthesis is not None and num_processes > 1:
         raise ValueError("synthesis: descriptions that wait are kept by one process; start one, or write null")
-    if config.generation.staleness and config.generation.vllm.url is not None and num_processes > 1:
+    if config.generation.staleness and config.generation.answers_ahead and num_processes > 1:
         raise ValueError("generation.staleness: a server samples ahead for one process; start one, or write 0")
 
 

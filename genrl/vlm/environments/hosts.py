@@ -70,8 +70,8 @@ class Host(Protocol):
 
 
 def open_host(settings: Settings) -> Host:
-    """The host that `environment.processes` asks for."""
-    return Processes(settings) if settings.processes else Local(settings)
+    """The host that `environment.timeout_s` asks for."""
+    return Local(settings) if settings.timeout_s is None else Processes(settings)
 
 
 def done(environment: Environment, work: Work) -> Outcome:
