@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from genrl.objectives.forward.matching import nft_reward_weight
-
 Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
 CRDLoss = Literal["mse", "bce"]
 
@@ -117,11 +115,6 @@ def implicit_reward(velocity: Tensor, old_velocity: Tensor, target: Tensor, *, a
     """
     new = _scaled_error(velocity, target, adaptive)
     return _scaled_error(old_velocity.detach(), target, adaptive) - new
-
-
-def crd_target(advantage: Tensor, *, clip: float = 5.0) -> Tensor:
-    """`a = clamp(A, -clip, clip) / (2 clip) + 1/2` in [0, 1]: the external reward that r_theta is to equal."""
-    return nft_reward_weight(advantage, clip)
 
 
 def group_centres(implicit: Tensor, target: Tensor, group: Tensor, *, temperature: float | None = None) -> list[Centre]:

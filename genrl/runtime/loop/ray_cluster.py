@@ -78,8 +78,9 @@ def _must_answer(address: str) -> None:
         problem = f"silent for {PATIENCE_S:g} s"
     if problem:
         raise ValueError(
-            f"RAY_ADDRESS: no Ray cluster answers at {address} ({problem}); start one there by `ray start --head "
-            f"--port {port}`, and join it on this machine by `ray start --address {address}`; or unset it: one is started"
+            f"RAY_ADDRESS: no Ray cluster answers at {address} ({problem}); start one there by `ray start "
+            f"--head --port {port}`, and join it on this machine by `ray start --address {address}`; "
+            "or unset it: one is started"
         )
 
 

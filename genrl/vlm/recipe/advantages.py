@@ -275,7 +275,7 @@ class Signed(Estimator):
     needs_group: ClassVar[bool] = False
     name: Literal["signed"] = "signed"
     pays: tuple[Number, Number] = (0.0, -1.0)
-    """Advantages of right answers (W-REINFORCE: .1) and of the others; those of 0 are left out of a mean over tokens."""
+    """Advantages of right answers (W-REINFORCE: .1) and of the others; rows of 0 are left out of a mean over tokens."""
 
     def estimate(self, batch: TokenBatch) -> Tensor:
         right, tokens = batch.read("right", self.name), masking.token_count(batch.mask)

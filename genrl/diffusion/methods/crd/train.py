@@ -29,12 +29,12 @@ from genrl.mdp.noise import generator
 from genrl.objectives.decay import ramp
 from genrl.objectives.forward.forward_process import (
     crd_loss,
-    crd_target,
     group_centres,
     implicit_reward,
     matching_error,
     reward_adaptive_weight,
 )
+from genrl.objectives.forward.matching import nft_reward_weight
 from genrl.objectives.surrogates.policy_losses import kl_velocity
 from genrl.runtime.loop.recorded import Recorded
 
@@ -70,7 +70,7 @@ def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, flo
 
     # 3. Estimate.
     advantages, meter = noising.estimate(settings, rollouts)
-    aims = crd_target(advantages, clip=settings.advantage_clip)
+    aims = nft_reward_weight(advantages, settings.advantage_clip)  # in [0, 1]: what r_theta is to equal
     # Without a score there is nothing to distil: such a sample is a group of its own, whose loss is 0.
     alone = -1 - torch.arange(rollouts.num_samples)
     group = torch.where(rollouts.total.isnan(), alone, rollouts.group)
