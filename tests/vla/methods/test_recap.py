@@ -121,7 +121,7 @@ def test_all_steps_positive_and_told_is_supervised_training(root: Path, tmp_path
     assert isinstance(all_of_them, RECAP)
     advantage = torch.randn(50, generator=torch.Generator().manual_seed(0))
     positive = advantage >= recap.threshold(advantage, all_of_them.positive)
-    assert bool((recap.told_of(positive, torch.rand(50), all_of_them.drop, False) == 0).all())
+    assert bool((recap.told_of(positive, torch.rand(50), all_of_them.drop) == 0).all())
 
 
 def test_data_that_compare_nothing_are_refused(root: Path, tmp_path: Path) -> None:
