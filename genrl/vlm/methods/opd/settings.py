@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Section, Text
-from genrl.objectives.surrogates.bounds import LEAST_INTERPOLATION as LEAST
 from genrl.vlm.config.schema import Row
 from genrl.vlm.methods.answers.settings import Answers
 from genrl.vlm.recipe.choice import Factor
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 ROUTE = "teacher"
 """Column of the questions that names the teacher of each, where there are several."""
+LEAST = 0.01
+"""Smallest beta of GKD's distance that is no KL: below it the distance vanishes with beta, it is not the forward KL."""
 
 
 class Teacher(Section):
