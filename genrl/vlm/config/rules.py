@@ -43,8 +43,6 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.name",), wrong
     if task.name is not None and task.eval is not None:
         yield ("task.eval", "task.name"), "a generated task has its own held-out questions; leave eval out"
-    if task.min_pixels is not None and task.max_pixels is not None and task.min_pixels > task.max_pixels:
-        yield ("task.min_pixels", "task.max_pixels"), "the least is more than the most"
     if task.train is not None and task.eval is None and config.evaluation.every:
         yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
     if task.train is not None and task.train == task.eval:
