@@ -106,7 +106,7 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
 
 def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:
     """What the method trains beside the policy, by name: `heads(policy)` of its module, where it says so."""
-    if not config.trainer.with_heads:
+    if "heads" not in config.trainer.reads:
         return {}
     heads: dict[str, nn.Module] = vars(module_of(config.trainer))["heads"](policy)
     return heads

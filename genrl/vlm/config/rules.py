@@ -134,7 +134,7 @@ def _shards(config: VLMConfig) -> Iterator[Finding]:
     if trainer.fit_batch:
         text = "a process that leaves a pass for want of memory leaves the others waiting; find micro_batch by hand"
         yield ("trainer.fit_batch", key), text
-    if trainer.with_heads:
+    if "heads" in trainer.reads:
         yield (key, "trainer.algorithm"), f"{trainer.name} trains modules beside the model; write false"
     if config.trains_shards and "ema" in trainer.reads:
         text = f"{trainer.name} reads a moving average, which of all weights is not held in shards; give vlm.lora"
