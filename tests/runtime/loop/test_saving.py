@@ -19,7 +19,7 @@ from genrl.runtime.loop.guards import NonFiniteError, any_rank, non_finite, read
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.weights import weights as runtime_weights
 from tests.run_folders import differences, start_ranks, wait
-from tests.runtime.loop.loops import Evaluation, Settings, backward, loop, values
+from tests.runtime.loop.loops import Settings, backward, loop, values
 from tests.runtime.loop.test_loop import Counter, learn, train
 
 
@@ -93,26 +93,6 @@ def test_a_row_that_could_not_be_written_is_written_on_resume(tmp_path: Path, mo
     assert [row["step"] for row in read_metrics(again.process.run.metrics)] == [1, 2, 3, 4]
 
 
-def test_an_evaluation_that_raises_is_done_again(tmp_path: Path) -> None:
-    broken = [True]
-
-    def judge(iteration: int) -> dict[str, float]:
-        if iteration == 2 and broken:
-            raise ZeroDivisionError
-        return {"eval/success_mean": 0.5}
-
-    settings = Settings(evaluation=Evaluation(2))
-    one = loop(tmp_path, settings, evaluate=judge)
-    with pytest.raises(ZeroDivisionError), saved_on_error(one):
-        train(one, Counter())
-    broken.clear()
-    again = loop(tmp_path, settings, evaluate=judge)
-    again.restore(one.process.run.checkpoints / "step-000002")
-    train(again, Counter())
-    rows = {row["step"]: row.get("eval/success_mean") for row in read_metrics(again.process.run.metrics)}
-    assert rows == {0: 0.5, 1: None, 2: 0.5, 3: None, 4: 0.5}
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, value: float) -> None:
     """Neither after the last update nor where the error comes later."""
@@ -177,8 +157,6 @@ def test_rows_that_are_removed_meanwhile_are_missed(tmp_path: Path, caplog: pyte
 
 
 # -- A number that is not finite stops all ranks before the step, and its micro-batch can be read back
-
-
 BAD = [float("nan"), float("inf"), -float("inf")]
 
 

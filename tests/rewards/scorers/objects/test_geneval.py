@@ -142,8 +142,6 @@ def test_rows_that_are_not_genevals_are_said_to_be(yolos: Path, clip: Path) -> N
 
 
 # -- GenEval's rules against golden cases, and what must hold for any picture
-
-
 def test_verdicts_and_relations_equal_the_golden_ones(golden_json: Callable[[str], Any]) -> None:
     for case in golden_json("rewards_geneval")["cases"]:
         found = {name: [Box(*row) for row in rows] for name, rows in case["detections"].items()}
@@ -169,8 +167,6 @@ def test_a_crowd_is_no_worse_than_nothing_and_what_is_excluded_must_not_be_there
 
 
 # -- The table's judge reads off pictures what the simulator knows
-
-
 def scores(state: State, prompts: list[str], size: int = 32) -> list[float]:
     images = torch.from_numpy(render(state, size)).movedim(-1, 1).float() / 255.0
     return genrl_rewards.score(genrl_rewards.load("table_progress"), images=images, prompts=prompts).values
