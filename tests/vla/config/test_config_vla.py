@@ -46,7 +46,7 @@ def test_the_schema_tells_the_kinds_apart() -> None:
     validator = schema_validator()
     assert validator.is_valid(tree(NEW)) and validator.is_valid(tree(TRAINED))
     assert not validator.is_valid(tree(TRAINED, model={"path": "org/model"}))
-    assert not validator.is_valid(tree(TRAINED, sampler={"kind": "flow_sde", "low": 0.1}))
+    assert not validator.is_valid(tree(TRAINED, sampler={"kind": "flow_sde", "std": [0.1, 0.2]}))
     assert not validator.is_valid(tree(TRAINED, policy=None))  # of a pipeline then, which has no environment
     asker = {"vlm": {"path": "some/model"}, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}
     assert validator.is_valid(asker) and not validator.is_valid({**asker, "sampler": {"kind": "flow_sde"}})
@@ -84,7 +84,7 @@ def test_what_cannot_work_is_refused(case: dict[str, str], tmp_path: Path) -> No
     [
         (NEW, new("type: 'a.py:B'", "sampler: {kind: diffusion}")),
         (TRAINED, "sampler: {kind: diffusion, steps: 5, ft_denoising_steps: 5}"),
-        (TRAINED, "sampler: {kind: reinflow, low: 0.1, high: 0.1}"),
+        (TRAINED, "sampler: {kind: reinflow, std: [0.1, 0.1]}"),
     ],
 )
 def test_their_neighbours_are_accepted(base: dict[str, Any], changes: str, tmp_path: Path) -> None:

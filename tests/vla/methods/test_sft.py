@@ -25,8 +25,10 @@ from genrl.vla.policies.encoder import LOOKS
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, rows
 from genrl.vla.train import open_policy
 from tests.vla import vla_runs
-from tests.vla.methods.test_vla_offline_trainers import small
+from tests.vla.methods.test_vla_offline_trainers import few_videos, small
 from tests.vla.tiny_policies import diffusion, flow, frames
+
+__all__ = ["few_videos"]  # of V-PTR, in all tests here
 
 DIFFUSION: dict[str, Any] = {
     "policy": {"path": None, "new": {"type": "diffusion_mlp", "image_size": 0, "train_steps": 20}},
