@@ -13,7 +13,7 @@ from genrl.vla.simulators.tables import open_environment
 pytest.importorskip("h5py", reason="needs h5py: pip install 'genrl-diffusion[h5py]'")
 from benchmarks import vla_safe_data as made  # noqa: E402
 
-LINE = f"{Path(__file__).parents[1] / 'vla' / 'dangerous_line.py'}:Line"
+LINE = f"{Path(__file__).parents[1] / 'vla' / 'frail.py'}:Line"
 STEPS = 6
 
 
