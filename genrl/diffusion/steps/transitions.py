@@ -7,8 +7,9 @@ step, its advantage and weight, log p_old, and, with a divergence, what the refe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -252,3 +253,29 @@ def reference_kl(kind: str, new: Replayed, reference: Tensor) -> Tensor:
     if kind == "k2":
         return kl_k2(new.log_prob, reference)
     return kl_velocity(new.model_output, reference)
+
+
+@dataclass(frozen=True)
+class OldMeans:
+    """Number of a transition -> its mean before the first update, [B, ...]."""
+
+    means: dict[int, Tensor]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, actions: Actions) -> Self:
+        """Means of all transitions but those of the first update, whose own evaluation is that."""
+        # In the first update the policy is still the one that sampled, so its loss pass yields these means for free
+        # (`note`).
+        later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
+        every = [action for micro_batch in later for action in actions[micro_batch.slots[0]]]
+        steps = {action_of.number: step_of(run, settings, action_of.piece, action_of.step) for action_of in every}
+        return cls({number: replayed_before(run, step).mean for number, step in steps.items()})
+
+    def known(self, action: Action) -> dict[str, Tensor]:
+        """What a loss reads of the policy that sampled; nothing in the first update."""
+        return {"old_mean": self.means[action.number]} if action.number in self.means else {}
+
+    def note(self, action: Action, results: Results) -> None:
+        """Keep the evaluation of the first update for the epochs that follow."""
+        self.means.setdefault(action.number, results["mean"].detach())
