@@ -238,7 +238,7 @@ class DiffusionRun(TrainingRun[Config]):
             rollouts = downsampled(rollouts, keep)
         trainer = self.config.trainer
         if trainer.trains_on == "steps" and not is_built_in(type(trainer)):  # ours ask by their own clip range
-            from genrl.diffusion.steps.plans import check_on_policy  # which builds on this module
+            from genrl.diffusion.steps.transitions import check_on_policy
 
             check_on_policy(self, rollouts, clip=getattr(trainer, "clip_range", 1.0))
         self.loop.optimization.loss_scale = loss_scale(self.config, rollouts)

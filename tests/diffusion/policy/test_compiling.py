@@ -18,7 +18,7 @@ from genrl.diffusion.policy.compiling import TooManyGraphs, compile_denoisers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
-from genrl.diffusion.steps.plans import off_policy
+from genrl.diffusion.steps.transitions import off_policy
 from genrl.diffusion.train import train
 from genrl.kernels.machine import compile_problem
 from genrl.runtime.folder.run import read_metrics

@@ -21,7 +21,8 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.plans import Tensors, compared_steps, every_step
+from genrl.diffusion.steps.plans import every_step
+from genrl.diffusion.steps.transitions import Tensors, compared_steps
 from genrl.diffusion.updating import update
 from genrl.objectives.preferences import preference_pairs
 from genrl.runtime.loop.recorded import Recorded

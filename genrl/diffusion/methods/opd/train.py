@@ -20,8 +20,8 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Replayed
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps, Tensors, replayed
-from genrl.diffusion.steps.transitions import Action, collect, penalised, update
+from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.transitions import Action, Tensors, collect, penalised, replayed, update
 from genrl.objectives.groups import group_advantages
 from genrl.objectives.policy_losses import clipped_surrogate, kl_gaussian, kl_gaussian_dt, kl_mean_square
 from genrl.runtime.loop.recorded import Recorded

@@ -31,7 +31,8 @@ from genrl.diffusion.rollout.forest import Drawn
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.rollout.scoring import Scoring
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.plans import Tensors, choose_kernel, compared_steps, last_step_is_drawn, replayed
+from genrl.diffusion.steps.plans import choose_kernel, last_step_is_drawn
+from genrl.diffusion.steps.transitions import Tensors, compared_steps, replayed
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
