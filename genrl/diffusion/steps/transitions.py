@@ -20,9 +20,8 @@ from genrl.diffusion.policy.trajectory import Replayed, StepRecord
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.layout import roots_together
-from genrl.diffusion.steps.plans import Steps, choose_kernel
+from genrl.diffusion.steps.plans import Edges, Steps, choose_kernel
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.objectives.policy_losses import (
     SurrogateOutput,

@@ -21,8 +21,7 @@ from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
-from genrl.diffusion.steps.edges import Edges
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Edges, Steps
 from genrl.diffusion.train import train
 from genrl.mdp.batches import prompt_indices
 from genrl.runtime.folder.run import Run, read_metrics

@@ -22,8 +22,7 @@ from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import Edges, estimate, to_table
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Edges, Steps, estimate, to_table
 from genrl.diffusion.steps.transitions import Action, Tensors, collect, penalised, replayed, step_of, update
 from genrl.mdp.tree import Tree, grow
 from genrl.objectives.credit import mean_of_leaves

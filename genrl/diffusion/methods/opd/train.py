@@ -19,8 +19,7 @@ from genrl.diffusion.methods.opd.teaching import Teachers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Replayed
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Steps, estimate
 from genrl.diffusion.steps.transitions import Action, Tensors, collect, penalised, replayed, update
 from genrl.objectives.groups import group_advantages
 from genrl.objectives.policy_losses import clipped_surrogate, kl_gaussian, kl_gaussian_dt, kl_mean_square

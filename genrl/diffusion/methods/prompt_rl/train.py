@@ -34,8 +34,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Steps, estimate
 from genrl.diffusion.steps.transitions import check_on_policy, sampler, update
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.objectives.groups import group_advantages
