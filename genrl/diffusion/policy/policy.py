@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from genrl.diffusion.config.model_rules import DENOISERS
 from genrl.diffusion.config.pipeline_classes import source_of
-from genrl.diffusion.policy.attention import Switches
+from genrl.diffusion.policy.blocks import Switches
 from genrl.diffusion.policy.calls import Actions, PipelineCalls, Recording, predicted_clean
 from genrl.diffusion.policy.compiling import TooManyGraphs
 from genrl.diffusion.policy.encoding import memoise_encode_prompt

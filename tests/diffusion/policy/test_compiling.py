@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from genrl.diffusion.config.sections import Offload
 from genrl.diffusion.policy import compiling
-from genrl.diffusion.policy.attention import Switches
-from genrl.diffusion.policy.blocks import install
+from genrl.diffusion.policy.blocks import Switches, install
 from genrl.diffusion.policy.compiling import TooManyGraphs, compile_denoisers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
