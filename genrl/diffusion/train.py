@@ -24,6 +24,7 @@ from genrl.diffusion.encode_ahead import Tell, batches, encode_ahead, place, tex
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.files.export import probe_of
 from genrl.diffusion.fit import MEMORY_HINT
+from genrl.diffusion.policy.adapters import trainable
 from genrl.diffusion.policy.apart import require_apart
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.compiling import divide
@@ -35,7 +36,6 @@ from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy, Untouched
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.unconditional import Unconditional
-from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts
 from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments, check_inputs

@@ -1,5 +1,5 @@
-"""Our attention processors and block forwards for diffusers' SD3(.5), FLUX, Qwen-Image and Wan, where kernels go in, and
-what installs them.
+"""Our attention processors and block forwards for diffusers' SD3(.5), FLUX, Qwen-Image and Wan, where our kernels go
+in, and what installs them.
 
 diffusers' own `set_attention_backend` changes nothing, and says nothing, on models whose processors do not go through
 its dispatcher (SD3, Sana, PixArt, CogView4, AuraFlow, UNets). So processors are set here, one by one, and after the

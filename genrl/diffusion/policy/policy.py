@@ -40,7 +40,7 @@ class Policy:
     """A diffusers pipeline that can be rolled out, replayed and trained.
 
     The pipeline is changed in place: its scheduler becomes a policy head, `prepare_latents` and `encode_prompt` are
-    wrapped on the instance, everything is put into eval mode without gradients (`weights.py` makes parameters
+    wrapped on the instance, everything is put into eval mode without gradients (`adapters.py` makes parameters
     trainable again).
 
     Raises ValueError where the pipeline does not fit, with the reason.

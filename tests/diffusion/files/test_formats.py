@@ -13,8 +13,8 @@ from genrl.data import prompts
 from genrl.diffusion.files import formats
 from genrl.diffusion.files.export import export, probe_of, save_lora
 from genrl.diffusion.files.formats import ExportError, form_problem
+from genrl.diffusion.policy.adapters import trainable
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.weights import trainable
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, write_atomic
 from tests.diffusion import runs

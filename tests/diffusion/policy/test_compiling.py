@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from genrl.diffusion.config.sections import Offload
 from genrl.diffusion.policy import compiling
+from genrl.diffusion.policy.adapters import trainable
 from genrl.diffusion.policy.blocks import Switches, install
 from genrl.diffusion.policy.compiling import TooManyGraphs, compile_denoisers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.steps.transitions import off_policy
 from genrl.diffusion.train import train
 from genrl.kernels.machine import compile_problem
