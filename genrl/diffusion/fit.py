@@ -1,13 +1,16 @@
-"""How many samples fit on the device together: found before training, by trying, and the same in all processes.
+"""Trials before the first iteration: how many samples fit on the device together, and whether they stay apart there.
 
 A micro-batch is at its largest in training: one model call with its graph, beside gradients, optimiser states and the
 reward models. Memory grows linearly with the batch, m(n) = m(1) + (n - 1) (m(2) - m(1)); so two small trials say which
-sizes are not worth trying, and the largest that is left is tried for real, then half of it, until it fits everywhere.
+sizes are not worth trying, and the largest that is left is tried for real, then half of it, until it fits everywhere,
+and in all processes the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -15,6 +18,7 @@ from accelerate.utils import gather_object
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.memory_estimate import snapshots
 from genrl.diffusion.config.schema import Config
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.runtime.loop.frame import halvings, too_large
@@ -116,3 +120,36 @@ def copies_to_come(run: TrainingRun[Config]) -> int:
     num_snapshots = len(snapshots(run.config))
     undo = 3 + num_snapshots if run.weights.can_be_copied else 0
     return 2 + num_snapshots - len(run.weights.snapshots) + undo
+
+
+APART_TOLERANCE = 1e-6
+"""Of the largest number; two calls of the same shapes differ by nothing but the other sample's picture."""
+ALONE = "write sampling.batch_size: 1, so that each sample is a call of its own"
+
+
+@torch.no_grad()
+def require_apart(policy: Policy, batch: Batch) -> None:
+    """Raise ValueError unless the first of two samples stays as it is when the second is given the first's picture.
+
+    Some pipelines read a list of pictures as several references for each sample (FLUX.2-klein), or share out one
+    encoding: trained so, a sample would be drawn by one picture and scored by another. batch: of two samples; one step
+    is made twice.
+    """
+    if len(batch) < 2 or not batch.inputs:
+        return
+    # The prompts and noise stay; so sample 0 can differ only by what it took from the other's picture.
+    same: Mapping[str, Any] = {name: [values[0], values[0]] for name, values in batch.inputs.items()}
+    kind = type(policy.pipe).__name__
+    try:
+        # One step is enough: what leaks between samples leaks in every call of the model.
+        other, alike = (
+            policy.roll_out(condition, stop=1).final[0] for condition in (batch, replace(batch, inputs=same))
+        )
+    except ValueError as error:
+        text = f"a {kind} cannot be given the pictures of two samples in one call"
+        raise ValueError(f"sampling.inputs: {text}; {ALONE} ({error})") from error
+    difference = float((other - alike).abs().max())
+    # Written so that NaN is refused, too.
+    if not difference <= APART_TOLERANCE * float(alike.abs().max()):
+        text = f"in a {kind} the picture of one sample changes another sample of the call (by up to {difference:.2g})"
+        raise ValueError(f"sampling.inputs: {text}; {ALONE}")

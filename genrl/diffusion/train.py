@@ -23,9 +23,8 @@ from genrl.diffusion.config.shares import processes_problem
 from genrl.diffusion.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.files.export import probe_of
-from genrl.diffusion.fit import MEMORY_HINT
+from genrl.diffusion.fit import MEMORY_HINT, require_apart
 from genrl.diffusion.policy.adapters import trainable
-from genrl.diffusion.policy.apart import require_apart
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.compiling import divide
 from genrl.diffusion.policy.decoding import spare_vae
