@@ -26,9 +26,8 @@ SHOWN = 8
 def components_of(config: Config, *, ask: bool = False) -> tuple[Component, ...]:
     """The networks of the pipeline: of one that is not on this machine, as it was published, where that is known, or,
     if it is to be asked, as the hub's files say; else none."""
-    from genrl.diffusion.config.estimate import read_components
+    from genrl.diffusion.config.estimate import published, read_components
     from genrl.diffusion.config.files import model_folder
-    from genrl.diffusion.config.published import published
 
     model = config.model
     if folder := model_folder(config):
