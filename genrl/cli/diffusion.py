@@ -42,8 +42,7 @@ def _of_hub(
     source: str, revision: str | None, variant: str | None, without: tuple[str, ...]
 ) -> tuple[tuple[Component, ...], str]:
     """The networks of a pipeline on the hub; or why none is known."""
-    from genrl.config.folders import is_hub_id
-    from genrl.config.weight_files import from_hub
+    from genrl.config.folders import from_hub, is_hub_id
     from genrl.diffusion.config.estimate import read_components
 
     if not is_hub_id(source):

@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from genrl.config.folders import read_json
+from genrl.config.folders import DTYPE_BYTES, HeaderError, read_header, read_json, unpacked, weight_files
 from genrl.config.sections import LoRA
-from genrl.config.weight_files import DTYPE_BYTES, HeaderError, read_header, unpacked, weight_files
 from genrl.diffusion.config.model_rules import DENOISERS, DIVIDED, is_text_encoder
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS

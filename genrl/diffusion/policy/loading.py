@@ -36,8 +36,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from genrl.config.folders import is_gguf
-from genrl.config.weight_files import file_problem, read_header, scales_problem
+from genrl.config.folders import file_problem, is_gguf, read_header, scales_problem
 from genrl.diffusion.config.combinations import OURS
 from genrl.diffusion.config.files import folder_problems, pipeline_class
 from genrl.diffusion.config.model_rules import (

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from genrl.config import RunConfig
-from genrl.config.folders import is_hub_id, looks_local
-from genrl.config.weight_files import hub_errors
+from genrl.config.folders import hub_errors, is_hub_id, looks_local
 from genrl.runtime.folder import cards
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.show import pictures

@@ -9,10 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from genrl.config.folders import is_hub_id
+from genrl.config.folders import file_problem, is_hub_id, weights_problem
 from genrl.config.plugins import names
 from genrl.config.run_config import FileFinding
-from genrl.config.weight_files import file_problem, weights_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.vla.config.names import PREDICTS, SAMPLERS, SIMULATORS
 from genrl.vla.config.openvla import data_set, data_sets, is_openvla
