@@ -1,4 +1,4 @@
-"""Noise grids (sigma from 1 = noise down to 0 = data) and windows of stochastic steps.
+"""Noise grids (sigma from 1 = noise down to 0 = data).
 
 A grid is float32 [N + 1], strictly decreasing, its last value 0; it is computed in float64. Pin the grid of a run and
 store it with its trajectories: what a scheduler makes by default differs between releases.
@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from genrl.mdp.noise import generator
-from genrl.mdp.plan import check_window, draw_start, geometric_start_probabilities
 
 
 def shift(sigmas: Tensor, factor: float) -> Tensor:
@@ -33,32 +30,6 @@ def linspace_grid(steps: int) -> Tensor:
         raise ValueError(f"a grid needs at least one step, got {steps}")
     sigmas = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64)
     return torch.cat([sigmas, sigmas.new_zeros(1)]).float()
-
-
-def window_steps(size: int, low: int, high: int, *, seed: int, iteration: int) -> range:
-    """The stochastic (trained) steps of one iteration: `size` consecutive ones inside [low, high).
-
-    Their start is uniform in low .. high - size. A pure function of its arguments: the same on every process and for
-    every sample of a group, so that a group's advantages compare the same exploration; never empty.
-    Source: the windows of MixGRPO (arXiv 2507.21802) and of Flow-GRPO-Fast (Flow-GRPO's repository).
-    Raises ValueError unless 1 <= size <= high - low and low >= 0.
-    """
-    check_window(size, low, high)
-    starts = high - low - size + 1
-    offset = int(torch.randint(starts, (1,), generator=generator(seed, "window", iteration)))
-    return range(low + offset, low + offset + size)
-
-
-def geometric_window(size: int, low: int, high: int, *, ratio: float, seed: int, iteration: int) -> range:
-    """`size` consecutive steps inside [low, high), early starts more likely: `geometric_start_probabilities`.
-
-    TreeGRPO has as many starts as steps less the size, so its window ends before the last step: high = steps - 1.
-    A pure function of its arguments, as `window_steps`.
-    """
-    check_window(size, low, high)
-    uniform = float(torch.rand((), generator=generator(seed, "window", iteration), dtype=torch.float64))
-    start = low + draw_start(geometric_start_probabilities(high - low - size + 1, ratio), uniform)
-    return range(start, start + size)
 
 
 def compressed_tail(sigmas: Tensor, start: int, steps: int, *, factor: float | None = None) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genrl.diffusion.steps.plans import geometric_window, window_steps
 from genrl.mdp import forward, kernels, plan, schedules
 from genrl.mdp.plan import compress_tail, make_plan, moving_window
 from genrl.objectives.groups import group_advantages
@@ -55,13 +56,13 @@ def test_shifts_compose_and_are_undone_by_the_inverse(u: float, s: float, t: flo
 @given(st.integers(1, 8), st.integers(0, 10), st.integers(0, 10), st.integers(0, 2**31), st.integers(0, 1000))
 def test_a_window_is_never_empty_and_lies_inside(size: int, low: int, extra: int, seed: int, iteration: int) -> None:
     high = low + size + extra
-    window = schedules.window_steps(size, low, high, seed=seed, iteration=iteration)
+    window = window_steps(size, low, high, seed=seed, iteration=iteration)
     assert len(window) == size and low <= window[0] and window[-1] < high
-    assert window == schedules.window_steps(size, low, high, seed=seed, iteration=iteration)
+    assert window == window_steps(size, low, high, seed=seed, iteration=iteration)
 
 
 def test_early_starts_of_a_geometric_window_are_more_likely() -> None:
-    draw = partial(schedules.geometric_window, 3, 1, 8, ratio=0.5, seed=3)
+    draw = partial(geometric_window, 3, 1, 8, ratio=0.5, seed=3)
     starts = torch.tensor([draw(iteration=i).start for i in range(2000)])
     law = torch.tensor(plan.geometric_start_probabilities(5, 0.5))
     counts = torch.bincount(starts, minlength=6)
@@ -89,8 +90,8 @@ def test_a_compressed_tail_begins_where_it_is_told_and_ends_at_0(factor: float |
 @pytest.mark.parametrize(("size", "low", "high"), [(0, 0, 5), (6, 0, 5), (2, 4, 5), (1, -1, 5)])
 def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -> None:
     for schedule in (
-        partial(schedules.window_steps, seed=0),
-        partial(schedules.geometric_window, ratio=0.5, seed=0),
+        partial(window_steps, seed=0),
+        partial(geometric_window, ratio=0.5, seed=0),
         partial(plan.moving_window, every=3),
     ):
         with pytest.raises(ValueError, match="do not fit"):

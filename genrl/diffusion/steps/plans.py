@@ -28,8 +28,15 @@ from genrl.diffusion.steps.layout import Prune, Tree, fixed_window, plan_of, pru
 from genrl.diffusion.steps.settings import EveryStep, PolicyGradient, Stochastic
 from genrl.mdp import tree as trees
 from genrl.mdp.kernels import FLOW_KERNELS
-from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
-from genrl.mdp.schedules import geometric_window, window_steps
+from genrl.mdp.noise import generator
+from genrl.mdp.plan import (
+    SamplingPlan,
+    check_window,
+    draw_start,
+    geometric_start_probabilities,
+    make_plan,
+    unpruned_steps,
+)
 from genrl.objectives.credit import (
     PromptHistory,
     best_siblings,
@@ -60,6 +67,32 @@ def window_of(config: Config, settings: PolicyGradient, iteration: int) -> range
     if window.schedule == "geometric":
         return geometric_window(**place, ratio=window.ratio, seed=config.seed, iteration=iteration)
     return fixed_window(window, steps=steps, iteration=iteration, iterations=config.iterations)
+
+
+def window_steps(size: int, low: int, high: int, *, seed: int, iteration: int) -> range:
+    """The stochastic (trained) steps of one iteration: `size` consecutive ones inside [low, high).
+
+    Their start is uniform in low .. high - size. A pure function of its arguments: the same on every process and for
+    every sample of a group, so that a group's advantages compare the same exploration; never empty.
+    Source: the windows of MixGRPO (arXiv 2507.21802) and of Flow-GRPO-Fast (Flow-GRPO's repository).
+    Raises ValueError unless 1 <= size <= high - low and low >= 0.
+    """
+    check_window(size, low, high)
+    starts = high - low - size + 1
+    offset = int(torch.randint(starts, (1,), generator=generator(seed, "window", iteration)))
+    return range(low + offset, low + offset + size)
+
+
+def geometric_window(size: int, low: int, high: int, *, ratio: float, seed: int, iteration: int) -> range:
+    """`size` consecutive steps inside [low, high), early starts more likely: `geometric_start_probabilities`.
+
+    TreeGRPO has as many starts as steps less the size, so its window ends before the last step: high = steps - 1.
+    A pure function of its arguments, as `window_steps`.
+    """
+    check_window(size, low, high)
+    uniform = float(torch.rand((), generator=generator(seed, "window", iteration), dtype=torch.float64))
+    start = low + draw_start(geometric_start_probabilities(high - low - size + 1, ratio), uniform)
+    return range(start, start + size)
 
 
 class Steps(NamedTuple):
