@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal
 
-from genrl.mdp import batches, categorical, forward, kernels, noise
+from genrl.mdp import batches, categorical, kernels, levels, noise
 from genrl.mdp.noise import derive_seed, generator, keyed_noise, seeded
 
 SHAPES = st.sampled_from([(1, 1), (3, 4), (2, 3, 5), (2, 4, 2, 3), (1, 2, 3, 2, 2)])
@@ -251,9 +251,9 @@ def pictures(seed: int) -> tuple[Tensor, Tensor]:
 @given(st.integers(0, 99), st.floats(0.05, 1.0), st.floats(0.0, 1.0))
 def test_an_ode_step_with_the_right_velocity_stays_on_the_path(seed: int, sigma: float, share: float) -> None:
     clean, source = pictures(seed)
-    velocity = forward.flow_target(clean, source)
-    step = kernels.ode(forward.flow_sample(clean, source, sigma), velocity, sigma, share * sigma)
-    assert torch.allclose(step.mean, forward.flow_sample(clean, source, share * sigma), atol=1e-12)
+    velocity = levels.flow_target(clean, source)
+    step = kernels.ode(levels.flow_sample(clean, source, sigma), velocity, sigma, share * sigma)
+    assert torch.allclose(step.mean, levels.flow_sample(clean, source, share * sigma), atol=1e-12)
 
 
 @given(
@@ -266,22 +266,22 @@ def test_a_ddim_step_with_the_right_prediction_stays_on_the_path(
     seed: int, alpha_bar: float, share: float, kind: str
 ) -> None:
     clean, source = pictures(seed)
-    target = forward.diffusion_target(clean, source, alpha_bar, kind)  # type: ignore[arg-type]
+    target = levels.diffusion_target(clean, source, alpha_bar, kind)  # type: ignore[arg-type]
     next_level = alpha_bar + share * (1 - alpha_bar)
     step = kernels.ddim(
-        forward.diffusion_sample(clean, source, alpha_bar), target, alpha_bar, next_level, eta=0.0,
+        levels.diffusion_sample(clean, source, alpha_bar), target, alpha_bar, next_level, eta=0.0,
         prediction_type=kind,  # type: ignore[arg-type]
     )  # fmt: skip
-    assert torch.allclose(step.mean, forward.diffusion_sample(clean, source, next_level), atol=1e-9)
+    assert torch.allclose(step.mean, levels.diffusion_sample(clean, source, next_level), atol=1e-9)
 
 
 def test_levels_may_differ_per_sample_and_half_precision_is_computed_in_float32() -> None:
     clean, source = pictures(0)
-    levels = torch.tensor([0.2, 0.5, 1.0])
-    for sample in (forward.flow_sample, forward.diffusion_sample):
-        together = sample(clean, source, levels)
+    at = torch.tensor([0.2, 0.5, 1.0])
+    for sample in (levels.flow_sample, levels.diffusion_sample):
+        together = sample(clean, source, at)
         for i in range(3):
-            assert torch.allclose(together[i : i + 1], sample(clean[i : i + 1], source[i : i + 1], levels[i]))
+            assert torch.allclose(together[i : i + 1], sample(clean[i : i + 1], source[i : i + 1], at[i]))
         low = sample(clean.bfloat16(), source.bfloat16(), 0.3)
         assert low.dtype == torch.float32
         assert torch.equal(low, sample(clean.bfloat16().float(), source.bfloat16().float(), 0.3))
@@ -289,9 +289,9 @@ def test_levels_may_differ_per_sample_and_half_precision_is_computed_in_float32(
 
 def test_the_ends_are_noise_and_data() -> None:
     clean, source = pictures(1)
-    assert torch.equal(forward.flow_sample(clean, source, 1.0), source)
-    assert torch.equal(forward.flow_sample(clean, source, 0.0), clean)
-    assert torch.equal(forward.diffusion_sample(clean, source, 0.0), source)
-    assert torch.equal(forward.diffusion_sample(clean, source, 1.0), clean)
+    assert torch.equal(levels.flow_sample(clean, source, 1.0), source)
+    assert torch.equal(levels.flow_sample(clean, source, 0.0), clean)
+    assert torch.equal(levels.diffusion_sample(clean, source, 0.0), source)
+    assert torch.equal(levels.diffusion_sample(clean, source, 1.0), clean)
     with pytest.raises(ValueError, match="prediction_type must be"):
-        forward.diffusion_target(clean, source, 0.5, "x0")  # type: ignore[arg-type]
+        levels.diffusion_target(clean, source, 0.5, "x0")  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from genrl.mdp.schedules import shift
+from genrl.mdp.levels import shift
 
 
 def shifted_grid(steps: int, factor: float) -> Tensor:

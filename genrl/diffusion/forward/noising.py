@@ -23,7 +23,7 @@ from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.rollout.scoring import Scored
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target, logit_normal_draws
+from genrl.mdp.levels import diffusion_sample, diffusion_target, flow_sample, flow_target, logit_normal_draws
 from genrl.mdp.noise import keyed_noise
 from genrl.objectives.groups import group_advantages, group_statistics
 from genrl.runtime.loop.recorded import Recorded

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.mdp import categorical, chains, ddpm, kernels, schedules
+from genrl.mdp import categorical, chains, ddpm, kernels, levels
 from genrl.mdp.chains import Chain
 from genrl.mdp.kernels import Reduction, Transition
 from genrl.vla.policies.policy import (
@@ -183,7 +183,7 @@ class Denoising(Sampler):
         """The step without noise: of a flow, one of Euler's along its ODE."""
         if not isinstance(policy, PredictsVelocity):
             raise TypeError(f"a flow sampler needs a policy that predicts velocity, {type(policy).__name__} does not")
-        sigmas = schedules.linspace_grid(self.steps)
+        sigmas = levels.linspace_grid(self.steps)
         x = kernels.ode(x, policy.velocity(context, x, sigmas[index].to(x)), sigmas[index], sigmas[index + 1]).mean
         return x if self.mean_clip is None else x.clamp(-self.mean_clip, self.mean_clip)
 
@@ -233,7 +233,7 @@ class FlowSteps(Denoising):
         """See `Denoising`."""
         if not isinstance(policy, PredictsVelocity):
             raise TypeError(f"FlowSteps needs a policy that predicts velocity, {type(policy).__name__} does not")
-        sigmas = schedules.linspace_grid(self.steps)
+        sigmas = levels.linspace_grid(self.steps)
         now, following = sigmas[index], sigmas[index + 1]
         # Rows of one call differ in which step is noisy, and a step of level 0 is that of the ODE.
         level = (torch.ones(len(x)) if noisy is None else noisy).double() * self.noise_level
@@ -266,7 +266,7 @@ class LearnedNoise(Denoising):
         """See `Denoising`."""
         if not isinstance(policy, LearnsNoise):
             raise TypeError(f"LearnedNoise needs a policy with a noise head, {type(policy).__name__} has none")
-        sigmas = schedules.linspace_grid(self.steps)
+        sigmas = levels.linspace_grid(self.steps)
         velocity, raw = policy.velocity_and_noise(context, x, sigmas[index].to(x))
         std = chains.bounded_std(raw, self.low, self.high)
         return chains.learned_noise(x, velocity, sigmas[index], sigmas[index + 1], std=std, clip=self.mean_clip)

@@ -25,7 +25,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.forward import stratified_steps
+from genrl.mdp.levels import stratified_steps
 from genrl.mdp.noise import generator
 from genrl.objectives.groups import informative
 from genrl.objectives.matching import awm_advantage, awm_log_prob, matching_error, ramp
