@@ -26,7 +26,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import Rollouts, Worker, batch_inputs, call_arguments, to_bytes
 from genrl.diffusion.rollout.scoring import Scored, Scorers, score
-from genrl.mdp.batches import turns
+from genrl.mdp.noise import turns
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
 from genrl.runtime.show import pictures

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal
 
-from genrl.mdp import batches, categorical, kernels, levels, noise
+from genrl.mdp import categorical, kernels, levels, noise
 from genrl.mdp.noise import derive_seed, generator, keyed_noise, seeded
 
 SHAPES = st.sampled_from([(1, 1), (3, 4), (2, 3, 5), (2, 4, 2, 3), (1, 2, 3, 2, 2)])
@@ -172,7 +172,7 @@ def test_the_global_generator_is_that_of_the_keys_and_then_as_it_was() -> None:
 def test_every_row_is_used_once_before_any_is_used_twice(rows: int, per_iteration: int, seed: int, start: int) -> None:
     used = []
     for iteration in range(start + 3):
-        used += batches.prompt_indices(rows, per_iteration, seed=seed, iteration=iteration)
+        used += noise.prompt_indices(rows, per_iteration, seed=seed, iteration=iteration)
     for epoch in range(len(used) // rows):
         assert sorted(used[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
 
@@ -180,9 +180,9 @@ def test_every_row_is_used_once_before_any_is_used_twice(rows: int, per_iteratio
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 100))
 def test_an_iteration_is_the_same_whatever_was_asked_before(rows: int, per_iteration: int, iteration: int) -> None:
     """Resuming needs no saved position, and a different number of prompts per iteration reads the same sequence."""
-    alone = batches.prompt_indices(rows, per_iteration, seed=3, iteration=iteration)
+    alone = noise.prompt_indices(rows, per_iteration, seed=3, iteration=iteration)
     one_by_one = [
-        batches.prompt_indices(rows, 1, seed=3, iteration=position)[0]
+        noise.prompt_indices(rows, 1, seed=3, iteration=position)[0]
         for position in range(iteration * per_iteration, (iteration + 1) * per_iteration)
     ]
     assert alone == one_by_one
@@ -190,8 +190,8 @@ def test_an_iteration_is_the_same_whatever_was_asked_before(rows: int, per_itera
 
 def test_the_order_is_pinned() -> None:
     """A run must read the same prompts tomorrow: a change of the rule is a change of every seed."""
-    assert batches.prompt_indices(7, 5, seed=0, iteration=0) == PINNED[:5]
-    assert batches.prompt_indices(7, 5, seed=0, iteration=1) == PINNED[5:]
+    assert noise.prompt_indices(7, 5, seed=0, iteration=0) == PINNED[:5]
+    assert noise.prompt_indices(7, 5, seed=0, iteration=1) == PINNED[5:]
 
 
 PINNED = [4, 3, 5, 0, 6, 2, 1, 6, 3, 5]
@@ -200,12 +200,12 @@ PINNED = [4, 3, 5, 0, 6, 2, 1, 6, 3, 5]
 @pytest.mark.parametrize(("rows", "count", "iteration"), [(0, 1, 0), (3, 0, 0), (3, 1, -1)])
 def test_impossible_requests_are_refused(rows: int, count: int, iteration: int) -> None:
     with pytest.raises(ValueError, match="at least one prompt"):
-        batches.prompt_indices(rows, count, seed=0, iteration=iteration)
+        noise.prompt_indices(rows, count, seed=0, iteration=iteration)
 
 
 @given(count=st.integers(0, 40), size=st.integers(1, 7), processes=st.integers(1, 5))
 def test_shares_have_every_row_once_and_processes_in_step(count: int, size: int, processes: int) -> None:
-    found = [list(batches.shares(count, size, process, processes)) for process in range(processes)]
+    found = [list(noise.shares(count, size, process, processes)) for process in range(processes)]
     assert len({len(mine) for mine in found}) == 1
     assert sorted(row for mine in found for rows, counts in mine if counts for row in rows) == list(range(count))
     assert all(0 < len(rows) <= size for mine in found for rows, _ in mine)
@@ -221,12 +221,12 @@ def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
     per_epoch = sum(len(rows) // together for rows in members.values()) * together
     if not per_epoch:
         with pytest.raises(ValueError, match="of one bucket"):
-            batches.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=0)
+            noise.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=0)
         return
     used: list[int] = []
     iteration = 0
     while len(used) < 2 * per_epoch:
-        used += batches.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=iteration)
+        used += noise.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=iteration)
         iteration += 1
     for start in range(0, len(used), together):
         assert len({buckets[row] for row in used[start : start + together]}) == 1
@@ -235,10 +235,10 @@ def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
         assert len(set(once)) == per_epoch
         for rows in members.values():
             assert sum(row in rows for row in once) == len(rows) // together * together
-    again = batches.bucketed_indices(buckets, together, together, seed=seed, iteration=1)
+    again = noise.bucketed_indices(buckets, together, together, seed=seed, iteration=1)
     assert again == used[together : 2 * together] or len(used) == together
     with pytest.raises(ValueError, match="of one bucket"):
-        batches.bucketed_indices(buckets, 2 * together + 1, 2 * together, seed=seed, iteration=0)
+        noise.bucketed_indices(buckets, 2 * together + 1, 2 * together, seed=seed, iteration=0)
 
 
 # -- The forward process belongs to the kernels: with the right prediction, their deterministic steps stay on its path

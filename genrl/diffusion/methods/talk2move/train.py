@@ -32,7 +32,7 @@ from genrl.diffusion.steps.plans import Steps, choose_kernel, estimate
 from genrl.diffusion.steps.transitions import check_on_policy, update
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.mdp import kernels
-from genrl.mdp.batches import prompt_indices, shares
+from genrl.mdp.noise import prompt_indices, shares
 from genrl.objectives.groups import group_advantages
 from genrl.runtime.loop.updating import Meter
 from genrl_rewards import compose
