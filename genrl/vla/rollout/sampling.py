@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.mdp import categorical, chains, ddpm, kernels, levels
+from genrl.mdp import chains, ddpm, kernels, levels
 from genrl.mdp.chains import Chain
 from genrl.mdp.kernels import Reduction, Transition
 from genrl.vla.policies.policy import (
@@ -346,8 +346,8 @@ class Tokens(Sampler):
         """See `Sampler`; the noise decides."""
         noise = random.noise[:, -1].to(next(iter(context.values())).device)
         chooser, every = _chooser(policy), self._log_probs(policy, context)
-        tokens = categorical.draw(every, noise)
-        log_prob = categorical.chosen(every, tokens)[:, None]
+        tokens = chains.draw_tokens(every, noise)
+        log_prob = chains.chosen_log_prob(every, tokens)[:, None]
         index = torch.zeros(len(noise), 1, dtype=torch.int64)
         chunk = chooser.centres.to(noise)[tokens]
         return Sample(chunk, torch.zeros_like(log_prob), tokens[:, None], index, log_prob)
@@ -356,7 +356,7 @@ class Tokens(Sampler):
         """See `Sampler`."""
         every = self._log_probs(policy, context)
         tokens = next_states[:, 0].to(every.device)
-        return Replay(categorical.chosen(every, tokens)[:, None], categorical.entropy(every)[:, None])
+        return Replay(chains.chosen_log_prob(every, tokens)[:, None], chains.token_entropy(every)[:, None])
 
     @torch.no_grad()
     def act(self, policy: Policy, context: Batch, noise: Tensor, *, frozen: Frozen | None = None) -> Tensor:
@@ -367,7 +367,7 @@ class Tokens(Sampler):
 
     def _log_probs(self, policy: Policy, context: Batch) -> Tensor:
         """Log-probabilities of all tokens, [B, H, A, K]."""
-        return categorical.log_probs(_chooser(policy).logits(context), self.temperature)
+        return chains.token_log_probs(_chooser(policy).logits(context), self.temperature)
 
 
 @dataclass(frozen=True)
