@@ -23,6 +23,7 @@ from torch import Tensor
 from genrl.config.method import is_built_in
 from genrl.config.sections import Selection
 from genrl.data.prompts import Prompt
+from genrl.diffusion.before import settle, sizes
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.shares import waiting
 from genrl.diffusion.evaluate import (
@@ -36,7 +37,6 @@ from genrl.diffusion.evaluate import (
     show,
 )
 from genrl.diffusion.files.export import accompany, export, probe_of, save_lora, write_card
-from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
 from genrl.diffusion.policy.policy import Policy
