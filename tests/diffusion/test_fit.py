@@ -68,11 +68,11 @@ def test_a_run_takes_what_fits_and_keeps_it(folder: Path, model: Path, monkeypat
 def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
     config = runs.config(folder, model, sampling={**SAMPLING, "batch_size": 4})
     with runs.opened(config) as run:
-        before = {key: p.detach().clone() for key, p in run.weights.named.items()}
+        weights = {key: p.detach().clone() for key, p in run.weights.named.items()}
         calls = run.policy.model_calls
         before.settle(run, run.prompts)
         assert run.config.sampling.batch_size == 4
-        assert all(torch.equal(p, before[key]) and p.grad is None for key, p in run.weights.named.items())
+        assert all(torch.equal(p, weights[key]) and p.grad is None for key, p in run.weights.named.items())
         assert run.policy.model_calls == calls and not run.loop.optimizer.state
 
 
@@ -90,9 +90,9 @@ def test_room_for_snapshots_that_the_trainer_takes(
     """As many copies as a run has, beside its weights and gradients, when it is done; and those that undo."""
     config = runs.config(folder, model, iterations=1, **{"sampling": {**SAMPLING, "batch_size": 4}, **changes})
     with runs.opened(config) as run:
-        before = len(run.weights.snapshots)
+        number = len(run.weights.snapshots)
         taken = copies - 2
-        assert before.copies_to_come(run) == copies + 3 + before + taken
+        assert before.copies_to_come(run) == copies + 3 + number + taken
         monkeypatch.setattr(run.weights, "is_lora", False)
         monkeypatch.setattr(weights, "LARGEST_COPY", 0)
         assert before.copies_to_come(run) == copies
@@ -100,7 +100,7 @@ def test_room_for_snapshots_that_the_trainer_takes(
     settle = before.settle
     monkeypatch.setattr(diffusion_run, "settle", lambda run, prompts: (seen.append(run), settle(run, prompts)))
     train(config)
-    assert len(seen[0].weights.snapshots) - before == taken
+    assert len(seen[0].weights.snapshots) - number == taken
 
 
 def test_where_a_trial_would_say_nothing(folder: Path, model: Path) -> None:
