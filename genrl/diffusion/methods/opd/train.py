@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.files.lora_files import locate
-from genrl.diffusion.methods.opd.settings import OPD, Teacher
+from genrl.diffusion.methods.opd.settings import OPD, ROUTE, Teacher
 from genrl.diffusion.policy.adapters import activate, load_lora
 from genrl.diffusion.policy.policy import Policy, guided
 from genrl.diffusion.policy.trajectory import Batch, Replayed
@@ -69,7 +69,7 @@ def loss(settings: OPD, policy: Policy, given: Recorded) -> Tensors:
     low, high = settings.clip_bounds
     surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], given["advantage"], low, high)
     far = distance(settings, new, given["teacher_mean"])
-    return penalised(settings, surrogate, new, given, {"distill": (settings.coef, far)})
+    return penalised(settings, surrogate, new, given, {"distill": (1.0, far)})
 
 
 def distance(settings: OPD, new: Replayed, teacher_mean: Tensor) -> Tensor:
@@ -124,10 +124,10 @@ class Teachers:
 
     def of(self, slot: int) -> Teacher:
         """Who teaches the sample in this slot."""
-        if self.settings.route is None:
+        if len(self.known) == 1:
             return self.settings.teachers[0]
         row = self.run.iteration_prompts[slot // self.run.config.sampling.group_size]
-        return self.known[row.columns[self.settings.route]]
+        return self.known[row.columns[ROUTE]]
 
     @torch.no_grad()
     def means(self, action: Action) -> dict[str, Tensor]:
