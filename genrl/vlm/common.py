@@ -23,7 +23,7 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import weights_changed
 from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.methods.policy_loss import Estimate, estimate
-from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
+from genrl.vlm.methods.updates import Update, batch_of_all, ours, updates_of
 from genrl.vlm.policies.folder import load_trained, open_policy, save_model
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import hold

@@ -17,8 +17,7 @@ from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.methods.extras import degraded_prompts
 from genrl.vlm.methods.policy_loss import recipe_loss, sampler_figures
-from genrl.vlm.methods.sharing import Update
-from genrl.vlm.methods.updates import update
+from genrl.vlm.methods.updates import Update, update
 from genrl.vlm.policies.contract import Estimating
 from genrl.vlm.policies.policy import Encoded, Policy, Replay, dtype_of
 from genrl.vlm.policies.shards import idle_pass
