@@ -21,12 +21,12 @@ OUTPUTS = Group(
 FORMATS = Group(
     "format",
     {
-        name: f"genrl.vlm.tasks.formats:{name}"
+        name: f"genrl.vlm.tasks:{name}"
         for name in ("chartqa", "clevr", "docvqa", "inversion", "mathvista", "refcoco", "scienceqa")
     },
     "genrl.formats",
 )
-"""Functions from a row of a data set to the columns of a question, as `genrl.vlm.tasks.formats` says."""
+"""Functions from a row of a data set to the columns of a question, as `genrl.vlm.tasks` says."""
 TASKS = Group(
     "task",
     {

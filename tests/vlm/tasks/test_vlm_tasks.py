@@ -20,8 +20,7 @@ from genrl.vlm.config.files import FURTHER, GENERATED
 from genrl.vlm.config.names import TASKS
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.tasks import Row, Split
-from genrl.vlm.tasks.formats import inversion, negated
+from genrl.vlm.tasks import Row, Split, inversion, negated
 from genrl_rewards.scorers.objects.shapes import PALETTE, SHAPES, parse
 from tests.vlm import vlm_runs
 
