@@ -32,7 +32,7 @@ def summary(config: VLMConfig) -> list[RenderableType]:
     """What an iteration does, and what the method is made of. Raises ValueError for an environment that cannot be
     opened."""
     if config.environment is not None:
-        from genrl.vlm.environments.opening import open_environment
+        from genrl.vlm.environments.hosts import open_environment
 
         open_environment(config.environment).close()
     renderables: list[RenderableType] = []
