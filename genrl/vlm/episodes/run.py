@@ -24,10 +24,9 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, answering
 from genrl.vlm.environments.hosts import open_host
-from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
+from genrl.vlm.episodes.critic import Rows, ValueHead, credit_of, explained_variance, replay, rows_of, spread, turns_of
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge, sheet_of
-from genrl.vlm.episodes.rows import Rows, replay, rows_of, spread, turns_of
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import gathered

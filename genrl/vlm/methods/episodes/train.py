@@ -12,7 +12,7 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
-from genrl.vlm.episodes.rows import laid
+from genrl.vlm.episodes.critic import laid
 from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.methods.policy_loss import recipe_loss, sampler_figures
