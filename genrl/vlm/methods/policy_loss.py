@@ -25,12 +25,12 @@ from genrl.objectives.tokens.token_aggregation import aggregate
 from genrl.objectives.tokens.token_regularisers import sampled_entropy
 from genrl.objectives.tokens.tokens import log_ratio, masked, token_mean
 from genrl.runtime.loop.recorded import Recorded
+from genrl.vlm.methods.updates import token_batch
 from genrl.vlm.recipe.advantages import WhitenedReturns
 from genrl.vlm.recipe.group_losses import GroupLoss
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.shaping import KlInReward
 from genrl.vlm.recipe.weights import EngineMismatch
-from genrl.vlm.rollout.recorded import token_batch
 from genrl.vlm.rollout.token_batch import TokenBatch
 
 

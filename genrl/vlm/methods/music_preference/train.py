@@ -24,9 +24,9 @@ from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.runtime.show.intervals import wilson
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.music_preference.settings import MusicPreference
+from genrl.vlm.methods.updates import Asked
 from genrl.vlm.policies.contract import left_padded
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks import Row, Split
 from genrl_rewards.models.musicgen import fewest, read_wav

@@ -31,10 +31,10 @@ from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.extras import CHUNK, allowed_logits, replayed
 from genrl.vlm.methods.opd.settings import LanguageOPD, Teacher
 from genrl.vlm.methods.policy_loss import recipe_loss
+from genrl.vlm.methods.updates import Asked
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.augment import with_text
-from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.run import AnswersRun
 
