@@ -24,9 +24,8 @@ from genrl.vlm.engines.generation import weights_changed
 from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.methods.policy_loss import Estimate, estimate
 from genrl.vlm.methods.updates import Update, batch_of_all, ours, updates_of
-from genrl.vlm.policies.folder import load_trained, open_policy, save_model
+from genrl.vlm.policies.folder import hold, load_trained, open_policy, save_model
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import hold
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout.token_batch import TokenBatch

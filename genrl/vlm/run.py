@@ -24,8 +24,8 @@ from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.engines.generation import answering, uses_engine
 from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, sheet_of, shows_pictures
 from genrl.vlm.methods.extras import Average, computed
+from genrl.vlm.policies.folder import checkpoint_weights, gathered
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import checkpoint_weights, gathered
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.rollout.augment import augmented, gaps, leave_out
 from genrl.vlm.rollout.data import Questions, held_out_loss

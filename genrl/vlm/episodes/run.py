@@ -28,8 +28,8 @@ from genrl.vlm.episodes.critic import Rows, ValueHead, credit_of, explained_vari
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
 from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge, sheet_of
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
+from genrl.vlm.policies.folder import gathered
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
 from genrl.vlm.recipe.preset import Preset
 

@@ -17,8 +17,8 @@ from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.methods.policy_loss import recipe_loss, sampler_figures
 from genrl.vlm.methods.updates import Asked, Update, token_tensors, update
+from genrl.vlm.policies.folder import idle_pass
 from genrl.vlm.policies.policy import dtype_of
-from genrl.vlm.policies.shards import idle_pass
 
 
 def train(run: EpisodesRun, settings: Episodes) -> None:

@@ -28,8 +28,8 @@ from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.methods.sft.settings import VLMSFT, Preference
 from genrl.vlm.methods.updates import Asked
+from genrl.vlm.policies.folder import idle_pass
 from genrl.vlm.policies.policy import Policy, Replay
-from genrl.vlm.policies.shards import idle_pass
 from genrl.vlm.rollout.data import Questions, Told, target_of, tell
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks import Row
