@@ -9,6 +9,11 @@ A task of your own is named by `task.name: path/file.py:Name`, or by an entry po
 
 `Question(parts, answer, level, columns)`: `parts` are texts and PIL images in the order in which the model gets them,
 `answer` and `columns` are what rewards may ask for, and `level` grows with difficulty, for a curriculum.
+
+A format of published data sets is a function from a row, a mapping of its columns with decoded pictures, to the columns
+of a question: those that `task.prompt` and `task.image` name (`prompt`, `image`), and those that the rewards ask for.
+One of your own is named by `task.format: path/file.py:name`, or by an entry point of the group `genrl.formats`. The
+names and kinds of the columns are those of the data sets' cards; how a question is worded is ours.
 """
 
 from __future__ import annotations

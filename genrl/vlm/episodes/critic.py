@@ -1,4 +1,9 @@
-"""The value function of an agent, and the credit that it gives."""
+"""The value function of an agent, the credit that it gives, and the rows of a loss in which credit stands: a row is a
+step (critics), or all turns of an episode (groups).
+
+Each turn is scored with the prompt that it was drawn from, whatever the row; the log-probabilities of an episode's
+turns, one after the other, are those of one growing sequence whose observations have mask 0.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Optimiser steps of methods over tokens: the rows of an iteration shared out to updates and micro-batches, the rows
-of all processes together, the loss of a micro-batch, and what it measures."""
+"""Optimiser steps of methods over tokens: what a loss reads of a micro-batch, the rows of an iteration shared out to
+updates and micro-batches, the rows of all processes together, the loss of a micro-batch, and what it measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""A trained model as transformers and PEFT save it, and a model as a run left it."""
+"""A trained model as transformers and PEFT save it, a model as a run left it, and one in shards (FSDP2) over several
+processes, whose weights leave it as a checkpoint has them: names, shapes, adapters merged.
+
+In the passes of an update each process holds a share of the weights, and a block's are whole while it computes. Of
+gradients and optimiser state it holds a share at all times, where all weights are trained; adapters are whole. While
+processes answer, estimate log-probabilities and evaluate, each makes as many passes as it needs, so each holds all
+weights beside its share (`gathered`): the most memory that these phases take is not reduced.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,14 @@
 over the tokens of the answer alone, its end included; question, system message and pictures are read, not learnt. N is
 that of all micro-batches and processes, so the split into them changes nothing but rounding. With `first_token_share`
 a, as PaCo-Reward (arXiv 2512.04784) has it, the n tokens of an answer weigh n a and n (1 - a) / (n - 1) instead of 1.
-With `preference` the loss is that of pairs of answers or of marked ones (`preference_loss`), a mean over them.
+With `preference` the loss is that of pairs of answers or of marked ones (`preference_loss`), a mean over them:
+
+    h = sum_t log pi(y_t | x) - log pi_0(y_t | x)           of an answer y, pi_0: the model before training
+    L = 1/P sum over pairs of f(h of the preferred, h of the other), or of marked answers of f(h, good, z)
+        - sft_weight mean over tokens of the preferred answers of log pi
+
+f by name: `objectives.preferences.preference`. z is KTO's baseline, the mean h of the answers of a batch to others of
+its questions, before the step and without gradient. P is the number of pairs of all micro-batches and processes.
 """
 
 from __future__ import annotations
