@@ -26,8 +26,7 @@ from genrl.vlm.recipe.advantages import (
     VirtualReward,
     WhitenedReturns,
 )
-from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.recipe.regularisers import (
+from genrl.vlm.recipe.losses import (
     Classification,
     EntropyBand,
     EntropyBonus,
@@ -39,6 +38,7 @@ from genrl.vlm.recipe.regularisers import (
     RightAnswers,
     ValueLoss,
 )
+from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.shaping import (
     Asymmetry,
     BatchNormalise,

@@ -21,9 +21,9 @@ from genrl.vlm.methods.updates import Asked, Update, token_tensors, update
 from genrl.vlm.policies.contract import Estimating
 from genrl.vlm.policies.folder import idle_pass
 from genrl.vlm.policies.policy import Encoded, Policy, Replay, dtype_of
+from genrl.vlm.recipe.losses import Perception
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.recipe.regularisers import Perception
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.run import AnswersRun
 
