@@ -12,8 +12,10 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from genrl.objectives.advantages import groups
+    from genrl.objectives.preferences import preference
     from genrl.objectives.surrogates import policy_losses
-    from genrl.objectives.tokens import token_aggregation, token_regularisers
+    from genrl.objectives.tokens import group_losses, token_aggregation, token_regularisers
     from genrl.objectives.tokens import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     Measured = tuple[Tensor, dict[str, Tensor]]
     """The term, [], and what else was measured of it, without gradient."""
 else:
+    groups = lazily("genrl.objectives.advantages.groups")
+    preference = lazily("genrl.objectives.preferences.preference")
+    group_losses = lazily("genrl.objectives.tokens.group_losses")
     policy_losses = lazily("genrl.objectives.surrogates.policy_losses")
     token_aggregation = lazily("genrl.objectives.tokens.token_aggregation")
     token_regularisers = lazily("genrl.objectives.tokens.token_regularisers")
@@ -185,21 +190,6 @@ class ValueLoss(Added):
 
 
 Regulariser = Kl | EntropyPenalty | EntropyBonus | EntropyBand | Perception | ValueLoss
-
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from genrl.objectives.advantages import groups
-    from genrl.objectives.preferences import preference
-    from genrl.objectives.tokens import group_losses
-    from genrl.objectives.tokens import tokens as masking
-    from genrl.vlm.rollout.token_batch import TokenBatch
-else:
-    groups = lazily("genrl.objectives.advantages.groups")
-    preference = lazily("genrl.objectives.preferences.preference")
-    group_losses = lazily("genrl.objectives.tokens.group_losses")
-    masking = lazily("genrl.objectives.tokens.tokens")
 
 
 class WholeGroups(Choice):
