@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from genrl.config.section import Flag, NonNegative, Number, Positive
-from genrl.vlm.recipe.choice import Choice, lazily
+from genrl.vlm.recipe import Choice, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor

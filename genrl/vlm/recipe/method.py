@@ -13,8 +13,8 @@ from genrl.config.section import AnyOf, Count
 from genrl.objectives.surrogates.bounds import LARGEST_STALENESS_WEIGHT
 from genrl.vlm.config.names import OUTPUTS
 from genrl.vlm.config.schema import Row, VLMMethod
+from genrl.vlm.recipe import Choice
 from genrl.vlm.recipe.advantages import Advantage, GreedyBaseline, Hierarchical, SmoothedAdvantage
-from genrl.vlm.recipe.choice import Choice
 from genrl.vlm.recipe.losses import EntropyBonus, GroupLoss, Regression, Regulariser
 from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset
 from genrl.vlm.recipe.presets import PRESETS, PresetName

@@ -12,7 +12,7 @@ from genrl.config.section import Count, NonNegative, Positive, Section, Text
 from genrl.objectives.surrogates.bounds import LEAST_INTERPOLATION as LEAST
 from genrl.vlm.config.schema import Row
 from genrl.vlm.methods.answers.settings import Answers
-from genrl.vlm.recipe.choice import Factor
+from genrl.vlm.recipe import Factor
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PresetName
 
