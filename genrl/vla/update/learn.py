@@ -11,7 +11,7 @@ from torch import Tensor
 
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Dealt, Loss, Meter, Results, deal, descend, summed
-from genrl.vla.rollout.rollout import ChunkRollout
+from genrl.vla.rollout.collect import ChunkRollout
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.update.scores import Decisions, recorded_decisions

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.policy import STATE
-from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
+from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, episode_returns
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import open_environment

@@ -17,7 +17,7 @@ from genrl.mdp import ddpm
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vla.methods.ppo import train as gae
-from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.rollout.collect import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
 from genrl.vla.run import VLARun, check_on_policy
 from genrl.vla.update.learn import learn

@@ -16,8 +16,7 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import ahead
 from genrl.runtime.loop.loop import MemoryRanOut
-from genrl.vla.rollout.collect import RolloutPlan
-from genrl.vla.rollout.rollout import training_rows
+from genrl.vla.rollout.collect import RolloutPlan, training_rows
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.train import train

@@ -13,7 +13,7 @@ from genrl.objectives.advantages.episodes import episode_group_advantages
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.vla.methods.grpo.settings import GRPO
-from genrl.vla.rollout.rollout import episode_returns
+from genrl.vla.rollout.collect import episode_returns
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.update.learn import learn

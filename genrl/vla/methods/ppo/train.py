@@ -16,7 +16,7 @@ from genrl.objectives.surrogates import actor_critic
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, summed
 from genrl.vla.methods.ppo.settings import PPO
-from genrl.vla.rollout.rollout import ChunkRollout
+from genrl.vla.rollout.collect import ChunkRollout
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.update.learn import learn

@@ -17,8 +17,7 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import recorded, world_of
 from genrl.vla.offline.transitions import Transitions, from_rollout, from_steps, merge
 from genrl.vla.policies.policy import IMAGE, POINTS, SEEN, TOKENS, Batch, rows
-from genrl.vla.rollout.collect import RolloutPlan
-from genrl.vla.rollout.rollout import ChunkRollout
+from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan
 from genrl.vla.rollout.sampling import Sampler
 from genrl.vla.setup import longest_episode
 

@@ -33,7 +33,7 @@ from genrl.vla.offline.descent import Step, followed, step_beside, stepper
 from genrl.vla.offline.imitation import imitate, mean_of_last, observation_of
 from genrl.vla.offline.transitions import Store, Transitions, frames_of, merge, successful, take
 from genrl.vla.policies.policy import STATE, Batch, Inputs, Policy, rows
-from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.rollout.collect import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Sampler
 from genrl.vla.setup import sampler_of
 
