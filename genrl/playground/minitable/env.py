@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from genrl.playground.minitable import task
 from genrl.playground.minitable.render import cloud, render
 from genrl.playground.minitable.task import INSTRUCTIONS, MAX_STEPS, PUT, Floats, State, task_numbers
-from genrl.vla.simulators.batch import Batch, Flags
-from genrl.vla.simulators.contract import Description, Observation, Reading, Simulation
+from genrl.vla.simulators.contract import Batch, Description, Flags, Observation, Reading, Simulation
 from genrl.vla.simulators.tables import Simulators
 
 
