@@ -31,6 +31,7 @@ from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.videos import contact_sheet, write_clips
 from genrl.vla.evaluate import Judged, evaluate, success_rates
+from genrl.vla.methods.settings import Update
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
 from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, episode_returns, training_rows
@@ -40,7 +41,6 @@ from genrl.vla.setup import export, load_trained, longest_episode, open_tables, 
 from genrl.vla.sheet import Watched, of_episodes
 from genrl.vla.simulators.contract import Environment
 from genrl.vla.update.scores import context_of, importance_figures, weighed
-from genrl.vla.update.settings import Update
 
 FPS = 4
 """Of films, which have a frame for every decision."""

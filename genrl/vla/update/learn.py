@@ -11,11 +11,11 @@ from torch import Tensor
 
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Dealt, Loss, Meter, Results, deal, descend, summed
+from genrl.vla.methods.settings import Update
 from genrl.vla.rollout.collect import ChunkRollout
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
 from genrl.vla.update.scores import Decisions, recorded_decisions
-from genrl.vla.update.settings import Update
 
 PER_RATIO = ("loss/policy", "ratio/mean", "ratio/clipped", "kl/updates")
 """Figures that are means over ratios; the others are over decisions."""
