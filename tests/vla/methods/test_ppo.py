@@ -15,10 +15,10 @@ from genrl.runtime.loop.updating import Meter
 from genrl.vla.methods.grpo import train as grpo
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
+from genrl.vla.methods.ppo.train import learn
 from genrl.vla.rollout.collect import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
-from genrl.vla.update.learn import learn
 from genrl.vla.update.scores import decisions, score
 from tests.vla import vla_runs
 

@@ -28,7 +28,7 @@ from genrl.vla.methods.diwa.classifier import (
 from genrl.vla.methods.diwa.dreams import Dream, Starts, latent_inputs
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA, World
-from genrl.vla.methods.ppo.train import estimated_decisions
+from genrl.vla.methods.ppo.train import estimated_decisions, learn
 from genrl.vla.methods.ppo.train import loss as ppo_loss
 from genrl.vla.offline.descent import followed
 from genrl.vla.offline.imitation import imitate
@@ -38,7 +38,6 @@ from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
-from genrl.vla.update.learn import learn
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
