@@ -37,10 +37,10 @@ from genrl.vla.policies.policy import KeepsFeatures, Policy
 from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, episode_returns, training_rows
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Acting, Frozen
+from genrl.vla.rollout.scores import context_of, importance_figures, weighed
 from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.sheet import Watched, of_episodes
 from genrl.vla.simulators.contract import Environment
-from genrl.vla.update.scores import context_of, importance_figures, weighed
 
 FPS = 4
 """Of films, which have a frame for every decision."""

@@ -19,8 +19,8 @@ from genrl.vla.data.frames import ACTION_IS_PAD
 from genrl.vla.offline.descent import step_beside
 from genrl.vla.policies.policy import ACTION, SEEN, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.rollout.scores import named
 from genrl.vla.run import VLARun
-from genrl.vla.update.scores import named
 
 
 def matching_error(

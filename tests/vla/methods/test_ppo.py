@@ -18,8 +18,8 @@ from genrl.vla.methods.ppo import train as ppo
 from genrl.vla.methods.ppo.train import learn
 from genrl.vla.rollout.collect import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.rollout.scores import decisions, score
 from genrl.vla.run import VLARun
-from genrl.vla.update.scores import decisions, score
 from tests.vla import vla_runs
 
 Opened = Callable[..., AbstractContextManager[VLARun]]

@@ -21,8 +21,7 @@ from genrl.vla.methods.ppo.train import learn
 from genrl.vla.methods.settings import Update
 from genrl.vla.rollout.collect import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
-from genrl.vla.run import VLARun, check_on_policy
-from genrl.vla.update.scores import (
+from genrl.vla.rollout.scores import (
     Decisions,
     Scored,
     actor_loss,
@@ -32,6 +31,7 @@ from genrl.vla.update.scores import (
     recorded_decisions,
     score,
 )
+from genrl.vla.run import VLARun, check_on_policy
 from tests.vla import vla_runs
 
 SAMPLERS: dict[str, dict[str, Any]] = {

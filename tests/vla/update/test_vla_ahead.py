@@ -18,9 +18,7 @@ from genrl.runtime.loop import ahead
 from genrl.runtime.loop.loop import MemoryRanOut
 from genrl.vla.rollout.collect import RolloutPlan, training_rows
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.run import VLARun
-from genrl.vla.train import train
-from genrl.vla.update.scores import (
+from genrl.vla.rollout.scores import (
     actor_loss,
     context_of,
     decisions,
@@ -29,6 +27,8 @@ from genrl.vla.update.scores import (
     score,
     weighed,
 )
+from genrl.vla.run import VLARun
+from genrl.vla.train import train
 from tests.run_folders import assert_one_run
 from tests.vla import vla_runs
 from tests.vla.rollout import far_here

@@ -24,8 +24,7 @@ from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.settings import Update
 from genrl.vla.rollout.collect import ChunkRollout
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.run import VLARun
-from genrl.vla.update.scores import (
+from genrl.vla.rollout.scores import (
     Decisions,
     Scored,
     actor_loss,
@@ -35,6 +34,7 @@ from genrl.vla.update.scores import (
     score,
     spread_out,
 )
+from genrl.vla.run import VLARun
 
 
 def train(run: VLARun, settings: PPO) -> None:
