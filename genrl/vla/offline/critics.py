@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from genrl.mdp.noise import generator
 from genrl.objectives.surrogates import iql
-from genrl.vla.offline.descent import step_beside
+from genrl.vla.offline.imitation import step_beside
 from genrl.vla.offline.transitions import Transitions, take
 from genrl.vla.policies.encoder import MODES, ObservationEncoder, value_head
 from genrl.vla.policies.normalise import normalise

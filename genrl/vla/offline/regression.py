@@ -17,8 +17,7 @@ from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import world_of
 from genrl.vla.offline.critics import Critics, Learning, train_iql
-from genrl.vla.offline.descent import followed, stepper
-from genrl.vla.offline.imitation import cloning_errors, recorded_chunks
+from genrl.vla.offline.imitation import cloning_errors, followed, recorded_chunks, stepper
 from genrl.vla.offline.transitions import (
     Reader,
     Transitions,

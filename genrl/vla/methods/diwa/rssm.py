@@ -18,7 +18,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
 from genrl.mdp.noise import generator
-from genrl.vla.offline.descent import step_beside
+from genrl.vla.offline.imitation import step_beside
 from genrl.vla.policies.normalise import normalise, statistics, unnormalise
 
 _LEAST_STD = 0.05

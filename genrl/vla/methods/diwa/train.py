@@ -30,8 +30,7 @@ from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
 from genrl.vla.methods.diwa.settings import DiWA, World
 from genrl.vla.methods.ppo.train import estimated_decisions, learn
 from genrl.vla.methods.ppo.train import loss as ppo_loss
-from genrl.vla.offline.descent import followed
-from genrl.vla.offline.imitation import imitate
+from genrl.vla.offline.imitation import followed, imitate
 from genrl.vla.offline.transitions import Store
 from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics

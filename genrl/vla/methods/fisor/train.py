@@ -33,8 +33,7 @@ from genrl.vla.data.demonstrations import recorded, world_of
 from genrl.vla.data.recordings import Steps, extremes
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.offline.critics import Critics
-from genrl.vla.offline.descent import Step, step_beside, stepper
-from genrl.vla.offline.imitation import observation_of, recorded_chunks
+from genrl.vla.offline.imitation import Step, observation_of, recorded_chunks, step_beside, stepper
 from genrl.vla.offline.transitions import (
     Behaviour,
     Reader,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from genrl.mdp.noise import generator
 from genrl.vla.offline.critics import Critics
-from genrl.vla.offline.descent import step_beside
+from genrl.vla.offline.imitation import step_beside
 from genrl.vla.offline.transitions import Transitions, take
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.normalise import normalise

@@ -29,8 +29,7 @@ from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dyna
 from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
 from genrl.vla.methods.rl100.settings import DECAYED, RL100
 from genrl.vla.offline.critics import Critics, Learning, seen_statistics, train_iql
-from genrl.vla.offline.descent import Step, followed, step_beside, stepper
-from genrl.vla.offline.imitation import imitate, mean_of_last, observation_of
+from genrl.vla.offline.imitation import Step, followed, imitate, mean_of_last, observation_of, step_beside, stepper
 from genrl.vla.offline.transitions import Store, Transitions, frames_of, merge, successful, take
 from genrl.vla.policies.policy import STATE, Batch, Inputs, Policy, rows
 from genrl.vla.rollout.collect import ChunkRollout, training_rows

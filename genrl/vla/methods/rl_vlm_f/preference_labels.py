@@ -22,7 +22,7 @@ from torch.nn import functional
 import genrl_rewards
 from genrl.mdp.noise import generator
 from genrl.vla.offline.critics import CriticNet
-from genrl.vla.offline.descent import step_beside
+from genrl.vla.offline.imitation import step_beside
 from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.policy import Batch, Inputs, Statistics, rows
 
