@@ -24,8 +24,8 @@ from genrl.vla.data.frames import episode_frames
 from genrl.vla.data.lerobot_dataset import Episode
 from genrl.vla.data.spread import check_spread
 from genrl.vla.methods.recap.settings import RECAP
+from genrl.vla.offline.critics import wayward_data
 from genrl.vla.offline.imitation import followed, imitation_loss, imitation_updates, step_beside
-from genrl.vla.offline.regression import wayward_data
 from genrl.vla.offline.transitions import Store, frames_of, successful, take
 from genrl.vla.policies.policy import ACTION, TOKENS, Batch, rows, tokenise, vocabulary
 from genrl.vla.policies.published import critic_of

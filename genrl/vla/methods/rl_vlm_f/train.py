@@ -32,9 +32,8 @@ from genrl.vla.methods.rl_vlm_f.preference_labels import (
     train_rewards,
 )
 from genrl.vla.methods.rl_vlm_f.settings import RLVLMF, Labels
-from genrl.vla.offline.critics import Critics
-from genrl.vla.offline.regression import advantage_of, regress, wayward_data, weighted_cloning
-from genrl.vla.offline.regression import new_policy as new_regressed
+from genrl.vla.offline.critics import Critics, advantage_of, regress, wayward_data, weighted_cloning
+from genrl.vla.offline.critics import new_policy as new_regressed
 from genrl.vla.offline.transitions import Store, Transitions
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, rows
 from genrl.vla.rollout.sampling import Acting
