@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, dimensions, score_text
-from genrl.vla.data.spread import normalised
+from genrl.vla.data.frames import normalised
 from genrl.vla.evaluate import Judged
 from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.policy import ACTION, IMAGE, IMAGES, Batch

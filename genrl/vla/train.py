@@ -25,7 +25,7 @@ from genrl.runtime.weights.shares import check_torch
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import frames_of, recorded
-from genrl.vla.data.spread import check_spread
+from genrl.vla.data.frames import check_spread
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_policy
 from genrl.vla.policies.layers import compute_again, hold, require_layers

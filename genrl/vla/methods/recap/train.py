@@ -20,9 +20,8 @@ from genrl.mdp.noise import generator
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla import setup
 from genrl.vla.data.demonstrations import dataset_episodes, read_by, world_of
-from genrl.vla.data.frames import episode_frames
+from genrl.vla.data.frames import check_spread, episode_frames
 from genrl.vla.data.lerobot_dataset import Episode
-from genrl.vla.data.spread import check_spread
 from genrl.vla.methods.recap.settings import RECAP
 from genrl.vla.offline.critics import wayward_data
 from genrl.vla.offline.imitation import followed, imitation_loss, imitation_updates, step_beside
