@@ -25,8 +25,15 @@ from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, deal
 from genrl.vla.methods.rl100.distillation import distilled
-from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dynamics
-from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
+from genrl.vla.methods.rl100.episodes import (
+    Dynamics,
+    acted,
+    collected,
+    demonstrated,
+    offline_value,
+    success_of,
+    train_dynamics,
+)
 from genrl.vla.methods.rl100.settings import DECAYED, RL100
 from genrl.vla.offline.critics import Critics, Learning, seen_statistics, train_iql
 from genrl.vla.offline.imitation import Step, followed, imitate, mean_of_last, observation_of, step_beside, stepper
