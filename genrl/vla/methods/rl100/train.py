@@ -25,7 +25,7 @@ from genrl.objectives.surrogates.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, deal
 from genrl.vla.methods.rl100.distillation import distilled
-from genrl.vla.methods.rl100.episodes import (
+from genrl.vla.methods.rl100.experience import (
     Dynamics,
     acted,
     collected,
