@@ -25,8 +25,7 @@ from genrl.vla.methods.diwa.classifier import (
     encode_play,
     train_classifier,
 )
-from genrl.vla.methods.diwa.dreams import Dream, Starts, latent_inputs
-from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
+from genrl.vla.methods.diwa.rssm import Dream, Latent, Starts, WorldModel, latent_inputs, world_step
 from genrl.vla.methods.diwa.settings import DiWA, World
 from genrl.vla.methods.ppo.train import estimated_decisions, learn
 from genrl.vla.methods.ppo.train import loss as ppo_loss
