@@ -12,7 +12,7 @@ from genrl.vla.data.frames import episode_frames
 from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise, vocabulary
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
+from genrl.vla.simulators.metaworld.env import INSTRUCTIONS, MAX_STEPS, checked
 from genrl.vla.simulators.simulator import headless
 from genrl.vla.simulators.tables import open_environment
 
