@@ -35,7 +35,7 @@ SIMULATORS = Group(
     "simulator",
     {
         "minitable": "genrl.playground.minitable.env:describe",
-        "metaworld": "genrl.vla.simulators.metaworld.env:describe",
+        "metaworld": "genrl.vla.simulators.metaworld:describe",
         "maniskill": "genrl.vla.simulators.maniskill:describe",
         "libero": "genrl.vla.simulators.libero.env:describe",
         "point_maze": "genrl.vla.simulators.robotics.point_maze:describe",
@@ -50,7 +50,7 @@ EXPERTS = Group(
     "scripted expert",
     {
         "minitable": "genrl.playground.minitable.demonstrations:minitable_expert",
-        "metaworld": "genrl.vla.simulators.metaworld.env:demonstrate",
+        "metaworld": "genrl.vla.simulators.metaworld:demonstrate",
         "libero": "genrl.vla.simulators.libero.expert:demonstrate",
         "point_maze": "genrl.vla.simulators.robotics.point_maze:demonstrate",
         "fetch": "genrl.vla.simulators.robotics.fetch:demonstrate",

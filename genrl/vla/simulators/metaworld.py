@@ -1,9 +1,10 @@
-"""Meta-World's tasks as environments that share what is large, forget their past, and are rendered quickly.
+"""Meta-World (arXiv 1910.10897): fifty tasks of a robot arm, as environments that share what is large, forget
+their past, and are rendered quickly.
 
 A task's model (13 MB) is loaded once per process; its slots have states of their own, and take turns in it. A reset
 begins from what the task was when it was made, so an episode is a function of its seed, whatever was run before.
 
-One sentence for each of Meta-World's tasks, which has none of its own.
+The tasks have no instructions of their own: each has a sentence here.
 """
 
 from __future__ import annotations
