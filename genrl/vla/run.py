@@ -30,7 +30,7 @@ from genrl.runtime.weights.sharding import unsharded
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.videos import contact_sheet, write_clips
-from genrl.vla.evaluate import Judged, evaluate, success_rates
+from genrl.vla.evaluate import Judged, Watched, evaluate, sheet_of, success_rates
 from genrl.vla.methods.settings import Update
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
@@ -39,7 +39,6 @@ from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.rollout.scores import context_of, importance_figures, weighed
 from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
-from genrl.vla.sheet import Watched, of_episodes
 from genrl.vla.simulators.contract import Environment
 
 FPS = 4
@@ -255,7 +254,7 @@ class VLARun(TrainingRun[VLAConfig]):
         return judged
 
     def _sheet(self, found: Judged, watched: Watched) -> ContactSheet:
-        return of_episodes(self.policy, found, watched, self.frames)
+        return sheet_of(self.policy, found, watched, self.frames)
 
     def _judged(self) -> tuple[Judged, Watched]:
         config, settings = self.config, self.config.evaluation
