@@ -1,7 +1,5 @@
 """Token policies: exact objectives behind our bounds, and what single peers compute."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
-from genrl.objectives.surrogates import iql
+from genrl.objectives import actor_critic
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vla import setup
@@ -133,10 +133,10 @@ def train_iql(
         # The smaller of two slow copies: errors of Q that look like good actions would be what V leans to.
         q_slow = critics.slow_q(batch.observation, batch.action).amin(0)
         value = critics.v(batch.observation)
-        value_loss = iql.expectile_loss(q_slow - value, settings.expectile).mean()
+        value_loss = actor_critic.expectile_loss(q_slow - value, settings.expectile).mean()
         with torch.no_grad():
             following = critics.v(batch.next_observation)
-        target = iql.q_target(
+        target = actor_critic.q_target(
             batch.reward.to(device), following, batch.terminated.to(device), batch.discount.to(device)
         )
         q_loss = (critics.q_values(batch.observation, batch.action) - target).square().mean()
@@ -196,7 +196,9 @@ def regress(
     config, loop, policy = run.config, run.loop, run.policy
     # `advantage_weights` takes Q and V: the advantage stands for both.
     device, nothing = loop.process.accelerator.device, torch.zeros_like(advantage)
-    weight = iql.advantage_weights(advantage, nothing, temperature=settings.temperature, largest=LARGEST_WEIGHT)
+    weight = actor_critic.advantage_weights(
+        advantage, nothing, temperature=settings.temperature, largest=LARGEST_WEIGHT
+    )
     alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)
     step = stepper(run, settings, loss)
     for _ in loop.iterations():

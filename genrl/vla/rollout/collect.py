@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.objectives.advantages import episodes
-from genrl.objectives.advantages.gae import executed_mask
+from genrl.objectives import episodes
+from genrl.objectives.episodes import executed_mask
 from genrl.vla.policies.policy import (
     ENVIRONMENT,
     IMAGE,

@@ -23,7 +23,7 @@ import psutil
 from numpy.typing import NDArray
 
 from genrl.config.plugins import import_file
-from genrl.data.flags import flag
+from genrl.data.rows import flag
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.contract import Environment, Split, Told
 from genrl.vlm.environments.discrete import Discrete, Misuse, Texts, takes_texts

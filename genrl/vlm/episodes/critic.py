@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genrl.objectives.tokens.token_credit import semi_online_returns, step_gae, token_gae
+from genrl.objectives.token_credit import semi_online_returns, step_gae, token_gae
 from genrl.vlm.episodes.episodes import Decision, Walk, stacked
 from genrl.vlm.policies.policy import Encoded, Policy, Replay
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline

@@ -1,7 +1,7 @@
 """On-policy distillation of language models: answer, let a teacher read the answers, estimate, update.
 
     sampled       A[b,t] = c_r A[b] + c (l_T - l)[b,t], l_T and l log-probs of the sampled token under teacher and model
-    distribution  L = L_preset(c_r A) + c D(model, teacher), D by whole distributions (`token_distillation`)
+    distribution  L = L_preset(c_r A) + c D(model, teacher), D by whole distributions (`divergence`)
 
 The first is the policy gradient of the reverse KL, by any surrogate; the gap is neither centred nor divided. Groups
 whose rewards are equal, and answers that were cut, teach too. docs/opd_language.md
@@ -10,6 +10,7 @@ whose rewards are equal, and answers that were cut, teach too. docs/opd_language
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,15 +22,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from genrl.objectives.surrogates.policy_losses import kl_k3
-from genrl.objectives.tokens.token_aggregation import aggregate
-from genrl.objectives.tokens.token_distillation import gap_advantage, generalised_divergence, with_rest
-from genrl.objectives.tokens.tokens import log_ratio, masked, per_token
+from genrl.objectives.policy_losses import kl_k3
+from genrl.objectives.tokens import aggregate, log_ratio, masked, per_token
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.extras import CHUNK, allowed_logits, replayed
-from genrl.vlm.methods.opd.settings import LanguageOPD, Teacher
+from genrl.vlm.methods.opd.settings import LEAST, LanguageOPD, Teacher
 from genrl.vlm.methods.policy_loss import recipe_loss
 from genrl.vlm.methods.updates import Asked
 from genrl.vlm.policies.folder import open_policy
@@ -243,3 +242,46 @@ def loss(settings: LanguageOPD, policy: Policy, given: Recorded) -> dict[str, Te
     totals = {"rows": int(given["rows"]), "tokens": int(given["tokens"]), "length": batch.preset.length}
     term = settings.coef * aggregate(far.cpu(), given["answered"].cpu(), batch.preset.aggregation, **totals)
     return result | {"loss": result["loss"] + term, "loss/distill": term.detach()}
+
+
+def gap_advantage(
+    advantage: Tensor, log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, coef: float = 1.0
+) -> Tensor:
+    """`A + coef (l_teacher - l)`, [B, T]: its policy gradient on policy is that of `-coef KL(student || teacher)`.
+    advantage [B] or [B, T]; log-probabilities of the sampled tokens; without gradient."""
+    gap = log_ratio(teacher_log_prob.detach(), log_prob, mask)
+    return per_token(advantage.detach(), mask) + coef * gap.to(advantage.dtype)
+
+
+def with_rest(log_rows: Tensor) -> Tensor:
+    """Log-probabilities of some tokens [..., K], and of all others together: [..., K + 1]. At least 1e-7 is left for
+    these, so that the logarithm is finite."""
+    mass = log_rows.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+    # log1p: where the named tokens hold nearly all, 1 - mass would be rounding.
+    return torch.cat([log_rows, (-mass.exp()).log1p()], -1)
+
+
+def generalised_divergence(log_p: Tensor, log_t: Tensor, beta: float) -> Tensor:
+    """GKD's distance of a student p from a teacher t (arXiv 2306.13649), [...]: `KL(t || p)` for beta 0, `KL(p || t)`
+    for 1, else `beta KL(t || M) + (1 - beta) KL(p || M)` with `M = (1 - beta) p + beta t`. Gradient through log_p.
+
+    Raises ValueError for a beta that is neither a KL nor well between them.
+    """
+    log_t = log_t.detach()
+    if beta == 0:
+        return _kl(log_t, log_p)
+    if beta == 1:
+        return _kl(log_p, log_t)
+    if not LEAST <= beta <= 1 - LEAST:
+        text = (
+            f"between {LEAST} and {1 - LEAST}: nearer to 0 or 1 the distance vanishes, and is not the KL of the limit"
+        )
+        raise ValueError(f"beta must be 0, 1 or {text}; got {beta}")
+    middle = torch.logaddexp(log_p + math.log(1 - beta), log_t + math.log(beta))
+    return beta * _kl(log_t, middle) + (1 - beta) * _kl(log_p, middle)
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(a || b), [...]; what has no probability under a adds nothing."""
+    a = log_a.exp()
+    return torch.where(a > 0, a * (log_a - log_b), 0.0).sum(-1)
