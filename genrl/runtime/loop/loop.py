@@ -19,7 +19,7 @@ from accelerate.utils import gather_object, set_seed
 from genrl.config.sections import Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.folder.run import truncate_metrics
-from genrl.runtime.loop import collapse, idle, saving
+from genrl.runtime.loop import collapse, idle, state
 from genrl.runtime.loop.global_settings import GlobalSettings
 from genrl.runtime.loop.guards import any_rank, any_ranks
 from genrl.runtime.loop.process import peak_memory_mb
@@ -234,11 +234,11 @@ class Loop(State):
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""
-        saving.save(self)
+        state.save(self)
 
     def restore(self, path: Path) -> None:
         """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
-        saving.restore(self, path)
+        state.restore(self, path)
 
 
 def _timing_row(loop: Loop, elapsed: float) -> dict[str, float]:
