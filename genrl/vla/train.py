@@ -20,8 +20,7 @@ from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.progress import Progress
 from genrl.runtime.loop.replay import Reopened
 from genrl.runtime.weights.devices import default_device
-from genrl.runtime.weights.sharding import Sharding, in_step
-from genrl.runtime.weights.shares import check_torch
+from genrl.runtime.weights.sharding import Sharding, check_torch, in_step
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import frames_of, recorded
