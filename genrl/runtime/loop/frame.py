@@ -26,9 +26,9 @@ from genrl.runtime.loop import collapse
 from genrl.runtime.loop.guards import StoppedTogether
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Claim, Process, begin, claim, make_accelerator
+from genrl.runtime.loop.progress import tolerant_streams
 from genrl.runtime.loop.running import TrainingRun
 from genrl.runtime.loop.signals import killed_ranks
-from genrl.runtime.loop.streams import tolerant_streams
 from genrl.runtime.show.report import write_report
 from genrl.runtime.show.sheet import ContactSheet
 from genrl.runtime.weights.devices import empty_cache, tf32
