@@ -20,9 +20,8 @@ from genrl.config.sections import Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.folder.run import truncate_metrics
 from genrl.runtime.loop import collapse, idle, state
-from genrl.runtime.loop.global_settings import GlobalSettings
 from genrl.runtime.loop.guards import any_rank, any_ranks
-from genrl.runtime.loop.process import peak_memory_mb
+from genrl.runtime.loop.process import GlobalSettings, peak_memory_mb
 from genrl.runtime.loop.state import State, Undo
 from genrl.runtime.weights.optimization import Schedule
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from genrl.runtime.loop.global_settings import _SETTINGS, GlobalSettings
+from genrl.runtime.loop.process import _SETTINGS, GlobalSettings
 from genrl.runtime.loop.progress import Progress, Tolerant, duration, tolerant_streams
 from tests.runtime.loop.loops import loop
 
