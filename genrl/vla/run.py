@@ -19,10 +19,9 @@ from torch import Tensor
 from genrl.mdp.noise import generator
 from genrl.objectives.episodes import normalise_advantages
 from genrl.runtime.folder.run import read_metrics
-from genrl.runtime.loop.ahead import Advance, Ahead
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.running import Groups, TrainingRun, of_all
+from genrl.runtime.loop.running import Advance, Ahead, Groups, TrainingRun, of_all
 from genrl.runtime.loop.updating import CAUSES, require_on_policy
 from genrl.runtime.show.pictures import save_png
 from genrl.runtime.show.sheet import SHOWN, ContactSheet

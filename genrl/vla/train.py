@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from genrl.config.plugins import beside
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.loop import frame
-from genrl.runtime.loop.ahead import Ahead
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.progress import Progress
 from genrl.runtime.loop.replay import Reopened
+from genrl.runtime.loop.running import Ahead
 from genrl.runtime.weights.devices import default_device
 from genrl.runtime.weights.sharding import Sharding, check_torch, in_step
 from genrl.runtime.weights.weights import Weights

@@ -14,7 +14,7 @@ from torch import Tensor
 from genrl.config import ConfigError
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
-from genrl.runtime.loop import ahead
+from genrl.runtime.loop import running
 from genrl.runtime.loop.loop import MemoryRanOut
 from genrl.vla.rollout.collect import RolloutPlan, training_rows
 from genrl.vla.rollout.sampling import Acting
@@ -160,7 +160,7 @@ def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: 
 def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was on its way is acted anew."""
     far_here.install(monkeypatch)
-    monkeypatch.setattr(ahead, "POLL_S", 0.001)
+    monkeypatch.setattr(running, "POLL_S", 0.001)
     places = [("acting", 0), ("training", 1), ("training", 2)]
     runs = straight_and_stopped(tmp_path, monkeypatch, places, **changes("ppo", 1, workers="ray"))
     assert vla_runs.differences(*runs) == []
