@@ -1,6 +1,6 @@
 """The hub, by huggingface_hub: an exported model goes there with its card, a configuration comes from there.
 
-Parts of a model card in Markdown that all kinds of runs share.
+Parts of its card that all kinds of runs share are here, in Markdown.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 CPU.
 
 With adapters the frozen weights are sharded, and adapters, their gradients and optimiser state are whole in every
-process. In full fine-tuning all of them live as shards, and are saved so (`runtime/shares.py`).
+process. In full fine-tuning all of them live as shards, and are saved so (below).
 
 Tensors that several processes hold in shares (FSDP), in a checkpoint: each process writes its own by
 torch.distributed.checkpoint, and any number of processes reads them, one alone too.
