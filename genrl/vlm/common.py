@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from genrl.runtime.folder.hub import whole_folder
 from genrl.runtime.folder.run import read_metrics
-from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import Groups, TrainingRun

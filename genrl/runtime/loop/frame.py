@@ -19,9 +19,9 @@ from accelerate.utils import set_seed
 from genrl.config import RunConfig
 from genrl.config.method import code_of, methods_of
 from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.hub import whole_folder
 from genrl.runtime.folder.run import Run, Script, unchanged_where_refused
 from genrl.runtime.folder.trackers import check_trackers
-from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import collapse
 from genrl.runtime.loop.guards import StoppedTogether
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut

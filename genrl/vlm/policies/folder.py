@@ -27,7 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from genrl.config.plugins import find
 from genrl.runtime.folder import checkpoint
-from genrl.runtime.folder.whole import own_files
+from genrl.runtime.folder.hub import own_files
 from genrl.runtime.weights.sharding import Sharding, reshard_layers, shard, unsharded, whole
 from genrl.runtime.weights.weights import put_back, result
 from genrl.vlm.config.names import OUTPUTS
