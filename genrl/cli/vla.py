@@ -140,7 +140,7 @@ LOST = 0.05
 
 
 def _by_instruction(judged: Judged, title: str) -> Table:
-    from genrl.runtime.show.intervals import wilson
+    from genrl.runtime.show.compare.statistics import wilson
     from genrl.vla.evaluate import by_task
 
     table = scores_table(title, "instruction", "success", "95 % interval", "episodes")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, dimensions, score_text
 from genrl.vla.data.frames import normalised
 from genrl.vla.data.videos import Clip

@@ -20,7 +20,7 @@ from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.loop.process import Process
 from genrl.runtime.show.compare.media import Media, as_wav, encode
 from genrl.runtime.show.compare.page import Page, Pair, check_pairs, check_size
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from genrl.runtime.show.pictures import save_samples
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, score_text
 from genrl.runtime.weights.devices import default_device

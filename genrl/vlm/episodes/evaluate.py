@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from PIL import Image
 
 from genrl.mdp.noise import derive_seed
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, score_text
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling

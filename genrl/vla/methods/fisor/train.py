@@ -24,7 +24,7 @@ from genrl.mdp.noise import generator, seeded
 from genrl.objectives import actor_critic
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from genrl.runtime.show.sheet import ContactSheet
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig

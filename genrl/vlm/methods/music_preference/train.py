@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from genrl.objectives.preferences import preference_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Results, descend, summed
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.music_preference.settings import MusicPreference
 from genrl.vlm.methods.updates import Asked
