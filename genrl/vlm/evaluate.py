@@ -18,8 +18,7 @@ from torch import Tensor
 from genrl.config import load
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.loop.process import Process
-from genrl.runtime.show.compare.media import Media, as_wav, encode
-from genrl.runtime.show.compare.page import Page, Pair, check_pairs, check_size
+from genrl.runtime.show.compare.page import Media, Page, Pair, as_wav, check_pairs, check_size, encode
 from genrl.runtime.show.compare.statistics import wilson
 from genrl.runtime.show.pictures import save_samples
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, score_text
