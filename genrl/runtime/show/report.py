@@ -15,8 +15,7 @@ from PIL import Image
 from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 from genrl.runtime.show import sheet
 from genrl.runtime.show.pages import media, render, views
-from genrl.runtime.show.pages.followed import Followed
-from genrl.runtime.show.pages.state import over, warnings
+from genrl.runtime.show.pages.state import Followed, over, warnings
 from genrl.runtime.show.pictures import before_after
 
 _PAGE_BYTES = 4_900_000

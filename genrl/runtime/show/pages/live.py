@@ -19,8 +19,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from genrl.runtime.loop.progress import duration
 from genrl.runtime.show.pages import media, render, views
-from genrl.runtime.show.pages.followed import Followed
-from genrl.runtime.show.pages.state import Pace, pace, state_of, warnings
+from genrl.runtime.show.pages.state import Followed, Pace, pace, state_of, warnings
 from genrl.runtime.show.pictures import before_after
 
 _AT_MOST_EVERY_S = 0.5

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from genrl.runtime.folder.run import Run
-from genrl.runtime.show.pages.followed import Followed
+from genrl.runtime.show.pages.state import Followed
 from genrl.runtime.show.pictures import Samples, first_and_last
 
 PROMPTS_PER_PAGE = 20

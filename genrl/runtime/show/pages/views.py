@@ -14,8 +14,7 @@ from genrl.runtime.folder.contents import leaves
 from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.loop.progress import duration
 from genrl.runtime.show.curves import Point, chart
-from genrl.runtime.show.pages.followed import Column, Followed
-from genrl.runtime.show.pages.state import spent
+from genrl.runtime.show.pages.state import Column, Followed, spent
 
 Table = list[list[str]]
 """Rows of cells, the head first; nothing but a head is an empty table."""
