@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from genrl.runtime.loop.progress import duration
-from genrl.runtime.show.pages import media, render, views
+from genrl.runtime.show.pages import render, views
 from genrl.runtime.show.pages.state import Followed, Pace, pace, state_of, warnings
 from genrl.runtime.show.pictures import before_after
 
@@ -85,7 +85,7 @@ class Live:
         """`html`: the rows of a page of prompts; `number`: of the page that it is, from 0; `pages`; `prompts`: how many
         there are on all pages."""
         with self.lock:
-            page = media.prompt_page(self.runs, number, find)
+            page = views.prompt_page(self.runs, number, find)
         rows = [
             (row.prompt, [[None if cell is None else self._cell(i, cell) for cell in cells]
                           for i, cells in enumerate(row.runs)])
@@ -108,7 +108,7 @@ class Live:
             data = io.BytesIO()
             sheet.save(data, "PNG")
             return "png", data.getvalue()
-        path = media.served(run, name)
+        path = views.served(run, name)
         return None if path is None else (path.suffix[1:], path.read_bytes())
 
     def _look(self) -> None:
@@ -124,11 +124,11 @@ class Live:
             "headlines": headlines,
             "gains": views.gains(self.runs),
             "films": [
-                [(path.stem, self._url(i, path)) for path in media.films(run.run)[:12]]
+                [(path.stem, self._url(i, path)) for path in views.films(run.run)[:12]]
                 for i, run in enumerate(self.runs)
             ],
             "sounds": [
-                [(path.stem, self._url(i, path)) for path in media.sounds(run.run)[:12]]
+                [(path.stem, self._url(i, path)) for path in views.sounds(run.run)[:12]]
                 for i, run in enumerate(self.runs)
             ],
             "names": [run.name for run in self.runs],
@@ -155,9 +155,9 @@ class Live:
 
     def _pictures(self, number: int) -> list[dict[str, str]]:
         run = self.runs[number].run
-        sheets = sorted(media.pictures(run), key=lambda sheet: not sheet.path.name.startswith("step-"))
+        sheets = sorted(views.pictures(run), key=lambda sheet: not sheet.path.name.startswith("step-"))
         pictures = [{"name": name, "url": self._url(number, path)} for name, path in sheets
-                 if media.served(run, f"samples/{path.name}")]  # fmt: skip
+                 if views.served(run, f"samples/{path.name}")]  # fmt: skip
         if len(list(run.samples.glob("step-*/samples.json"))) > 1:
             pictures.append(
                 {"name": "Before and after", "url": f"file/{number}/before-after?v={_changed(run.samples)}"}
