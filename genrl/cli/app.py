@@ -1,16 +1,54 @@
 """The `genrl` command: one file per group of commands.
 
 Every import beyond typer happens inside the commands: `genrl --help` and `genrl check` start without torch.
+
+What a user must put right is printed as one red text without a traceback; a defect of genrl keeps its traceback.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+import genrl
+import genrl_rewards
 from genrl.cli import check, collect, compare, doctor, evaluate, init, plan, rewards, runs, sample, train
-from genrl.cli.errors import CleanErrors
+
+PACKAGES = tuple(str(Path(package.__path__[0])) + os.sep for package in (genrl, genrl_rewards))
+
+
+class CleanErrors(TyperGroup):
+    """Ends a command with the text of a user's error: exit code 2, or 1 for a RuntimeError, once work had begun."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):  # these are RuntimeErrors, too
+            raise
+        except (ValueError, RuntimeError) as error:
+            if not is_message(error):
+                raise
+            from genrl.cli.tables import printable
+
+            typer.secho(printable(str(error)), fg=typer.colors.RED, err=True)
+            raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+
+
+def is_message(error: BaseException) -> bool:
+    """Whether an error is addressed to the user: a `raise` statement in this project's own code made it.
+
+    Never where the environment variable GENRL_DEBUG is set.
+    """
+    if os.environ.get("GENRL_DEBUG"):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(PACKAGES) and (frames[-1].line or "").startswith("raise ")
+
 
 app = typer.Typer(
     cls=CleanErrors,

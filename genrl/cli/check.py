@@ -242,7 +242,7 @@ def _files(path: Path) -> list[Path]:
 
 def _report(files: Sequence[Path], overrides: Sequence[str]) -> int:
     """Print a line for each valid file, and all problems of the others; returns how many are wrong."""
-    from genrl.cli.errors import is_message
+    from genrl.cli.app import is_message
     from genrl.cli.tables import console, safe
 
     wrong = 0
