@@ -77,7 +77,7 @@ def check(
             raise typer.BadParameter("give one file: it lists the keys of one configuration", param_hint="--explain")
         raise typer.Exit(2 if _report(list(dict.fromkeys(files)), overrides) else 0)
 
-    from genrl.cli.cards import card_bytes
+    from genrl.cli.tables import card_bytes
 
     card = None if memory is None else card_bytes(memory)
     if _show(*opened(files[0], overrides), card=card, rows=rows, explain=explain):
