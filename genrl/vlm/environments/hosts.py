@@ -32,7 +32,7 @@ OWN = {
     "grid": "genrl.playground.grid:Grid",
     "crop": "genrl.playground.crop:Crop",
     "search": "genrl.playground.crop:Search",
-    "trajectories": "genrl.playground.trajectories:Trajectories",
+    "trajectories": "genrl.playground.grid:Trajectories",
     "watch": "genrl.playground.watch:Watch",
     "miniwob": "genrl.vlm.environments.miniwob:MiniWoB",
 } | {f"cards-{game}": "genrl.playground.cards:Cards" for game in ("numberline", "ezpoints", "points24", "blackjack")}
