@@ -4,7 +4,7 @@ A grid of the embedded world shows the same things in each of its four cells, pl
 that differ in one word. Held out are the world's combinations: every held-out grid has one, no other has any. Cells are
 drawn when they are first asked for: a few hundred grids give any number of pairs.
 
-Pairs of sub-figures of grids, as PaCo-Reward is taught by (arXiv 2512.04784): of one grid, or of two.
+Pairs of grids of your own are written by
 
     python -m genrl.playground.tasks.pairs grids.jsonl --out data/pairs --pairs 20000 --held-out 0.1
 
@@ -122,10 +122,6 @@ def main() -> None:
     write_pairs(options.grids, options.out, options.pairs, options.held_out, options.question)
 
 
-if __name__ == "__main__":
-    main()
-
-
 QUESTION = "same in both ?"
 GRIDS = {"train": 600, "eval": 100}
 CELLS = 4  # of a grid
@@ -191,3 +187,7 @@ def near(rng: np.random.Generator, groups: tuple[Group, ...]) -> tuple[Group, ..
     changed_groups = (*groups[:changed], Group(count, colour, shape), *groups[changed + 1 :])
     alike = len({(group.colour, group.shape) for group in changed_groups}) < len(changed_groups)
     return groups if alike or sum(group.count for group in changed_groups) > 4 else changed_groups
+
+
+if __name__ == "__main__":
+    main()
