@@ -50,9 +50,9 @@ TASKS = Group(
         "emoji_combination": "genrl.playground.tasks.emoji:combination",
         "pairs": "genrl.playground.tasks.pairs:Consistent",
         "sums": "genrl.playground.tasks.sums:plus",
-        "captions": "genrl.playground.tasks.captions:text",
-        "bodies": "genrl.playground.tasks.bodies:text",
-        "tunes": "genrl.playground.tasks.tunes:text",
+        "captions": "genrl.playground.tasks.making:picture",
+        "bodies": "genrl.playground.tasks.making:body",
+        "tunes": "genrl.playground.tasks.making:tune",
     },
     "genrl.tasks",
 )
