@@ -19,10 +19,11 @@ from torch import Tensor
 from genrl.mdp.noise import derive_seed, generator
 from genrl.runtime.show.compare.statistics import wilson
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, dimensions, score_text
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.frames import normalised
 from genrl.vla.data.videos import Clip
 from genrl.vla.policies.policy import ACTION, IMAGE, IMAGES, Batch, rows
-from genrl.vla.rollout.collect import observe
+from genrl.vla.rollout.collect import ChunkRollout, episode_returns, observe
 from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.simulators.contract import Environment, Observation
 
@@ -123,9 +124,9 @@ def _round(
         # By each slot's own generator: an episode's noise does not depend on which others still run.
         noise = torch.stack([torch.randn(shape, generator=rngs[slot]) for slot in here])
         observation = rows(observation, torch.from_numpy(here))
-        chunk = _chunk(who, observation, noise)[:, : env.chunk]
-        watch(observation, chunk)
-        actions[here] = chunk.cpu().numpy()
+        planned = chunk(who, observation, noise)[:, : env.chunk]
+        watch(observation, planned)
+        actions[here] = planned.cpu().numpy()
         raw, _, terminated, truncated, info = env.step(actions)
         success |= running & info["is_success"]
         lost |= running & info.get("dropped", False)
@@ -152,7 +153,7 @@ def _round(
     return Judged(*columns, balanced(clips, films), wanted - len(finished))
 
 
-def _chunk(who: Acting, seen: Batch, noise: Tensor) -> Tensor:
+def chunk(who: Acting, seen: Batch, noise: Tensor) -> Tensor:
     """Actions [B, H, A] of the robot without exploration, from noise [B, H, A]."""
     context = who.policy.encode(seen)
     before = None if who.frozen is None else Frozen(who.frozen, who.frozen.encode(seen))
@@ -216,6 +217,10 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
 
 
+DECISIONS = 16
+"""After so many the numbers of collected episodes are not shown: each costs a pass of the policy."""
+
+
 class Watched:
     """What a policy was shown first, and the numbers of the first decisions; called as of `evaluate`."""
 
@@ -249,6 +254,33 @@ def sheet_of(policy: Any, found: Judged, watched: Watched, imitated: Batch | Non
     numbers = normalised(policy, raw)
     flat = {name: raw[name].flatten(0, -2) for name in numbers if name != ACTION} | {ACTION: raw[ACTION][:, 0]}
     return ContactSheet(looks, dimensions(flat, numbers))
+
+
+@torch.no_grad()
+def sheet_of_rollout(who: Acting, rollout: ChunkRollout, config: VLAConfig) -> ContactSheet:
+    """The sheet of an iteration's first episodes, of a run without evaluation: what was seen, and what the policy does
+    there without exploration."""
+    first = rollout.valid & (rollout.episode == 0)
+    slots = first.any(0).nonzero()[:SHOWN, 0].tolist()  # of the others the episode was lost with its simulator
+    won, returns = (rollout.success & first).any(0), episode_returns(rollout)
+    steps = (rollout.n_executed * first).sum(0)
+    columns = [[values[slot].item() for slot in slots] for values in (won, steps, returns)]
+    said = [rollout.instruction[slot] for slot in slots]
+    films = [value[:-1] for name, value in rollout.observations.items() if name.startswith((IMAGE, IMAGES))][:1]
+    clips = [
+        Clip(film[first[:, slot], slot, ..., :3].numpy(), text, flag)
+        for film in films
+        for slot, text, flag in zip(slots, said, columns[0], strict=True)
+    ]
+    watched = Watched()
+    watched.first = {name: value[0, slots] for name, value in rollout.observations.items()}
+    for t in range(min(len(first), DECISIONS)):
+        if first[t].any():
+            seen = {name: value[t, first[t]] for name, value in rollout.observations.items()}
+            shape = len(seen[next(iter(seen))]), who.policy.horizon, who.policy.action_dim
+            watched(seen, chunk(who, seen, torch.randn(shape, generator=generator(config.seed, "sheet", t))))
+    judged = Judged(said, *columns, clips).of(config.environment.success_key)
+    return sheet_of(who.policy, judged, watched, None)
 
 
 def _chw(picture: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from genrl.runtime.weights.sharding import unsharded
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.videos import contact_sheet, write_clips
-from genrl.vla.evaluate import Judged, Watched, evaluate, sheet_of, success_rates
+from genrl.vla.evaluate import Judged, Watched, evaluate, sheet_of, sheet_of_rollout, success_rates
 from genrl.vla.methods.settings import Update
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
@@ -206,6 +206,9 @@ class VLARun(TrainingRun[VLAConfig]):
         lengths = [n for part in every for n, ended in zip(part["length"], part["ended"], strict=True) if ended]
         with unsharded(self.policy):
             spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
+            if not self.config.evaluation.every and not self.frames:
+                who = self.acting._replace(frozen=self.frozen)
+                self.note_sheet(lambda: sheet_of_rollout(who, rollout, self.config))
         row = dict(figures) | self.told
         row |= {
             "rollout/success": sum(success) / max(1, len(success)),
@@ -319,7 +322,8 @@ def remove_policy_of_failed_start(process: Process, kind: type[BaseException] | 
     """Remove the policy: else the command, put right, would be refused because of the folder."""
     run = process.run
     # After the first row the folder holds a run, whatever ends it.
-    if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
+    failed = kind is not None and issubclass(kind, ValueError | RuntimeError)
+    if failed and process.has_folder and not run.metrics.is_file():
         shutil.rmtree(run.folder / "policy")
 
 

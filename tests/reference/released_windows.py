@@ -3,6 +3,8 @@
 Unlike those of `genrl.mdp.plan`, a window here may be empty, or shrink near the end of the schedule.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

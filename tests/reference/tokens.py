@@ -1,5 +1,7 @@
 """Token policies: exact objectives behind our bounds, and what single peers compute."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import torch

@@ -155,8 +155,6 @@ def test_a_chart_stays_in_its_frame_and_breaks_at_gaps_and_thinning_keeps_the_me
 
 
 # -- Wilson's interval: known values, its defining equation, symmetry
-
-
 def test_published_values_and_impossible_counts() -> None:
     """Newcombe 1998, table I: method 3."""
     for counts, wanted in {(81, 263): (0.2553, 0.3662), (0, 20): (0.0, 0.1611), (1, 29): (0.0061, 0.1718)}.items():
