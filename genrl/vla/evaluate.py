@@ -1,7 +1,7 @@
 """How good a policy is: seeded episodes without exploration, success per task with its interval, and films of some.
 
-The sheet of a policy in simulation: what it is shown and told, whole episodes as films, and every dimension of
-states and actions as it comes and as the policy reads it.
+Their sheet: what the policy is shown and told, whole episodes as films, and every dimension of states and actions as it
+comes and as the policy reads it.
 """
 
 from __future__ import annotations
