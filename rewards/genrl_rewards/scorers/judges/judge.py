@@ -1,4 +1,10 @@
-"""Rewards: a vision-language model as a judge, by the probability of "yes" or by a score that it writes."""
+"""Rewards: a vision-language model as a judge, by the probability of "yes" or by a score that it writes.
+
+The text of a judge's question: written in the configuration, or read from a text file or a Python constant.
+
+Some reward models were trained with one fixed instruction, which belongs to their authors and is not part of this
+package. It is read from the authors' own file, whose code is parsed and not run.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +12,56 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from PIL.Image import Image
 
-from genrl_rewards.contract import Scored, check_choice
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.contract import Scored, check_choice, nearest
+from genrl_rewards.declared import constants, parse
 from genrl_rewards.scorers.judges.vlm import VLM, Endpoint, Question, open_vlm
+
+
+def read(given: str, reward: str, *, holding: str = "") -> str:
+    """The text that `given` means: `file.txt`, `file.py:CONSTANT`, or the text itself.
+
+    `holding` is a placeholder that the text must have. Raises ValueError for a missing file, a constant that is missing
+    or is not a plain string, and a text without the placeholder.
+    """
+    path, colon, name = given.rpartition(":")
+    if colon and path.endswith(".py") and "\n" not in given:
+        text = _constant(_read(path, reward), path, name, reward)
+    elif given.endswith(".txt") and "\n" not in given:
+        text = _read(given, reward)
+    else:
+        text = given
+    if holding not in text:
+        raise ValueError(f"{reward}: the text {given[:60]!r} has no placeholder {holding}")
+    return text
+
+
+def put(text: str, place: str, prompt: str) -> str:
+    """The text with the prompt in its place; `<|` in the prompt is split, so that it cannot add a control token."""
+    return text.replace(place, prompt.replace("<|", "< |"))
+
+
+def _read(path: str, reward: str) -> str:
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(
+            f"{reward}: there is no file {path!r} with the text of the question (looked from {Path.cwd()})"
+        )
+    return file.read_text(encoding="utf-8")
+
+
+def _constant(source: str, path: str, name: str, reward: str) -> str:
+    assigned = constants(parse(source, path, f"{reward}:").body)
+    texts = {name: value for name, value in assigned.items() if isinstance(value, str)}
+    if name not in texts:
+        held = ", ".join(texts) or "none"
+        raise ValueError(f"{reward}: {path} has no string constant {name!r}.{nearest(name, texts)} It has {held}")
+    return texts[name]
+
 
 MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 MODES = ("yes_no", "score")
@@ -111,7 +160,7 @@ class Judge(AsksVLM):
 
     def __post_init__(self) -> None:
         check_choice("judge: unknown mode", self.mode, MODES)
-        self.asked = templates.read(self.question or (YES_NO if self.mode == "yes_no" else SCORE), "judge")
+        self.asked = read(self.question or (YES_NO if self.mode == "yes_no" else SCORE), "judge")
         super().__post_init__()
 
     def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
@@ -135,13 +184,13 @@ class EditJudge(AsksVLM):
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
-        self.following = templates.read(self.following, "edit_judge", holding="{prompt}")
-        self.quality = templates.read(self.quality, "edit_judge")
+        self.following = read(self.following, "edit_judge", holding="{prompt}")
+        self.quality = read(self.quality, "edit_judge")
         super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         rows = zip(source_images, pil_images, prompts, strict=True)
-        both: list[Question] = [[a, b, templates.put(self.following, "{prompt}", prompt)] for a, b, prompt in rows]
+        both: list[Question] = [[a, b, put(self.following, "{prompt}", prompt)] for a, b, prompt in rows]
         alone: list[Question] = [[picture, self.quality] for picture in pil_images]
         answers = self.vlm.answers([*both, *alone], self.max_tokens)
         places = {"Following": 0, "Keeping": 0, "Natural": len(both), "Clean": len(both)}  # label -> first answer
@@ -155,7 +204,7 @@ class EditJudge(AsksVLM):
 def about(text: str, pil_images: Sequence[Any], prompts: Sequence[str]) -> list[Question]:
     """A question for each sample: its picture, or its frames in order, and the text with its prompt."""
     rows = zip(pil_images, prompts, strict=True)
-    return [[*shown(pictures), templates.put(text, "{prompt}", prompt)] for pictures, prompt in rows]
+    return [[*shown(pictures), put(text, "{prompt}", prompt)] for pictures, prompt in rows]
 
 
 def shown(pictures: Image | list[Image]) -> list[Image]:

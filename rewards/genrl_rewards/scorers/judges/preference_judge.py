@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from PIL.Image import Image
 
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import AsksVLM, shown
 from genrl_rewards.scorers.judges.vlm import Question
 
@@ -55,20 +55,19 @@ class PreferenceJudge(AsksVLM):
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
-        self.compare = templates.read(self.compare, "preference_judge", holding="{prompt}")
-        self.answer = templates.read(self.answer, "preference_judge", holding=ANALYSIS)
+        self.compare = judge.read(self.compare, "preference_judge", holding="{prompt}")
+        self.answer = judge.read(self.answer, "preference_judge", holding=ANALYSIS)
         super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> list[float]:
         both = [[*shown(pil_images[i]), *shown(pil_images[j])] for i, j in pairs]
         goals = [prompts[i] for i, _ in pairs]
         first: list[Question] = [
-            [*pictures, templates.put(self.compare, "{prompt}", goal)]
-            for pictures, goal in zip(both, goals, strict=True)
+            [*pictures, judge.put(self.compare, "{prompt}", goal)] for pictures, goal in zip(both, goals, strict=True)
         ]
         analyses = self.vlm.answers(first, self.max_tokens)
         second: list[Question] = [
-            [*pictures, templates.put(templates.put(self.answer, "{prompt}", goal), ANALYSIS, analysis)]
+            [*pictures, judge.put(judge.put(self.answer, "{prompt}", goal), ANALYSIS, analysis)]
             for pictures, goal, analysis in zip(both, goals, analyses, strict=True)
         ]
         return [preference(answer) for answer in self.vlm.answers(second, 8)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from genrl_rewards.contract import Scored, check_choice, declare
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import AsksVLM, shown
 from genrl_rewards.scorers.judges.vlm import Question
 
@@ -84,7 +84,7 @@ class Questions(AsksVLM):
 
     def __post_init__(self) -> None:
         check_choice("questions: unknown combine", self.combine, ("geometric", "mean", "product"))
-        self.asked = templates.read(self.asked, "questions", holding="{question}")
+        self.asked = judge.read(self.asked, "questions", holding="{question}")
         super().__post_init__()
         self.__signature__ = declare(["pil_images", self.questions])
 
@@ -97,7 +97,7 @@ class Questions(AsksVLM):
         (lists,) = column.values()
         rows = [pairs(row) for row in lists]
         questions: list[Question] = [
-            [*shown(pictures), templates.put(self.asked, "{question}", question)]
+            [*shown(pictures), judge.put(self.asked, "{question}", question)]
             for pictures, row in zip(pil_images, rows, strict=True)
             for question, _ in row
         ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genrl_rewards.contract import check_choice
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import MODES, judged
 from genrl_rewards.scorers.judges.lm import open_lm
 from genrl_rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
@@ -101,7 +101,7 @@ class Consistent:
         dtype: str = "bfloat16",
         device: str = "cpu",
     ):
-        self.question = templates.read(question, "consistent", holding="{completion}")
+        self.question = judge.read(question, "consistent", holding="{completion}")
         self.judge = None if model is None else open_lm(model, server, dtype, device, "consistent")
 
     def to(self, device: str) -> None:
@@ -151,7 +151,7 @@ class TextJudge:
         check_choice("text_judge: unknown mode", mode, MODES)
         self.mode, self.max_tokens = mode, max_tokens
         default = YES_NO if mode == "yes_no" else SCORE
-        self.question = templates.read(question or default, "text_judge", holding="{completion}")
+        self.question = judge.read(question or default, "text_judge", holding="{completion}")
         self.lm = open_lm(model, server, dtype, device, "text_judge")
         self.to = self.lm.to
 
@@ -177,7 +177,7 @@ class Rubric:
         dtype: str = "bfloat16",
         device: str = "cpu",
     ):
-        self.question = templates.read(question, "rubric", holding="{criterion}")
+        self.question = judge.read(question, "rubric", holding="{criterion}")
         self.lm = open_lm(model, server, dtype, device, "rubric")
         self.to = self.lm.to
 
@@ -186,7 +186,7 @@ class Rubric:
     ) -> list[float]:
         points = [points_of(rows) for rows in rubric]
         questions = [
-            [filled(templates.put(self.question, "{criterion}", str(one["criterion"])), prompt, completion)]
+            [filled(judge.put(self.question, "{criterion}", str(one["criterion"])), prompt, completion)]
             for prompt, completion, rows in zip(prompts, completions, rubric, strict=True)
             for one in rows
         ]
@@ -214,5 +214,5 @@ def filled(question: str, prompt: str, completion: str) -> str:
     """The question with prompt and completion in their places. A completion quotes a model: it cannot add a placeholder
     or a control token of its own."""
     before, place, after = question.partition("{completion}")
-    parts = [templates.put(part, "{prompt}", prompt) for part in (before, after)]
-    return f"{parts[0]}{templates.put(place, '{completion}', completion)}{parts[1]}"
+    parts = [judge.put(part, "{prompt}", prompt) for part in (before, after)]
+    return f"{parts[0]}{judge.put(place, '{completion}', completion)}{parts[1]}"
