@@ -14,7 +14,7 @@ from PIL import Image
 
 import genrl_rewards
 from genrl_rewards.contract import mean
-from genrl_rewards.scorers.judges import judge, preference_judge
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import edit_score, parse_score
 from genrl_rewards.scorers.judges.questions import ASKED, combined
 from genrl_rewards.scorers.judges.vlm import chance, spellings
@@ -227,9 +227,9 @@ def test_both_stages_in_both_orders_and_what_counts_as_an_answer(monkeypatch: py
             genrl_rewards.load("preference_judge", given)
     assert len(model.asked) == 8 and sum("\na\n" in question[2] for question in model.asked) == 4
     known = {"0": 1.0, "1": 0.0, "-1": 0.5, " 1.\n": 0.0, "**0**": 1.0, "'-1'": 0.5}
-    assert {answer: preference_judge.preference(answer) for answer in known} == known
+    assert {answer: judge.preference(answer) for answer in known} == known
     for wrong in ("", "neither", "10", "01", "0.5", "2", "- 1", "--1", "0 or 1", "Picture 0", "1 is"):
-        assert math.isnan(preference_judge.preference(wrong)), wrong
+        assert math.isnan(judge.preference(wrong)), wrong
 
 
 # -- Questions about a picture: the chance of each expected answer, and what becomes of them, locally and by a server
