@@ -1,14 +1,12 @@
-"""Rewards: a vision-language model as a judge, by the probability of "yes" or by a score that it writes.
+"""Rewards: a vision-language model as a judge, by the probability of "yes", by a score that it writes, or by which of
+two pictures it finds nearer to a goal.
 
-The text of a judge's question: written in the configuration, or read from a text file or a Python constant.
+The text of a judge's question is written in the configuration, or read from a text file or a Python constant. Some
+reward models were trained with one fixed instruction, which belongs to their authors and is not part of this package.
+It is read from the authors' own file, whose code is parsed and not run.
 
-Some reward models were trained with one fixed instruction, which belongs to their authors and is not part of this
-package. It is read from the authors' own file, whose code is parsed and not run.
-
-Reward: which of two pictures is nearer to a goal, asked of a vision-language model in two stages (RL-VLM-F).
-
-Wang et al. 2024, arXiv 2402.03681: the model first describes both pictures and compares them with respect to the goal;
-then it answers with one number, 0, 1 or -1. The wording is ours.
+Pairs are judged in two stages (RL-VLM-F; Wang et al. 2024, arXiv 2402.03681): the model first describes both pictures
+and compares them with respect to the goal; then it answers with one number, 0, 1 or -1. The wording is ours.
 """
 
 from __future__ import annotations
