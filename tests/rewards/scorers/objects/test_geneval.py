@@ -16,7 +16,7 @@ from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, render, 
 from genrl_rewards.scorers.objects import tabletop
 from genrl_rewards.scorers.objects.detection import Detector, Thing, merged
 from genrl_rewards.scorers.objects.geneval import OUTSIDE, ColourClassifier, crop
-from genrl_rewards.scorers.objects.geneval_check import COLOURS, Box, check, relations
+from genrl_rewards.scorers.objects.geometry import COLOURS, Box, check, relations
 from genrl_rewards.scorers.texts.verifiable import iou_of
 from tests.rewards import tiny_detectors
 from tests.rewards.asking import refused, scored
