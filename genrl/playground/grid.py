@@ -5,13 +5,14 @@ in the middle of the lowest row, looking up; what lies behind it is not in the p
 (1 - 0.9 t / limit after t steps) or, cut, after `limit` steps. Goal and blocks decide the split: every fourth layout is
 held out for evaluation.
 
-An expert's walks as an environment (UI-S1, arXiv 2509.11543): the policy acts, and what it sees next is recorded.
+`Trajectories`: an expert's walks as an environment (UI-S1, arXiv 2509.11543): the policy acts, and what it sees next is
+recorded.
 
 A step shows the expert's picture and what was done before, in the policy's own words. An action that is the expert's
 is paid and leads on. Another one is patched: the expert's action stands in the history in its place, and the episode
 goes on, `patches` times; after that it ends. A held-out episode ends at the first.
 
-Walks are rows of a .jsonl file, or, without one, a planner's in the room of `grid`.
+Walks are rows of a .jsonl file, or, without one, a planner's in this room.
 
     {"instruction": "mute the alarm", "steps": [
         {"image": "0.png", "action": {"action": "click", "box": [10, 20, 90, 40]}, "thought": "the alarm is ..."},

@@ -1,13 +1,13 @@
 """Checkpoints which survive a crash at any instant. The only module that writes or reads them.
 
-A checkpoint is a folder `step-000123/`: `<stem>.safetensors`, `state.json`, whatever `extra` wrote, and
-`manifest.json` with the size and sha256 of every other file. What processes hold in shares (FSDP) is in
-`shards/<stem>/`, where each has written its own (`runtime/shares.py`). It is written as `step-000123.tmp-<pid>/`,
-every file and folder is synced, the folder is renamed, its parent is synced, and only then are older ones
-deleted, which begins with renaming them back. So at every instant there is a complete checkpoint under its final name,
-once there has been one, and a folder under a final name that is not complete was damaged by something else: it is
-never deleted. A folder is *complete* when its manifest is there, has the checksum that it says and the step of the
-folder's name, and every listed file has the listed size and hash.
+A checkpoint is a folder `step-000123/`: `<stem>.safetensors`, `state.json`, whatever `extra` wrote, and `manifest.json`
+with the size and sha256 of every other file. What processes hold in shares (FSDP) is in `shards/<stem>/`, where each
+has written its own (`runtime/weights/sharding.py`). It is written as `step-000123.tmp-<pid>/`, every file and folder is
+synced, the folder is renamed, its parent is synced, and only then are older ones deleted, which begins with renaming
+them back. So at every instant there is a complete checkpoint under its final name, once there has been one, and a
+folder under a final name that is not complete was damaged by something else: it is never deleted. A folder is
+*complete* when its manifest is there, has the checksum that it says and the step of the folder's name, and every listed
+file has the listed size and hash.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ with a `name`, so that a preset is plain data which YAML can hold. What the choi
 function means what it means there. Tensors that a choice reads from `TokenBatch.extra` ([B, T] unless said otherwise)
 are in [brackets].
 
-What the functions of a recipe have in common: a name, constants, and the tensors that they read.
-
-They compute themselves from a batch, by functions of `genrl.objectives`, which are imported when the first one is
-called: `genrl check` reads a recipe without torch.
+These functions have in common a name, constants, and the tensors that they read. They compute themselves from a batch,
+by functions of `genrl.objectives`, which are imported when the first one is called: `genrl check` reads a recipe
+without torch.
 """
 
 from __future__ import annotations

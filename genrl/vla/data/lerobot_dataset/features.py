@@ -1,6 +1,6 @@
 """Columns of episodes as features of a data set, as columns of its files, and their exact statistics.
 
-Names that reading and writing share.
+The names of its files, which reading and writing share, are here too.
 """
 
 from __future__ import annotations

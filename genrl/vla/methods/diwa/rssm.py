@@ -5,11 +5,10 @@ imagination) or from h and the observation (the posterior, in the world). z is G
 DreamerV2 suits pictures, and observations here are a few precise numbers. Observations [B, O], actions [B, A], in the
 robot's units.
 
-Imagination as an environment (DiWA, arXiv 2508.03645).
-
-It shows latents, "agent_pos" the deterministic h and "environment_state" the sampled z of `rssm.Latent`, and is a
-`contract.Environment`, as the real world is that the same model looks at (`demonstrations.World.seen_by`): a policy on
-latents acts in either, and what trains on tables trains in dreams.
+Imagination as an environment (DiWA, arXiv 2508.03645) shows latents, "agent_pos" the deterministic h and
+"environment_state" the sampled z of `Latent`, and is a `contract.Environment`, as the real world is that the same model
+looks at (`demonstrations.World.seen_by`): a policy on latents acts in either, and what trains on tables trains in
+dreams.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def train(run: VLARun, settings: RL100) -> None:
         demonstrations = demonstrated(config, policy, CRITICS.gamma)
         store.data = {} if demonstrations is None else {"transitions": demonstrations}
         store.ready = True
-    if inputs.looks:  # what it sees is kept in place of what it looked at (`episodes.seen`)
+    if inputs.looks:  # what it sees is kept in place of what it looked at (`experience.seen`)
         policy.encoder.requires_grad_(False)
     if "transitions" in store.data and loop.iteration > 0:  # a checkpoint from before it was kept
         store.data.setdefault("seen", seen_statistics(store.data["transitions"]))

@@ -1,6 +1,6 @@
 """RL-VLM-F on offline data: rewards from preferences over pictures, then implicit Q-learning (arXiv 2411.05273).
 
-The data have no rewards. A judge compares pictures of them (`preference_labels`), an ensemble learns what it prefers,
+The data have no rewards. A judge compares pictures of them, an ensemble learns what it prefers,
 every transition gets that reward, IQL learns critics, and the policy is regressed on the data's actions with weights
 that grow with their advantage.
 

@@ -4,7 +4,7 @@ GenEval 2's Soft-TIFA (Kamath et al. 2025, arXiv 2512.16853) takes the probabili
 question and their mean or geometric mean; T2I-CompBench's BLIP-VQA (Huang et al. 2023, arXiv 2307.06350) the product of
 P(yes).
 
-Questions with their expected answers, as a row of a prompt file has them; without torch, for `check` reads them.
+Questions stand with their expected answers in a row of a prompt file; `genrl check` reads them from there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""How a thing moved, grew and turned between two pictures: arithmetic on boxes and masks (Talk2Move, arXiv 2601.02356).
+"""Arithmetic on boxes and masks: whether the requested objects are there, in number, colour and place (GenEval's rules,
+arXiv 2310.11513), and how a thing moved, grew and turned between two pictures (Talk2Move, arXiv 2601.02356).
 
-Boxes are in pixels. Angles are in degrees, positive means clockwise.
-
-Are the requested objects there, in number, colour and place? GenEval's rules (arXiv 2310.11513) on detections.
-
-Nothing is detected here: a picture is a dictionary from class names to boxes, the most confident first.
+Nothing is detected here: a picture is a dictionary from class names to boxes, the most confident first. Boxes are in
+pixels. Angles are in degrees, positive means clockwise.
 """
 
 from __future__ import annotations

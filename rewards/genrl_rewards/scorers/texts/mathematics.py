@@ -1,11 +1,10 @@
-""" "Answers in mathematics, compared by math-verify: `\frac{1}{2}`, `0.5`, `1/2` and `50\%` are one.
+r"""Answers in mathematics, compared by math-verify: `\frac{1}{2}`, `0.5`, `1/2` and `50\%` are one.
 
 Follows the contract of `genrl_rewards.contract` as `verifiable` does.
 
-"Mathematics as people write it, in LaTeX that math-verify reads whole: `2√3`, `5x+3`, `1:2`, `3e8`, `x²`, `12 cm`.
-
-math-verify takes a text without LaTeX for prose and compares one number of it. So a text is split here into a formula
-and what is left over, which of an expected answer may only be a unit.
+Mathematics is read as people write it, in LaTeX which math-verify reads whole: `2√3`, `5x+3`, `1:2`, `3e8`, `x²`, `12
+cm`. math-verify takes a text without LaTeX for prose and compares one number of it. So a text is split here into a
+formula and what is left over, which of an expected answer may only be a unit.
 """
 
 from __future__ import annotations
@@ -218,7 +217,7 @@ def formula_of(value: Any) -> Written | None:
 def math(completions: list[str], answer: list[Any], tag: str = "answer", timeout_s: float = 5.0) -> list[float | None]:
     r"""1 if the answer equals the expected one as mathematics: `\frac{1}{2}` is `0.5`, and `x = 5` is `5`.
 
-    By math-verify (extra `math`), of what `formulas` reads: `2√3`, `5x+3`, `1:2`, `3e8`. Units are read past, decimals
+    By math-verify (extra `math`), of what `written` reads: `2√3`, `5x+3`, `1:2`, `3e8`. Units are read past, decimals
     compared to 6 digits. No score where the expected answer is empty; 0 for an answer that cannot be read within
     `timeout_s` seconds, such as `9^{9^{9^9}}`. Raises ValueError for an expected answer that holds neither a number nor
     a formula, or something beside it.
