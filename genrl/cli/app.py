@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 import genrl
 import genrl_rewards
-from genrl.cli import check, compare, doctor, evaluate, init, plan, rewards, runs, sample, train
+from genrl.cli import check, compare, doctor, evaluate, init, rewards, runs, sample, train
 
 PACKAGES = tuple(str(Path(package.__path__[0])) + os.sep for package in (genrl, genrl_rewards))
 
@@ -94,7 +94,7 @@ def _global(
         raise typer.Exit
 
 
-for group in (init, train, sample, evaluate, compare, check, plan, runs, doctor, rewards):
+for group in (init, train, sample, evaluate, compare, check, runs, doctor, rewards):
     group.add_to(app)
 
 
