@@ -26,8 +26,8 @@ from genrl.vla.methods.recap.settings import RECAP
 from genrl.vla.offline.critics import wayward_data
 from genrl.vla.offline.imitation import followed, imitation_loss, imitation_updates, step_beside
 from genrl.vla.offline.transitions import Store, frames_of, successful, take
+from genrl.vla.policies.folder import critic_of
 from genrl.vla.policies.policy import ACTION, TOKENS, Batch, rows, tokenise, vocabulary
-from genrl.vla.policies.published import critic_of
 from genrl.vla.rollout.sampling import Acting
 
 if TYPE_CHECKING:
