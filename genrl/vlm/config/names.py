@@ -49,7 +49,7 @@ TASKS = Group(
         "emoji_place": "genrl.playground.tasks.emoji:place",
         "emoji_combination": "genrl.playground.tasks.emoji:combination",
         "pairs": "genrl.playground.tasks.pairs:Consistent",
-        "sums": "genrl.playground.tasks.sums:plus",
+        "sums": "genrl.playground.tasks.series:plus",
         "captions": "genrl.playground.tasks.making:picture",
         "bodies": "genrl.playground.tasks.making:body",
         "tunes": "genrl.playground.tasks.making:tune",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.playground.shapes import draw
-from genrl.playground.tasks import clips, emoji, jigsaw, quality, scenes, series, sums
+from genrl.playground.tasks import clips, emoji, jigsaw, quality, scenes, series
 from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
@@ -139,12 +139,12 @@ def test_captions_of_scenes_are_read_back() -> None:
 def test_held_out_shares() -> None:
     shares = {
         "clips": np.mean([clips.held_out(colours) for colours in product(PALETTE, repeat=clips.FRAMES)]),
-        "series": np.mean([series.held_out(n, p) for n in range(2, 5) for p in range(8)]),
-        "sums": np.mean([sums.held_out(a, b) for a in range(10) for b in range(10)]),
+        "series": np.mean([series.held_out_series(n, p) for n in range(2, 5) for p in range(8)]),
+        "sums": np.mean([series.held_out_sum(a, b) for a in range(10) for b in range(10)]),
     }
     assert all(0.2 <= share <= 0.3 for share in shares.values()), shares
-    assert {sums.plus(np.random.default_rng(k), "eval").parts for k in range(50)}.isdisjoint(
-        sums.plus(np.random.default_rng(k), "train").parts for k in range(200)
+    assert {series.plus(np.random.default_rng(k), "eval").parts for k in range(50)}.isdisjoint(
+        series.plus(np.random.default_rng(k), "train").parts for k in range(200)
     )
 
 
