@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from genrl.config import plugins
 from genrl.mdp.noise import derive_seed
 from genrl.playground.shapes import SIZE, caption, draw
-from genrl.playground.tasks import clips, quality, scenes, series, shapes
+from genrl.playground.tasks import quality, scenes, series, shapes
 from genrl.vlm import tasks
 from genrl.vlm.config.names import TASKS
 from genrl.vlm.engines.generation import Sampling, generate
@@ -65,7 +65,7 @@ def lesson(name: str, number: int) -> tuple[list[Image.Image], str, str]:
         lowest = np.array(plot.convert("L"))[:, 4::8].argmin(0)  # where the line is, every eighth column
         return [plot], "list the heights of this series .", " ".join(str(9 - 10 * y // shapes.PICTURE) for y in lowest)
     if name == "frames":
-        *frames, _ = clips.keys(rng, "train").parts
+        *frames, _ = shapes.keys(rng, "train").parts
         seen = [find(np.array(frame))[0].colour for frame in frames]
         return frames, "list the colours of the frames .", " ".join(seen)
     drawn = plugins.find(name, TASKS)(rng, "train")

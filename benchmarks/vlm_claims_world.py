@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from genrl.playground.shapes import Scene, draw
-from genrl.playground.tasks import clips, jigsaw, quality, series, shapes
+from genrl.playground.tasks import jigsaw, quality, series, shapes
 from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.texts.expected import number_in, numbers_in
 from genrl_rewards.scorers.texts.verifiable import answer_in, iou_of
@@ -39,7 +39,7 @@ MIXED: dict[str, Callable[[np.random.Generator, Split], Question]] = {
     "box": jigsaw.box,
     "quality": quality.rated,
     "series": series.which,
-    "key_frames": clips.keys,
+    "key_frames": shapes.keys,
 }
 
 

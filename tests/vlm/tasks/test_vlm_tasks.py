@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.playground.shapes import draw
-from genrl.playground.tasks import clips, emoji, jigsaw, quality, scenes, series
+from genrl.playground.tasks import emoji, jigsaw, quality, scenes, series, shapes
 from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
@@ -117,13 +117,13 @@ def test_key_frames_show_the_colour_and_others_do_not() -> None:
         for k, picture in enumerate(pictures(row)):
             has = (np.abs(picture.astype(int) - PALETTE[colour]).max(-1) < 20).mean() > 0.05
             assert has == (str(k + 1) in row.columns["answer"].split())
-        assert row.columns["about"] == f"which shape is {colour} ?" and len(row.columns["frames"]) == clips.FRAMES
+        assert row.columns["about"] == f"which shape is {colour} ?" and len(row.columns["frames"]) == shapes.FRAMES
 
 
 def test_what_is_held_out_of_clips_tells_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every colour is asked for with every answer in both splits: none can be told by what training never showed."""
-    monkeypatch.setattr(clips, "draw", lambda scene, size: np.zeros((size, size, 3), np.uint8))
-    for name, answers in (("key_frames", len(clips.KEYS)), ("what", len(SHAPES))):
+    monkeypatch.setattr(shapes, "draw", lambda scene, size: np.zeros((size, size, 3), np.uint8))
+    for name, answers in (("key_frames", len(shapes.KEYS)), ("what", len(SHAPES))):
         for split in ("train", "eval"):
             rows = [tasks.row(name, split, k) for k in range(600)]
             assert len({(row.columns["question"], row.columns["answer"]) for row in rows}) == len(PALETTE) * answers
@@ -138,7 +138,7 @@ def test_captions_of_scenes_are_read_back() -> None:
 
 def test_held_out_shares() -> None:
     shares = {
-        "clips": np.mean([clips.held_out(colours) for colours in product(PALETTE, repeat=clips.FRAMES)]),
+        "clips": np.mean([shapes.held_out_clip(colours) for colours in product(PALETTE, repeat=shapes.FRAMES)]),
         "series": np.mean([series.held_out_series(n, p) for n in range(2, 5) for p in range(8)]),
         "sums": np.mean([series.held_out_sum(a, b) for a in range(10) for b in range(10)]),
     }
