@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from genrl.config import plugins
 from genrl.mdp.noise import derive_seed
 from genrl.playground.shapes import SIZE, caption, draw
-from genrl.playground.tasks import quality, scenes, series, shapes
+from genrl.playground.tasks import scenes, series, shapes
 from genrl.vlm import tasks
 from genrl.vlm.config.names import TASKS
 from genrl.vlm.engines.generation import Sampling, generate
@@ -58,7 +58,7 @@ def lesson(name: str, number: int) -> tuple[list[Image.Image], str, str]:
         scene = scenes.scene(rng, "train")
         return [Image.fromarray(draw(scene, SIZE))], DESCRIBE, caption(scene)
     if name == "harm":
-        drawn = quality.rated(rng, "train")
+        drawn = shapes.rated(rng, "train")
         return [drawn.parts[0]], "what was done to this picture ?", drawn.columns["harm"]
     if name == "heights":
         (plot, _) = series.which(rng, "train").parts

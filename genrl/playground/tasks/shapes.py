@@ -7,16 +7,22 @@ Clips of four frames: in which of them a colour is seen (K-frames), and what is 
 
 Held out are every fourth sequence of the frames' colours, and every fourth of the places at which a lone frame shows
 its shape: never what an answer could be told from.
+
+How good a picture is, from 5.0 (as rendered) to 1.0 (Q-Hawkeye), and which of two is better (R1-Reward).
+
+Pictures are scenes of the embedded world, arranged as `shapes` holds them out, degraded by noise, blur, JPEG or
+darkness in nine strengths.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Literal
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from genrl.playground.shapes import SIZE, Scene, Thing, draw
 from genrl.vlm.tasks import Question, Split
@@ -151,3 +157,57 @@ def what(rng: np.random.Generator, split: Split) -> Question:
         frame, thing = _frame(rng, colour, shape)
         if ((int(thing.x) + int(thing.y)) % 4 == 0) == (split == "eval"):
             return Question((frame, _of_colour(colour)), shape, 1)
+
+
+STRENGTHS = 8  # steps from unharmed to worst
+KINDS = ("noise", "blur", "jpeg", "dark")
+
+
+def degraded(picture: Image.Image, kind: str, strength: float, rng: np.random.Generator) -> Image.Image:
+    """RGB of the same size. strength: 0 (unharmed) to 1. Raises ValueError for an unknown kind."""
+    if not strength:
+        return picture
+    if kind == "noise":
+        noisy = np.array(picture, dtype=np.float64) + rng.normal(0, 110 * strength, size=(*picture.size[::-1], 3))
+        return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+    if kind == "blur":
+        return picture.filter(ImageFilter.GaussianBlur(strength * max(picture.size) / 12))
+    if kind == "jpeg":
+        stream = io.BytesIO()
+        small = picture.resize([max(4, round(side * (1 - 0.75 * strength))) for side in picture.size])
+        small.save(stream, "JPEG", quality=round(40 - 36 * strength))
+        return Image.open(stream).convert("RGB").resize(picture.size, Image.Resampling.NEAREST)
+    if kind == "dark":
+        return picture.point([round(value * (1 - 0.85 * strength)) for value in range(256)] * 3)
+    raise ValueError(f"no degradation {kind!r}: {', '.join(KINDS)}")
+
+
+def _scene(rng: np.random.Generator, split: Split) -> Image.Image:
+    kinds = [
+        (COLOURS[rng.integers(len(COLOURS))], SHAPES[rng.integers(len(SHAPES))])
+        for _ in range(int(rng.integers(3, MOST + 1)))
+    ]
+    return Image.fromarray(draw(scene(rng, split, kinds), PICTURE))
+
+
+def rated(rng: np.random.Generator, split: Split) -> Question:
+    """A picture and its score, 5 - 4 strength, in steps of a half."""
+    picture, step = _scene(rng, split), int(rng.integers(STRENGTHS + 1))
+    kind = KINDS[rng.integers(len(KINDS))]
+    picture_shown = degraded(picture, kind, step / STRENGTHS, rng)
+    # strong degradations are plain to see, weak ones are not
+    columns = {"harm": kind if step else "none"}
+    return Question(
+        (picture_shown, "how good is this picture , from 1 to 5 ?"), f"{5 - step / 2:.1f}", STRENGTHS - step, columns
+    )
+
+
+def better(rng: np.random.Generator, split: Split) -> Question:
+    """One scene degraded twice in the same way, three strengths or more apart; the answer is the better one, A or B."""
+    picture, kind = _scene(rng, split), KINDS[rng.integers(len(KINDS))]
+    apart = int(rng.integers(3, STRENGTHS + 1))
+    least = int(rng.integers(STRENGTHS + 1 - apart))
+    pictures = [degraded(picture, kind, step / STRENGTHS, rng) for step in (least, least + apart)]
+    answer = "AB"[rng.integers(2)]
+    pair = pictures if answer == "A" else pictures[::-1]
+    return Question((*pair, "which picture is better , A or B ?"), answer, STRENGTHS - apart)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.playground.shapes import draw
-from genrl.playground.tasks import emoji, jigsaw, quality, scenes, series, shapes
+from genrl.playground.tasks import emoji, jigsaw, scenes, series, shapes
 from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
@@ -80,17 +80,17 @@ def test_a_box_holds_what_is_asked_for_and_the_point_is_in_it() -> None:
         assert left <= x <= right and top <= y <= bottom
 
 
-@pytest.mark.parametrize("kind", quality.KINDS)
+@pytest.mark.parametrize("kind", shapes.KINDS)
 def test_stronger_degradations_are_farther_from_the_picture(kind: str) -> None:
     picture, rng = Image.fromarray(draw(scenes.scene(np.random.default_rng(3), "train"), 48)), np.random.default_rng(0)
 
     def off(strength: float) -> float:
-        return float(np.abs(np.array(quality.degraded(picture, kind, strength, rng)).astype(int) - picture).mean())
+        return float(np.abs(np.array(shapes.degraded(picture, kind, strength, rng)).astype(int) - picture).mean())
 
     far = [off(strength) for strength in (0.0, 0.25, 0.5, 1.0)]
     assert far[0] == 0 and far == sorted(far) and far[3] > far[1] > 0.1
     with pytest.raises(ValueError, match="no degradation 'fog': noise"):
-        quality.degraded(picture, "fog", 0.5, rng)
+        shapes.degraded(picture, "fog", 0.5, rng)
 
 
 def test_scores_of_quality_are_spread_evenly_and_the_better_picture_is_the_less_degraded() -> None:
