@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from genrl.config import plugins
 from genrl.mdp.noise import derive_seed
 from genrl.playground.shapes import SIZE, caption, draw
-from genrl.playground.tasks import scenes, series, shapes
+from genrl.playground.tasks import pairs, series, shapes
 from genrl.vlm import tasks
 from genrl.vlm.config.names import TASKS
 from genrl.vlm.engines.generation import Sampling, generate
@@ -55,7 +55,7 @@ def lesson(name: str, number: int) -> tuple[list[Image.Image], str, str]:
         scene, _, _ = shapes.QUESTIONS["count"](rng, "train")
         return [Image.fromarray(draw(scene, shapes.PICTURE))], "list the colours in every cell .", colours_of(scene)
     if name == "describe":
-        scene = scenes.scene(rng, "train")
+        scene = pairs.scene(rng, "train")
         return [Image.fromarray(draw(scene, SIZE))], DESCRIBE, caption(scene)
     if name == "harm":
         drawn = shapes.rated(rng, "train")

@@ -13,6 +13,10 @@ A line of grids.jsonl is a picture whose cells belong together: `image` (beside 
 `eval.jsonl` of questions with two pictures, for `trainer.algorithm: sft`: `prompt`, `image`, `answer` (Yes or No), and
 `first` and `second`, the prompts of the grids. No grid is in both. Where people have judged the pairs, use their words
 instead; a grid whose cells do not belong together teaches the wrong answer.
+
+Scenes of the embedded world, which its tiny generators draw too: how many shapes there are (Syn-GRPO).
+
+Held out are the world's own combinations of number, colour and shape.
 """
 
 from __future__ import annotations
@@ -29,11 +33,26 @@ import numpy as np
 from PIL import Image
 
 from genrl.mdp.noise import derive_seed
-from genrl.playground.shapes import Scene, caption, draw, held_out, place
-from genrl.playground.tasks import scenes
+from genrl.playground.shapes import Kind, Scene, caption, draw, held_out, place, sample_scene
 from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES, Group
 from genrl_rewards.scorers.pictures.grids import CONSISTENT, cells, parse_grid, theme_of
+
+KINDS: tuple[Kind, ...] = ("single", "count", "two", "mixed")
+
+
+def scene(rng: np.random.Generator, split: Split) -> Scene:
+    """One to four shapes, in one or two groups."""
+    return sample_scene(rng, KINDS[rng.integers(len(KINDS))], split)
+
+
+def number(rng: np.random.Generator, split: Split) -> Question:
+    """The answer is the number of shapes; the column `caption` says what is shown."""
+    counted = scene(rng, split)
+    things = len(counted.things)
+    picture = Image.fromarray(draw(counted))
+    return Question((picture, "how many shapes are there ?"), str(things), things, {"caption": caption(counted)})
+
 
 TOGETHER, NEAR = 0.5, 0.5
 """Shares: of pairs of one grid, and of the others those of one set."""
@@ -161,7 +180,7 @@ def shown(split: Split, grid: int) -> tuple[Group, ...]:
         while set(groups) == set(other) or any(map(held_out, groups)) != (split == "eval"):
             groups = near(rng, other)
     else:
-        groups = scenes.scene(rng, split).groups
+        groups = scene(rng, split).groups
     return tuple(sorted(groups, key=lambda group: (group.colour, group.shape)))
 
 

@@ -42,7 +42,7 @@ TASKS = Group(
         "series": "genrl.playground.tasks.series:which",
         "key_frames": "genrl.playground.tasks.shapes:keys",
         "what": "genrl.playground.tasks.shapes:what",
-        "scenes": "genrl.playground.tasks.scenes:number",
+        "scenes": "genrl.playground.tasks.pairs:number",
         "emoji": "genrl.playground.tasks.emoji:mixed",
         "emoji_category": "genrl.playground.tasks.emoji:category",
         "emoji_count": "genrl.playground.tasks.emoji:count",

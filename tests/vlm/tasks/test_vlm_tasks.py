@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.playground.shapes import draw
-from genrl.playground.tasks import emoji, jigsaw, scenes, series, shapes
+from genrl.playground.tasks import emoji, jigsaw, pairs, series, shapes
 from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
@@ -82,7 +82,7 @@ def test_a_box_holds_what_is_asked_for_and_the_point_is_in_it() -> None:
 
 @pytest.mark.parametrize("kind", shapes.KINDS)
 def test_stronger_degradations_are_farther_from_the_picture(kind: str) -> None:
-    picture, rng = Image.fromarray(draw(scenes.scene(np.random.default_rng(3), "train"), 48)), np.random.default_rng(0)
+    picture, rng = Image.fromarray(draw(pairs.scene(np.random.default_rng(3), "train"), 48)), np.random.default_rng(0)
 
     def off(strength: float) -> float:
         return float(np.abs(np.array(shapes.degraded(picture, kind, strength, rng)).astype(int) - picture).mean())
