@@ -1,4 +1,5 @@
-"""Do two cells of grids belong together? Pairs of sub-figures, as PaCo-Reward is taught by (arXiv 2512.04784).
+"""Scenes of the embedded world, which its tiny generators draw too: how many shapes there are (Syn-GRPO), and whether
+two cells of grids of them belong together: pairs of sub-figures, as PaCo-Reward is taught by (arXiv 2512.04784).
 
 A grid of the embedded world shows the same things in each of its four cells, placed anew. Grids come in sets of two
 that differ in one word. Held out are the world's combinations: every held-out grid has one, no other has any. Cells are

@@ -1,17 +1,15 @@
-"""Questions about coloured shapes on a grid of 3 x 3 cells: how many there are, and which colour most of them have.
+"""Questions about coloured shapes.
 
-A picture's *arrangement* is the set of cells in which
-it has a shape; every fourth arrangement is held out, so held-out pictures are arranged as no training picture is.
+On a grid of 3 x 3 cells: how many there are, and which colour most of them have. A picture's *arrangement* is the set
+of cells in which it has a shape; every fourth arrangement is held out, so held-out pictures are arranged as no training
+picture is.
 
-Clips of four frames: in which of them a colour is seen (K-frames), and what is seen in one frame.
+Clips of four frames: in which of them a colour is seen (K-frames), and what is seen in one frame. Held out are every
+fourth sequence of the frames' colours, and every fourth of the places at which a lone frame shows its shape: never what
+an answer could be told from.
 
-Held out are every fourth sequence of the frames' colours, and every fourth of the places at which a lone frame shows
-its shape: never what an answer could be told from.
-
-How good a picture is, from 5.0 (as rendered) to 1.0 (Q-Hawkeye), and which of two is better (R1-Reward).
-
-Pictures are scenes of the embedded world, arranged as `shapes` holds them out, degraded by noise, blur, JPEG or
-darkness in nine strengths.
+How good a picture is, from 5.0 (as rendered) to 1.0 (Q-Hawkeye), and which of two is better (R1-Reward). Pictures are
+arranged as on the grid, and degraded by noise, blur, JPEG or darkness in nine strengths.
 """
 
 from __future__ import annotations
