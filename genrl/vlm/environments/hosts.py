@@ -52,9 +52,9 @@ def open_environment(settings: Settings) -> Environment:
     """Make it. Raises Misuse (a ValueError) for an unknown name, with the nearest; a package that is not there, with
     the command that installs it; an environment without pictures or words for its actions."""
     name = settings.name
-    if name == "miniwob" and not settings.processes:
+    if name == "miniwob" and settings.timeout_s is None:
         raise Misuse(
-            "miniwob has a browser in each slot, and an evaluation would open 64: write environment.processes: true, "
+            "miniwob has a browser in each slot, and an evaluation would open 64: write environment.timeout_s: 60, "
             "which has environment.parallel of them"
         )
     opened: Any = _called(_own(name), name, settings.options) if name in OWN else _made(name, settings.options)
@@ -204,8 +204,8 @@ class Host(Protocol):
 
 
 def open_host(settings: Settings) -> Host:
-    """The host that `environment.processes` asks for."""
-    return Processes(settings) if settings.processes else Local(settings)
+    """The host that `environment.timeout_s` asks for."""
+    return Local(settings) if settings.timeout_s is None else Processes(settings)
 
 
 def done(environment: Environment, work: Work) -> Outcome:
@@ -248,7 +248,8 @@ class Processes:
     the next episode begins in a new process."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        assert settings.timeout_s is not None, "only with it they have processes of their own"
+        self.settings, self.timeout_s = settings, settings.timeout_s
         self.running: dict[int, tuple[Any, Connection]] = {}
         self.failures: dict[int, int] = {}
 
@@ -258,7 +259,7 @@ class Processes:
         begun, allowed = time.monotonic(), {}
         for slot, piece in work.items():
             new = slot not in self.running
-            allowed[slot] = begun + (max(START_S, self.settings.timeout_s) if new else self.settings.timeout_s)
+            allowed[slot] = begun + (max(START_S, self.timeout_s) if new else self.timeout_s)
             if new:
                 self.running[slot] = self._start()
             try:
@@ -298,7 +299,7 @@ class Processes:
                     self.failures[slot] = 0 if isinstance(piece, Say) else self.failures.get(slot, 0)
                     return message
                 raise message
-            why = f"said nothing for {self.settings.timeout_s:g} s (environment.timeout_s), and was killed"
+            why = f"said nothing for {self.timeout_s:g} s (environment.timeout_s), and was killed"
         except (EOFError, OSError):
             process.join(5.0)
             why = f"died with exit code {process.exitcode}"

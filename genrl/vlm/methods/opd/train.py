@@ -28,7 +28,7 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.extras import CHUNK, allowed_logits, replayed
-from genrl.vlm.methods.opd.settings import LEAST, LanguageOPD, Teacher
+from genrl.vlm.methods.opd.settings import LEAST, ROUTE, LanguageOPD, Teacher
 from genrl.vlm.methods.policy_loss import recipe_loss
 from genrl.vlm.methods.updates import Asked
 from genrl.vlm.policies.folder import open_policy
@@ -82,14 +82,13 @@ class Teachers:
 
     def names(self, answers: Answers) -> list[str]:
         """Who teaches each question. Raises ValueError for a row whose column names none."""
-        route = self.settings.route
-        if route is None:
+        if len(self.known) == 1:
             return [self.settings.teachers[0].name] * len(answers.rows)
         for row in answers.rows:
-            if row.columns.get(route) not in self.known:
-                raise ValueError(f"{row.name} has {route}: {row.columns.get(route)!r}, which is none of the teachers "
-                                 f"{', '.join(self.known)} (trainer.route)")  # fmt: skip
-        return [str(row.columns[route]) for row in answers.rows]
+            if row.columns.get(ROUTE) not in self.known:
+                raise ValueError(f"{row.name} has {ROUTE}: {row.columns.get(ROUTE)!r}, which is none of the teachers "
+                                 f"{', '.join(self.known)} (trainer.teachers)")  # fmt: skip
+        return [str(row.columns[ROUTE]) for row in answers.rows]
 
     def prompts(self, answers: Answers, names: Sequence[str]) -> list[Encoded]:
         """What the teachers read, each by its own model."""
@@ -213,7 +212,7 @@ def taught(
     advantage = settings.reward_coef * per_token(batch.advantage, batch.mask).expand(batch.mask.shape)
     extra = dict(batch.extra)
     if teacher.ids is None or teacher.rows is None:
-        advantage = gap_advantage(advantage, old, teacher.log_prob, batch.mask, coef=settings.coef)
+        advantage = gap_advantage(advantage, old, teacher.log_prob, batch.mask)
     else:
         extra |= {"teacher_ids": teacher.ids, "teacher_rows": teacher.rows}
     ready = ready._replace(batch=replace(batch, advantage=advantage, extra=extra))
@@ -240,7 +239,7 @@ def loss(settings: LanguageOPD, policy: Policy, given: Recorded) -> dict[str, Te
     teacher = (given["extra/teacher_ids"], given["extra/teacher_rows"])
     far = divergence(settings, policy, now.states, given["answered"], *teacher, batch.temperature)
     totals = {"rows": int(given["rows"]), "tokens": int(given["tokens"]), "length": batch.preset.length}
-    term = settings.coef * aggregate(far.cpu(), given["answered"].cpu(), batch.preset.aggregation, **totals)
+    term = aggregate(far.cpu(), given["answered"].cpu(), batch.preset.aggregation, **totals)
     return result | {"loss": result["loss"] + term, "loss/distill": term.detach()}
 
 
