@@ -49,7 +49,7 @@ from genrl.diffusion.config.model_rules import (
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.config.sections import Model, Sampling
 from genrl.diffusion.policy.interfaces import Pipeline
-from genrl.runtime.weights.quantization import quantization_config
+from genrl.runtime.weights.low_rank import quantization_config
 from genrl_rewards.given import is_given, take
 from genrl_rewards.models.accounts import accounted
 
