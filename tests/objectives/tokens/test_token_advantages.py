@@ -1,6 +1,7 @@
 """Advantage estimators of token policies: closed forms and invariants (golden arrays: test_token_surrogates)."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -335,6 +336,22 @@ def test_an_exact_share_is_not_rounded_up() -> None:
     assert int(tw.top_of_row(torch.arange(100.0)[None], torch.ones(1, 100), share=0.07).sum()) == 7
     assert tw.top_of_row(torch.ones(1, 4), torch.ones(1, 4), share=0.5).tolist() == [[1.0, 1.0, 0.0, 0.0]]
     assert tw.top_entropy(torch.ones(1, 2), torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_geo"])
+def test_bounds_of_rejection_on_the_inverse_are_one_over_these(level: Any) -> None:
+    """Programs that bound pi_rollout / pi_old by (low, high) reject what 1 / high and 1 / low reject here."""
+    old, mask = torch.zeros(64, 5, dtype=torch.float64), torch.ones(64, 5)
+    sampler = old + 0.1 * torch.randn(old.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    low, high = 0.8, 1.02  # of no symmetry: with the same bounds other tokens are rejected
+    theirs = torch.where(mask.bool(), sampler - old, 0.0)
+    if level != "token":
+        theirs = theirs.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) if level == "sequence_geo" else 1)
+    accepted = (theirs.exp() >= low) & (theirs.exp() <= high)
+    found = tw.mismatch_weights(old, sampler, mask, level=level, low=1 / high, high=1 / low)
+    assert torch.equal(found > 0, accepted) and 0 < int(accepted.sum()) < accepted.numel()
+    same = tw.mismatch_weights(old, sampler, mask, level=level, low=low, high=high)
+    assert not torch.equal(same > 0, accepted)
 
 
 @given(st.integers(0, 99))

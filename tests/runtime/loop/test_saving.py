@@ -11,11 +11,11 @@ from accelerate import Accelerator
 
 from genrl.config.sections import Checkpoint
 from genrl.runtime.folder import checkpoint
-from genrl.runtime.folder.run import read_metrics
-from genrl.runtime.loop import idle
+from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.frame import saved_on_error
 from genrl.runtime.loop.guards import NonFiniteError, any_rank, non_finite, read_dump, require_finite, statistics
-from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.loop import IDLE, Loop
 from genrl.runtime.weights import weights as runtime_weights
 from tests.run_folders import differences, start_ranks, wait
 from tests.runtime.loop.loops import Settings, backward, loop, values
@@ -61,7 +61,7 @@ def test_an_error_in_the_first_iteration_leaves_nothing_and_an_idle_run_ends_sav
     with pytest.raises(RuntimeError, match="last 2 iterations changed no weight"), saved_on_error(one):
         for _ in one.iterations():
             one.finish({})
-    assert saved(one) == "step-000002" and one.memory[idle.KEY] == 2
+    assert saved(one) == "step-000002" and one.memory[IDLE] == 2
 
 
 def test_what_cannot_be_undone_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_checkpoint_has_the_configuration_the_run_began_with(tmp_path: Path) -
     assert (one.process.run.checkpoints / "step-000001" / "config.yaml").read_text() == "lr: 0.001\n"
 
 
-@pytest.mark.parametrize("how", ["moved", "removed", "another run's"])
+@pytest.mark.parametrize("how", ["moved", "removed", "another run's", "made anew"])
 def test_a_folder_that_is_another_is_noticed(tmp_path: Path, how: str) -> None:
     """And nothing is written under its name."""
     one = loop(tmp_path)
@@ -133,8 +133,26 @@ def test_a_folder_that_is_another_is_noticed(tmp_path: Path, how: str) -> None:
                 if how == "another run's":
                     folder.mkdir()
                     one.process.run.info.write_text('{"started": "later"}')
+                if how == "made anew":  # as by a film that was just written
+                    folder.mkdir()
+                    (folder / "film.gif").touch()
             learn(one, Counter())
-    assert [path.name for path in folder.iterdir()] == ["run.json"] if how == "another run's" else not folder.exists()
+    left = {"another run's": ["run.json"], "made anew": ["film.gif"]}.get(how, [])
+    assert left == ([path.name for path in folder.iterdir()] if folder.exists() else [])
+    assert not one.process.has_folder
+    folder.mkdir(exist_ok=True)
+    (folder / "run.lock").touch()
+    one.process.run.info.unlink(missing_ok=True)
+    assert one.process.has_folder  # run.json alone was removed: it only tells how the run was begun
+
+
+def test_rows_that_are_removed_meanwhile_are_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = MetricLogger(Run(tmp_path))
+    log.log(0, {"lr": 1.0})
+    Run(tmp_path).metrics.unlink()
+    log.log(1, {"lr": 1.0})
+    log.log(2, {"lr": 1.0})
+    assert caplog.text.count("was removed while the run was going: the rows before 1 are lost") == 1
 
 
 # -- A number that is not finite stops all ranks before the step, and its micro-batch can be read back
