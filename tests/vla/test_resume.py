@@ -27,7 +27,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "ppo": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 3}},
     "ppo of reinflow": {"sampler": "reinflow"},
     "dppo": {"sampler": "diffusion"},
-    "ppo after a warm-up": {"trainer": {"critic_warmup": 2, "episodes": "all", "decisions": 6}},
+    "ppo after a warm-up": {"trainer": {"critic_warmup": 2, "episodes": "all"}},
     "ppo with values of actions": {"trainer": {"values": "action", "level": "action", "discount": "smdp"}},
     "ppo of the encoder, too, by Muon": {"policy": {"freeze": "nothing"}, "optimizer": {"name": "muon", "lr": 1e-4}},
     "ppo by AdamW of 8 bits": {"optimizer": {"name": "adamw_8bit", "lr": 1e-4}},
@@ -265,7 +265,7 @@ def test_what_cannot_be_held_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
     for changes, message in wrong:
         with pytest.raises(ConfigError, match=message):
             published_runs.config(tmp_path, "pi0", **{**FSDP, **changes})
-    monkeypatch.setattr("genrl.runtime.weights.shares.HuggingFaceStorageWriter", object)
+    monkeypatch.setattr("genrl.runtime.weights.sharding.HuggingFaceStorageWriter", object)
     with pytest.raises(ValueError, match="cannot save weights that are trained in shards"):
         check_processes(config, 2)
     check_processes(published_runs.config(tmp_path, "pi0", **LORA, **FSDP), 2)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from genrl.runtime.show import sheet
+from genrl.vla.evaluate import sheet_of_rollout
 from genrl.vla.methods.grpo import train as grpo
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
-from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
+from genrl.vla.rollout.collect import ChunkRollout, episode_returns
 from genrl.vla.run import VLARun
-from genrl.vla.sheet import of_rollout
 from tests.vla import vla_runs
 
 Opened = Callable[..., AbstractContextManager[VLARun]]
@@ -180,12 +180,12 @@ def test_advantages_are_normalised_and_returns_explained_by_what_is_kept(rollout
 
 
 def test_all_episodes_that_fit_or_first_ones_as_long_as_they_may_be(opened: Opened) -> None:
-    with opened(environment={"max_steps": 10}, trainer={"episodes": "all", "decisions": 9}) as run:
+    with opened(environment={"max_steps": 22}, trainer={"episodes": "all"}) as run:
         every = run.collect(run.settings)
-        assert len(every.valid) == 9 and bool((every.valid & (every.episode > 0)).any())
+        assert len(every.valid) == 6 and bool((every.valid & (every.episode > 0)).any())
         first = run.collect(run.settings.model_copy(update={"episodes": "first"}))
-        assert len(first.valid) == 3 and (first.episode[first.valid] == 0).all()
-        assert first.n_executed.sum(0).max() == 10
+        assert len(first.valid) <= 6 and (first.episode[first.valid] == 0).all()
+        assert first.n_executed.sum(0).max() == 22
 
 
 def test_the_row_says_what_the_rollout_was(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_the_row_says_what_the_rollout_was(opened: Opened, monkeypatch: pytest.M
     assert [look["facts"]["success"] for look in seen["looks"]] == [str(bool(flag)) for flag in won[:4]]
     assert {row[0] for row in seen["numbers"]} >= {"observation.environment_state[0]", "action[0]"}
     lost = rollouts[0]._replace(valid=torch.zeros_like(rollouts[0].valid))
-    assert of_rollout(run.acting, lost, run.config) == sheet.ContactSheet([])
+    assert sheet_of_rollout(run.acting, lost, run.config) == sheet.ContactSheet([])
 
 
 # -- GRPO on chunks: the advantage of an episode within its group, and what has none

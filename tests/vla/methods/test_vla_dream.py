@@ -14,8 +14,7 @@ from genrl.playground.minitable import INSTRUCTIONS, PUT, task
 from genrl.playground.minitable.world import LatentTable, TableWorld, play, seen, walk
 from genrl.vla.methods.diwa import classifier
 from genrl.vla.methods.diwa.classifier import encode_demonstrations
-from genrl.vla.methods.diwa.dreams import Dream, Starts
-from genrl.vla.methods.diwa.rssm import Latent, WorldModel, balanced_kl, world_loss, world_step
+from genrl.vla.methods.diwa.rssm import Dream, Latent, Starts, WorldModel, balanced_kl, world_loss, world_step
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, tokenise
 from tests.vla.tiny_policies import WORDS
 

@@ -13,8 +13,8 @@ from genrl.mdp.noise import keyed_noise
 from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.playground.minitable.world import TableWorld
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.rl_vlm_f import preference_labels as preferences
-from genrl.vla.methods.rl_vlm_f.preference_labels import UNUSABLE, LabelCache, Pairs, draw_pairs, label_pairs
+from genrl.vla.methods.rl_vlm_f import train as preferences
+from genrl.vla.methods.rl_vlm_f.train import UNUSABLE, LabelCache, Pairs, draw_pairs, label_pairs
 from genrl.vla.offline.transitions import Words
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
 from tests.vla.offline.test_transitions import expert_data
