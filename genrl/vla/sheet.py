@@ -55,6 +55,8 @@ def of_episodes(policy: Any, found: Judged, watched: Watched, imitated: Batch | 
             pictures.append(("film", _chw(torch.from_numpy(np.array(found.clips[k].frames)))))
         looks.append(Look(instruction or "(no instruction)", scores, pictures))
     raw = imitated or watched.frames
+    if not raw:  # all were lost
+        return ContactSheet(looks)
     numbers = normalised(policy, raw)
     flat = {name: raw[name].flatten(0, -2) for name in numbers if name != ACTION} | {ACTION: raw[ACTION][:, 0]}
     return ContactSheet(looks, dimensions(flat, numbers))
@@ -81,15 +83,14 @@ def of_rollout(who: Acting, rollout: ChunkRollout, config: VLAConfig) -> Contact
     there without exploration."""
     first = rollout.valid & (rollout.episode == 0)
     slots = first.any(0).nonzero()[:SHOWN, 0].tolist()  # of the others the episode was lost with its simulator
-    won, returns = (rollout.success & first).any(0), episode_returns(rollout)
-    steps = (rollout.n_executed * first).sum(0)
-    columns = [[values[slot].item() for slot in slots] for values in (won, steps, returns)]
+    won: list[bool] = (rollout.success & first).any(0)[slots].tolist()
+    steps: list[int] = (rollout.n_executed * first).sum(0)[slots].tolist()
     said = [rollout.instruction[slot] for slot in slots]
     films = [value[:-1] for name, value in rollout.observations.items() if name.startswith((IMAGE, IMAGES))][:1]
     clips = [
         Clip(film[first[:, slot], slot, ..., :3].numpy(), text, flag)
         for film in films
-        for slot, text, flag in zip(slots, said, columns[0], strict=True)
+        for slot, text, flag in zip(slots, said, won, strict=True)
     ]
     watched = Watched()
     watched.first = {name: value[0, slots] for name, value in rollout.observations.items()}
@@ -98,7 +99,9 @@ def of_rollout(who: Acting, rollout: ChunkRollout, config: VLAConfig) -> Contact
             seen = {name: value[t, first[t]] for name, value in rollout.observations.items()}
             shape = len(seen[next(iter(seen))]), who.policy.horizon, who.policy.action_dim
             watched(seen, chunk(who, seen, torch.randn(shape, generator=generator(config.seed, "sheet", t))))
-    judged = Judged(said, *columns, clips).of(config.environment.success_key)
+    judged = Judged(said, won, steps, episode_returns(rollout)[slots].tolist(), clips).of(
+        config.environment.success_key
+    )
     return of_episodes(who.policy, judged, watched, None)
 
 
