@@ -293,8 +293,7 @@ PRESETS: dict[str, Preset] = {
         transforms=(Uncertainty(),),
         regularisers=(Kl(beta=0.04), Perception()),
         source="Q-Hawkeye, paper and code",
-        notes="its weight falls to 0 over 5 epochs (objectives.matching.cosine); G = 4; score_reward + .8 "
-        "format",
+        notes="its weight falls to 0 over 5 epochs (objectives.matching.cosine); G = 4; score_reward + .8 format",
     ),
     "g2rpo": Preset(
         RankQuantiles(),

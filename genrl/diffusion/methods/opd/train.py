@@ -42,8 +42,8 @@ def train(run: DiffusionRun, settings: OPD) -> None:
             edges = edges._replace(moves=edges.weight > 0)
 
             def note(action: Action, results: Results, meter: Meter = meter) -> None:
-                for name in {teachers.of(slot).name for slot in action.slots}:
-                    of_it = [teachers.of(slot).name == name for slot in action.slots]
+                for name in {teachers.of(slot) for slot in action.slots}:
+                    of_it = [teachers.of(slot) == name for slot in action.slots]
                     distance = results["distill"].detach()
                     meter.add(f"distill/{name}", distance, distance.new_tensor(of_it))
 

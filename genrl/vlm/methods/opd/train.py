@@ -1,7 +1,7 @@
 """On-policy distillation of language models: answer, let a teacher read the answers, estimate, update.
 
-    sampled       A[b,t] = c_r A[b] + c (l_T - l)[b,t], l_T and l log-probs of the sampled token under teacher and model
-    distribution  L = L_preset(c_r A) + c D(model, teacher), D by whole distributions (`teaching.py`)
+    sampled       A[b,t] = c_r A[b] + (l_T - l)[b,t], l_T and l log-probs of the sampled token under teacher and model
+    distribution  L = L_preset(c_r A) + D(model, teacher), D by whole distributions (`teaching.py`)
 
 The first is the policy gradient of the reverse KL, by any surrogate; the gap is neither centred nor divided. Groups
 whose rewards are equal, and answers that were cut, teach too. docs/opd_language.md
