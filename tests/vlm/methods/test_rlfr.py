@@ -177,7 +177,7 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
         with pytest.raises(ValueError, match="other: the checkpoint was taught by other weights"):
             Teachers(run, method)
         answers.rows[0].columns["teacher"] = "nobody"
-        with pytest.raises(ValueError, match="teacher: 'nobody', which is none of the teachers red, other"):
+        with pytest.raises(ValueError, match="teacher: 'nobody', which is none of the teachers other, red"):
             teaching.names(answers)
 
 

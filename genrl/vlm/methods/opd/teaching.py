@@ -73,7 +73,7 @@ class Teachers:
         for row in answers.rows:
             if row.columns.get(ROUTE) not in self.known:
                 raise ValueError(f"{row.name} has {ROUTE}: {row.columns.get(ROUTE)!r}, which is none of the teachers "
-                                 f"{', '.join(self.known)} (trainer.teachers)")  # fmt: skip
+                                 f"{', '.join(sorted(self.known))} (trainer.teachers)")  # fmt: skip
         return [str(row.columns[ROUTE]) for row in answers.rows]
 
     def prompts(self, answers: Answers, names: Sequence[str]) -> list[Encoded]:
