@@ -26,9 +26,8 @@ SHOWN = 8
 def components_of(config: Config, *, ask: bool = False) -> tuple[Component, ...]:
     """The networks of the pipeline: of one that is not on this machine, as it was published, where that is known, or,
     if it is to be asked, as the hub's files say; else none."""
-    from genrl.diffusion.config.estimate import read_components
+    from genrl.diffusion.config.estimate import published, read_components
     from genrl.diffusion.config.files import model_folder
-    from genrl.diffusion.config.published import published
 
     model = config.model
     if folder := model_folder(config):
@@ -43,8 +42,7 @@ def _of_hub(
     source: str, revision: str | None, variant: str | None, without: tuple[str, ...]
 ) -> tuple[tuple[Component, ...], str]:
     """The networks of a pipeline on the hub; or why none is known."""
-    from genrl.config.folders import is_hub_id
-    from genrl.config.weight_files import from_hub
+    from genrl.config.folders import from_hub, is_hub_id
     from genrl.diffusion.config.estimate import read_components
 
     if not is_hub_id(source):
@@ -93,7 +91,7 @@ def summary(config: Config, *, ask: bool = False) -> list[RenderableType]:
 
 def cards(file: Path, overrides: Sequence[str], config: Config, card: float | None) -> list[RenderableType]:
     """Which cards the run fits on, with which changes; with `card`, in bytes, the changes one by one."""
-    from genrl.cli.cards import tables
+    from genrl.cli.tables import card_tables
     from genrl.diffusion.config.memory_estimate import changes, memory
 
     if not (components := components_of(config, ask=True)):
@@ -102,7 +100,9 @@ def cards(file: Path, overrides: Sequence[str], config: Config, card: float | No
     def peak(changed: Config) -> int:
         return sum(num_bytes for _, num_bytes in memory(changed, components))
 
-    return tables(file, overrides, changes(config), peak, card, "sample smaller pictures, or lower model.lora.rank")
+    return card_tables(
+        file, overrides, changes(config), peak, card, "sample smaller pictures, or lower model.lora.rank"
+    )
 
 
 def _plan_table(config: Config, cost: Plan) -> Table:

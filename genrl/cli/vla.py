@@ -47,7 +47,7 @@ def memory_of(config: VLAConfig, *, ask: bool = False) -> list[tuple[str, int]]:
 def cards(file: Path, overrides: Sequence[str], config: VLAConfig, card: float | None) -> list[RenderableType]:
     """The memory of one process, and which cards the run fits on; with `card`, in bytes, the changes one by one. Of a
     policy whose size is not known, why."""
-    from genrl.cli.cards import tables
+    from genrl.cli.tables import card_tables
     from genrl.vla.config.memory_estimate import changes, memory
 
     known, why = _known(config, ask=True)
@@ -61,13 +61,13 @@ def cards(file: Path, overrides: Sequence[str], config: VLAConfig, card: float |
     table = memory_table(memory(config, known, count))
     of = [f"of one of {count} processes"] if count > 1 else []
     otherwise = "train in several processes (distributed.fsdp), or act in fewer environment.num_envs"
-    return [table, *of, *tables(file, overrides, changes(config), peak, card, otherwise)]
+    return [table, *of, *card_tables(file, overrides, changes(config), peak, card, otherwise)]
 
 
 @cache
 def _asked(source: str) -> tuple[Known | None, str]:
     """The policy of a hub id by its JSON files and headers; or why it is not known."""
-    from genrl.config.weight_files import from_hub
+    from genrl.config.folders import from_hub
     from genrl.vla.config.memory_estimate import in_folder
 
     with TemporaryDirectory() as place:
@@ -140,7 +140,7 @@ LOST = 0.05
 
 
 def _by_instruction(judged: Judged, title: str) -> Table:
-    from genrl.runtime.show.intervals import wilson
+    from genrl.runtime.show.compare.statistics import wilson
     from genrl.vla.evaluate import by_task
 
     table = scores_table(title, "instruction", "success", "95 % interval", "episodes")

@@ -13,13 +13,13 @@ from genrl.diffusion.forward.noising import (
     drawn_level,
     noised_by,
     under,
+    update,
 )
 from genrl.diffusion.forward.settings import DiffusionDPO
 from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.objectives.groups import best_and_worst
 from genrl.objectives.matching import matching_error

@@ -212,9 +212,9 @@ def _say(loop: State, found: Mapping[str, float]) -> None:
 def _go_back(loop: State, step: int) -> None:
     """The model, its optimiser and what is kept beside it are those of the best; the iterations, their prompts and the
     schedule go on. Figures are watched anew, from the histories of then."""
-    from genrl.runtime.loop import saving  # here, for the pages use this module, and do without torch
+    from genrl.runtime.loop import state  # here, for the pages use this module, and do without torch
 
-    then, now = saving.go_back(loop, step)[KEY], _state(loop)
+    then, now = state.go_back(loop, step)[KEY], _state(loop)
     # Halved each time: from the same weights with the same rate it would come to the same end.
     rate, histories = now["rate"] / 2, then["histories"]
     figures = {name: figure | {"low": 0} for name, figure in now["figures"].items()}

@@ -1,26 +1,71 @@
-"""Supervised fine-tuning on demonstrations: where a policy begins before reinforcement."""
+"""Supervised fine-tuning on demonstrations: where a policy begins before reinforcement.
+
+Optimiser steps on data: of the policy by the run's own optimiser, of networks beside it by theirs.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from genrl.mdp import ddpm, forward
+from genrl.mdp import ddpm, levels
 from genrl.mdp.noise import generator
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Loss, Meter, Results, descend, summed
 from genrl.vla.data.frames import ACTION_IS_PAD
-from genrl.vla.offline.descent import step_beside
 from genrl.vla.policies.policy import ACTION, SEEN, Batch, Imitates, Policy, PredictsNoise, PredictsVelocity, rows
-from genrl.vla.rollout.sampling import Acting
+from genrl.vla.rollout.sampling import Acting, Sampler
+from genrl.vla.rollout.scores import named
 from genrl.vla.run import VLARun
-from genrl.vla.update.scores import named
+
+Step = Callable[[Recorded], Mapping[str, Tensor]]
+"""Takes what a loss is made of: loss, gradients, clipping and an optimiser step. Returns what the loss found."""
+
+
+def stepper(run: VLARun, settings: Any, loss: Loss, sampler: Sampler | None = None) -> Step:
+    """An optimiser step of a run's own optimiser on the policy, by the method's loss. sampler: None = that of the
+    running iteration."""
+    loop = run.loop
+
+    def step(recorded: Recorded) -> Mapping[str, Tensor]:
+        loop.optimizer.zero_grad(set_to_none=True)  # imitation by an optimiser of its own leaves gradients behind
+        acting = run.acting if sampler is None else Acting(run.policy, sampler)
+        figures: dict[str, Tensor] = {}
+
+        def measure(part: Recorded, results: Results, _: Recorded) -> None:
+            figures.update({name: value.detach().cpu() for name, value in results.items()})
+
+        # One part: these losses are means over a batch that was sampled as a whole.
+        descend(loop, settings, acting, [recorded], lambda one: one, loss, groups=["policy"], measure=measure)
+        return figures
+
+    return step
+
+
+def step_beside(optimiser: torch.optim.Optimizer, loss: Tensor, clip: float | None = None) -> float:
+    """One step on a loss []; returns it. clip: the largest norm of the gradient; None = any."""
+    optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_([p for group in optimiser.param_groups for p in group["params"]], clip)
+    optimiser.step()
+    return loss.item()
+
+
+def followed(run: VLARun, phase: str, steps: int, rows: Iterator[Mapping[str, float]], prefix: str) -> dict[str, float]:
+    """A training of so many steps as a phase of the run: means of what it yields, each under prefix/name."""
+    run.loop.phase(phase, steps)
+    meter = Meter()
+    for row in rows:
+        meter.note({f"{prefix}/{name}": value for name, value in row.items()})
+        run.loop.advance(1)
+    return meter.result()
 
 
 def matching_error(
@@ -34,11 +79,11 @@ def matching_error(
     """
     if isinstance(policy, PredictsVelocity):
         sigma = level.to(actions)
-        x = forward.flow_sample(actions, noise, sigma)
-        return policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)
+        x = levels.flow_sample(actions, noise, sigma)
+        return policy.velocity(context, x, sigma) - levels.flow_target(actions, noise)
     if not isinstance(policy, PredictsNoise) or alpha_bars is None:
         raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise, and has no loss of its own")
-    x = forward.diffusion_sample(actions, noise, alpha_bars[level])
+    x = levels.diffusion_sample(actions, noise, alpha_bars[level])
     return policy.noise(context, x, level) - noise
 
 
@@ -46,7 +91,7 @@ def noise_and_levels(policy: Policy, shape: Sequence[int], rng: torch.Generator,
     """Noise [B, H, A] of a shape and the levels [B] of `matching_error`, with the alpha_bars."""
     noise = torch.randn(tuple(shape), generator=rng)
     if isinstance(policy, PredictsVelocity):
-        level = forward.flow_times(shape[0], rng)
+        level = levels.flow_times(shape[0], rng)
     else:
         level = torch.randint(len(alpha_bars), (shape[0],), generator=rng)
     return {"noise": noise, "level": level, "alpha_bars": alpha_bars}

@@ -20,16 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from genrl.mdp import categorical
+from genrl.mdp import chains
 from genrl.vla.policies import lerobot, openvla_folder
+from genrl.vla.policies.folder import HeadSizes, PublishedPolicy
 from genrl.vla.policies.layers import merged_state
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.openvla_folder import Robot, Source, own_name
 from genrl.vla.policies.policy import STATE, TOKENS, Batch, Errors
-from genrl.vla.policies.published import HeadSizes, PublishedPolicy
 from genrl.vla.policies.robot import tokens_of
-from genrl.vla.policies.timm_vit import VITS, Featurizer
-from genrl.vla.policies.transformer import ROTARY_BASE, Layer, final_norm, positions_of
+from genrl.vla.policies.transformer import ROTARY_BASE, VITS, Featurizer, Layer, final_norm, positions_of
 
 BINS = 256
 PROMPT = "In: What action should the robot take to {}?\nOut:"
@@ -133,7 +132,7 @@ class OpenVLA(PublishedPolicy):
 
     def demonstration_error(self, context: Batch, actions: Tensor) -> Tensor:
         """`-ln p` of the tokens of normalised actions [B, H, A], in that shape."""
-        return -categorical.chosen(categorical.log_probs(self.logits(context), 1.0), action_tokens(actions))
+        return -chains.chosen_log_prob(chains.token_log_probs(self.logits(context), 1.0), action_tokens(actions))
 
     def loss_noise(self, count: int, rng: torch.Generator) -> Batch:
         """Nothing in it is random."""

@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import genrl_rewards
-from genrl.config.folders import PROCESSORS, looks_local, nearest_folder, no_transformers_model
+from genrl.config.folders import (
+    PROCESSORS,
+    arguments_problems,
+    looks_local,
+    nearest_folder,
+    no_transformers_model,
+    tokenizer_problem,
+    weights_problem,
+)
 from genrl.config.plugins import find
 from genrl.config.run_config import FileFinding
 from genrl.config.sections import missing_quantizer
-from genrl.config.weight_files import arguments_problems, tokenizer_problem, weights_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
@@ -129,9 +136,10 @@ def _further(task: str, notes: list[str]) -> tuple[str, ...]:
     try:
         first_row = task_made("train")[0] if isinstance(task_made, type) else task_made(default_rng(0), "train")
     except Exception as error:  # a user's code
-        raise ValueError(f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks") from error
+        text = f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks.py"
+        raise ValueError(text) from error
     if not isinstance(first_row, tuple) or len(first_row) not in (3, 4):
-        raise ValueError(f"{task} gives no question but a {type(first_row).__name__}; see genrl/vlm/tasks")
+        raise ValueError(f"{task} gives no question but a {type(first_row).__name__}; see genrl/vlm/tasks.py")
     return tuple(first_row[3]) if len(first_row) == 4 else ()
 
 

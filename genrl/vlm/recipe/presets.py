@@ -28,9 +28,19 @@ from genrl.vlm.recipe.advantages import (
     WhitenedPopulation,
     WhitenedReturns,
 )
-from genrl.vlm.recipe.group_losses import Classification, Preference, Regression, RightAnswers
+from genrl.vlm.recipe.losses import (
+    Classification,
+    EntropyBand,
+    EntropyBonus,
+    EntropyPenalty,
+    Kl,
+    Perception,
+    Preference,
+    Regression,
+    RightAnswers,
+    ValueLoss,
+)
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Kl, Perception, ValueLoss
 from genrl.vlm.recipe.shaping import (
     Asymmetry,
     BatchNormalise,
