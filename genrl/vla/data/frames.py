@@ -19,8 +19,8 @@ from genrl.runtime.folder.hub import local_folder
 from genrl.vla.config.files import is_recording
 from genrl.vla.data.lerobot_dataset import Dataset, Episode, open_dataset
 from genrl.vla.policies.encoder import MODES
-from genrl.vla.policies.normalise import normalise, statistics, with_least_spread
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Policy, Statistics
+from genrl.vla.policies.robot import normalise, statistics, with_least_spread
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -25,7 +25,6 @@ from genrl.vla.offline.critics import Critics
 from genrl.vla.offline.imitation import step_beside
 from genrl.vla.offline.transitions import Transitions, from_rollout, from_steps, merge, take
 from genrl.vla.policies.encoder import MODES
-from genrl.vla.policies.normalise import normalise
 from genrl.vla.policies.policy import (
     ACTION,
     ENVIRONMENT,
@@ -39,6 +38,7 @@ from genrl.vla.policies.policy import (
     Statistics,
     rows,
 )
+from genrl.vla.policies.robot import normalise
 from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan
 from genrl.vla.rollout.sampling import Sampler
 from genrl.vla.setup import longest_episode
