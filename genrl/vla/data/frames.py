@@ -117,7 +117,7 @@ def chunks(
 
 
 def frame_statistics(frames: Batch) -> Statistics:
-    """`normalise.statistics` of every float entry of some frames; the std of states is `STD_FLOOR` at least."""
+    """`robot.statistics` of every float entry of some frames; the std of states is `STD_FLOOR` at least."""
     stats = {name: with_least_spread(statistics(value)) for name, value in frames.items() if value.is_floating_point()}
     for name in stats.keys() - {ACTION}:
         stats[name]["std"] = stats[name]["std"].clamp(min=STD_FLOOR)

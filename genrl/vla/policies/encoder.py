@@ -31,7 +31,7 @@ def check_statistics(inputs: Inputs, action_dim: int, stats: Statistics) -> None
     for name, width in widths.items():
         shapes = {key: tuple(v.shape) for key, v in stats.get(name, {}).items() if key != "count"}
         if width and (not shapes or set(shapes.values()) != {(width,)}):
-            raise ValueError(f"{name} needs statistics of shape [{width}] (normalise.statistics); found {shapes}")
+            raise ValueError(f"{name} needs statistics of shape [{width}] (robot.statistics); found {shapes}")
 
 
 class ResidualMLP(nn.Module):

@@ -1,6 +1,5 @@
-"""What a LeRobot folder says of a robot: its observations and actions, and its instructions as tokens.
-
-Normalisation of states and actions as LeRobot has it: its modes, its statistics, its formulas.
+"""What a LeRobot folder says of a robot: its observations and actions, its instructions as tokens, and how states and
+actions are normalised: modes, statistics, formulas.
 
 Statistics are a dictionary of vectors [D], by the names of a data set's `meta/stats.json`; values are [..., D].
 Everything that a mode maps from its bounds goes to [-1, 1]; nothing is clipped.

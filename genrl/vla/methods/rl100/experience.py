@@ -1,12 +1,11 @@
 """What RL-100 learns from and judges by: the expert's decisions, episodes of the policy, and imagined decisions in a
-model of the data, judged by the critics: which of two policies is better, without acting.
+model of the data; and its last stage, a policy that acts in one call, from one whose chain has many.
 
 A policy that looks at pictures or points is learned from what its encoder, which is frozen then, has seen in them: this
 takes their place (`SEEN`), and can be imagined.
 
-Offline policy evaluation as RL-100 gates its updates with (arXiv 2510.14830): the model's chunks and the average Q.
-
-RL-100's last stage: a policy that acts in one call, from one whose chain has many.
+Which of two policies is better is judged without acting, as RL-100 gates its updates (arXiv 2510.14830): by the average
+Q of chunks that are imagined in the model.
 """
 
 from __future__ import annotations
