@@ -106,7 +106,7 @@ def cards(file: Path, overrides: Sequence[str], config: Config, card: float | No
 
 
 def _plan_table(config: Config, cost: Plan) -> Table:
-    from genrl.diffusion.config.shares import even
+    from genrl.diffusion.config.combinations import even
 
     sampling = config.sampling
     mean = "" if cost.trained_steps.is_integer() else " on average"

@@ -24,8 +24,8 @@ from genrl.config.method import is_built_in
 from genrl.config.sections import Selection
 from genrl.data.prompts import Prompt
 from genrl.diffusion.before import settle, sizes
+from genrl.diffusion.config.combinations import waiting
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.config.shares import waiting
 from genrl.diffusion.evaluate import (
     Before,
     draw_best_and_worst,

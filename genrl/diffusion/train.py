@@ -16,11 +16,11 @@ import genrl_rewards
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import short_bucket, sized
 from genrl.diffusion.before import MEMORY_HINT, Tell, batches, encode_ahead, place, require_apart, text_encoders
+from genrl.diffusion.config.combinations import processes_problem
 from genrl.diffusion.config.model_rules import detaches_unconditional, experts_problem
 from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Kernels, Offload
-from genrl.diffusion.config.shares import processes_problem
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.files.export import probe_of
 from genrl.diffusion.policy.adapters import trainable

@@ -11,7 +11,7 @@ A block of these families is, for each of its streams, with shift, scale and gat
     h  = x + gate_1 * attention(norm(x) (1 + scale_1) + shift_1)
     x' = h + gate_2 * mlp(norm(h) (1 + scale_2) + shift_2)
 
-The arithmetic is that of `genrl.kernels.fused`, float32 rounded where a block stores: beside diffusers' own it differs
+The arithmetic is that of `genrl.kernels.blocks`, float32 rounded where a block stores: beside diffusers' own it differs
 by rounding, in sampling and replay alike.
 """
 
@@ -30,8 +30,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from genrl.kernels.fused import fused, gated, modulated, qk_norm_rope
-from genrl.kernels.joint_attention import joint_attention
+from genrl.kernels.blocks import fused, gated, joint_attention, modulated, qk_norm_rope
 from genrl.kernels.machine import AttentionBackend
 
 Angles = tuple[Tensor, Tensor] | None
@@ -43,7 +42,7 @@ class Switches:
     """What the processors and blocks of a model run; read at every call."""
 
     fused: bool = False
-    """Whether `genrl.kernels.fused` compiles what lies between the matrix products, which puts our blocks in."""
+    """Whether `genrl.kernels.blocks` compiles what lies between the matrix products, which puts our blocks in."""
     attention: AttentionBackend | None = None
     """None: as `auto`, or diffusers' own processors where `fused` is off too."""
 
