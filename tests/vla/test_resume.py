@@ -27,7 +27,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "ppo": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 3}},
     "ppo of reinflow": {"sampler": "reinflow"},
     "dppo": {"sampler": "diffusion"},
-    "ppo after a warm-up": {"trainer": {"critic_warmup": 2, "episodes": "all"}},
+    "ppo after a warm-up": {"trainer": {"critic_warmup": 2, "episodes": "all", "decisions": 6}},
     "ppo with values of actions": {"trainer": {"values": "action", "level": "action", "discount": "smdp"}},
     "ppo of the encoder, too, by Muon": {"policy": {"freeze": "nothing"}, "optimizer": {"name": "muon", "lr": 1e-4}},
     "ppo by AdamW of 8 bits": {"optimizer": {"name": "adamw_8bit", "lr": 1e-4}},
