@@ -11,9 +11,9 @@ Each definition computes in float32 (float64 for float64) and rounds where a blo
 - `gated`: h = x + gate * branch, and y as `modulated` has it of h
 
 Attention is one function, no mathematics of our own: o = softmax(q k^T / sqrt(D)) v. A back-end that is named runs or
-is an error; `auto` is torch's own choice among its exact kernels, in a run all but cuDNN's
-(`runtime.devices.without_cudnn_attention`). Two back-ends differ by rounding, which clip ranges of 1e-4 notice: one
-runs in sampling and replay alike. SageAttention quantises, so that its policy is another one: for evaluation alone.
+is an error; `auto` is torch's own choice among its exact kernels, which in a run are all but cuDNN's
+(`runtime.weights.devices.without_cudnn_attention`). Two back-ends differ by rounding, which clip ranges of 1e-4
+notice: one runs in sampling and replay alike.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def train(run: DiffusionRun, settings: OPD) -> None:
             edges = edges._replace(moves=edges.weight > 0)
 
             def note(action: Action, results: Results, meter: Meter = meter) -> None:
-                for name in {teachers.of(slot).name for slot in action.slots}:
-                    of_it = [teachers.of(slot).name == name for slot in action.slots]
+                for name in {teachers.of(slot) for slot in action.slots}:
+                    of_it = [teachers.of(slot) == name for slot in action.slots]
                     distance = results["distill"].detach()
                     meter.add(f"distill/{name}", distance, distance.new_tensor(of_it))
 
@@ -93,15 +93,15 @@ class Teachers:
 
     def __init__(self, run: DiffusionRun, settings: OPD) -> None:
         self.run, self.settings = run, settings
-        self.known = {teacher.name: teacher for teacher in settings.teachers}
+        self.known = settings.teachers
         self.denoisers: list[Any] = list(run.policy.denoisers.values())
         hashes = {}
-        for teacher in settings.teachers:
+        for name, teacher in self.known.items():
             if teacher.lora is not None:
-                hashes[teacher.name] = hashlib.sha256(locate(teacher.lora).read_bytes()).hexdigest()
-                load_lora(run.policy.pipe, teacher.lora, _adapter(teacher))
+                hashes[name] = hashlib.sha256(locate(teacher.lora).read_bytes()).hexdigest()
+                load_lora(run.policy.pipe, teacher.lora, _adapter(name))
         for name, part in run.policy.pipe.components.items():
-            beside = set(getattr(part, "peft_config", {})) & {_adapter(teacher) for teacher in settings.teachers}
+            beside = set(getattr(part, "peft_config", {})) & set(map(_adapter, self.known))
             if beside and part not in self.denoisers:
                 raise ValueError(
                     f"trainer.teachers: a LoRA adapts the {name}, too, which encodes prompts for all alike"
@@ -117,30 +117,29 @@ class Teachers:
 
     def close(self) -> None:
         """Take the adapters out again, so that the pipeline that is handed over has its own alone."""
-        for teacher in self.settings.teachers:
+        for adapter in map(_adapter, self.known):
             for denoiser in self.denoisers:
-                if _adapter(teacher) in denoiser.peft_config:
-                    denoiser.delete_adapters(_adapter(teacher))
+                if adapter in denoiser.peft_config:
+                    denoiser.delete_adapters(adapter)
 
-    def of(self, slot: int) -> Teacher:
+    def of(self, slot: int) -> str:
         """Who teaches the sample in this slot."""
         if len(self.known) == 1:
-            return self.settings.teachers[0]
-        row = self.run.iteration_prompts[slot // self.run.config.sampling.group_size]
-        return self.known[row.columns[ROUTE]]
+            return next(iter(self.known))
+        return str(self.run.iteration_prompts[slot // self.run.config.sampling.group_size].columns[ROUTE])
 
     @torch.no_grad()
     def means(self, action: Action) -> dict[str, Tensor]:
         """Where the teachers would have gone from the states of a transition: mean [B, ...], one pass for each teacher
         on its own rows; and their numbers, int64 [B]."""
-        names = [self.of(slot).name for slot in action.slots]
+        names = [self.of(slot) for slot in action.slots]
         numbers = torch.tensor([list(self.known).index(name) for name in names])
         means: list[Tensor] = []
         for name in dict.fromkeys(names):
             rows = [row for row, other in enumerate(names) if other == name]
             trajectory = action.piece.trajectory.take(rows)
             batch = self.asked(self.known[name], trajectory.batch, [action.slots[row] for row in rows])
-            with self.acting(self.known[name]), self.run.loop.fitting():
+            with self.acting(name), self.run.loop.fitting():
                 means.append(self.run.policy.replay(trajectory.step(action.step, batch)).mean)
         places = torch.cat([(numbers == list(self.known).index(name)).nonzero()[:, 0] for name in dict.fromkeys(names)])
         return {"teacher_mean": torch.cat(means)[places.argsort()], "teacher": numbers}
@@ -153,9 +152,9 @@ class Teachers:
             batch = replace(batch, prompts=texts)
         return guided(batch, teacher.guidance)
 
-    def acting(self, teacher: Teacher) -> AbstractContextManager[None]:
+    def acting(self, name: str) -> AbstractContextManager[None]:
         """Within the block the model is this teacher."""
-        return self.run.weights.reference() if teacher.lora is None else self._adapted(_adapter(teacher))
+        return self.run.weights.reference() if self.known[name].lora is None else self._adapted(_adapter(name))
 
     @contextmanager
     def _adapted(self, adapter: str) -> Iterator[None]:
@@ -172,5 +171,5 @@ class Teachers:
                 activate(denoiser)
 
 
-def _adapter(teacher: Teacher) -> str:
-    return f"teacher_{teacher.name}"
+def _adapter(name: str) -> str:
+    return f"teacher_{name}"
