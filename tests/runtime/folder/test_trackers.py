@@ -1,6 +1,9 @@
 """A resumed run goes on in the tracker; pictures, films and tables reach those that take them."""
 
+import json
+import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,9 +34,27 @@ def log_all(run: Run, name: str, first: int) -> None:
     logger.finish()
 
 
+def wandb_records(file: Path) -> Iterator[Any]:
+    """The records of a run that W&B wrote for a later upload: a LevelDB log after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, place, block, text = file.read_bytes(), 7, 2**15, b""
+    while place + 7 <= len(content):
+        if block - place % block < 7:  # the rest of a block that has no room for a header
+            place += block - place % block
+            continue
+        length, kind = struct.unpack("<HB", content[place + 4 : place + 7])  # after the checksum
+        text += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(text)
+            yield record
+            text = b""
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one id, whose steps go on: W&B writes them into the names of what it keeps for a later upload."""
     wandb = pytest.importorskip("wandb")
     for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(key, value)
@@ -42,11 +63,21 @@ def test_a_resumed_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.M
     log_all(run, "wandb", 0)
     log_all(run, "wandb", 2)
     wandb.teardown()  # its own process has written everything
-    folders = sorted(tmp_path.glob("mine/wandb/offline-run-*"))
-    assert [folder.name.rsplit("-", 1)[1] for folder in folders] == [trackers.kept_ids(run)["wandb"]] * 2
-    for kind in ("images/samples/grid", "videos/videos/success-00", "table/samples/rewards"):
-        steps = [file.stem.split("_")[1] for folder in folders for file in folder.glob(f"files/media/{kind}_*")]
-        assert sorted(steps) == ["1", "2", "3", "4"], kind
+    files = sorted(tmp_path.glob("mine/wandb/offline-run-*/*.wandb"))
+    records = [list(wandb_records(file)) for file in files]
+    begun = [record.run for some in records for record in some if record.HasField("run")]
+    assert len(files) == 2
+    assert {(one.run_id, one.display_name) for one in begun} == {(trackers.kept_ids(run)["wandb"], "mine")}
+    logged = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for some in records
+        for record in some
+        if record.HasField("history")
+    ]
+    assert [(row["_step"], row["loss"]) for row in logged] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
+    kinds = {"samples/grid": "images/separated", "videos/success-00": "video-file", "samples/rewards": "table-file"}
+    for row in logged:
+        assert {key: row[f"{key}/_type"] for key in kinds} == kinds
 
 
 def test_ids_of_a_new_run_and_broken_ones(tmp_path: Path) -> None:
