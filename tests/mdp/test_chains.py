@@ -1,6 +1,5 @@
 """Chains of action chunks: replay, which steps are drawn, a learned std."""
 
-import math
 import re
 from functools import partial
 
@@ -20,19 +19,6 @@ from tests.reference.cps import cps_log_prob
 def velocity(x: Tensor, sigma: Tensor) -> Tensor:
     """A nonlinear field: any policy."""
     return torch.tanh(0.7 * x + 0.3) + sigma.reshape(-1, *[1] * (x.dim() - 1)) * x.flip(-1)
-
-
-def flow_sde_chain(noisy: Tensor, sigmas: Tensor, level: float, seed: int, field=velocity) -> Chain:
-    batch, steps = noisy.shape
-    drawn = noise.keyed_noise((batch, steps + 1, 4, 3), seed)
-
-    def transition(k: int, x: Tensor) -> Transition:
-        at = sigmas[k].expand(batch)
-        return kernels.flow_sde(
-            x, field(x, at), at, sigmas[k + 1], noise_level=noisy[:, k] * level, sigma_max=sigmas[1]
-        )
-
-    return chains.sample_chain(transition, drawn[:, 0], drawn[:, 1:])
 
 
 def transition_of(kind: str):
@@ -78,23 +64,6 @@ def test_replaying_a_whole_chain_gives_ratio_one(kind: str) -> None:
         for c in (recorded, replayed)
     )
     assert torch.equal(old, new)
-
-
-def test_a_chain_with_a_deterministic_step_has_no_joint_density() -> None:
-    chain = flow_sde_chain(chains.noisy_steps("last", 2, 3), schedules.linspace_grid(3), 1.0, seed=6)
-    with pytest.raises(ValueError, match="not an action"):
-        chains.chain_log_prob(chain, initial=False, reduction="sum")
-
-
-def test_gradients_reach_the_learned_std_and_not_the_action() -> None:
-    raw = torch.zeros(2, 4, 3, requires_grad=True)
-    x = noise.keyed_noise((2, 4, 3), 7).requires_grad_()
-    std = chains.bounded_std(raw, 0.1, 0.4)
-    density = chains.element_log_prob(x, torch.zeros_like(x), std)
-    grad = torch.autograd.grad(density.sum(), raw)[0]
-    z = (x / std).detach()
-    torch.testing.assert_close(grad, (z**2 - 1) * math.log(4.0) / 2)  # d ln p / d ln s = z^2 - 1, d ln s / d raw
-    assert torch.autograd.grad(density.sum(), x, allow_unused=True)[0] is None
 
 
 @given(

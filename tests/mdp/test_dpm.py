@@ -1,15 +1,13 @@
-"""The multistep solver: golden samplers_ode_dpm, MixGRPO-Flash's schedules, and its order of convergence."""
+"""The multistep solver: golden samplers_ode_dpm; what it and DPPO's grids refuse."""
 
 import re
 
 import pytest
 import torch
 
-from genrl.mdp import ddpm, gaussian, kernels, schedules
+from genrl.mdp import ddpm, gaussian, kernels
 from genrl.mdp.dpm import Prediction, dpm_solver, predict
 from tests.golden_cases import Case, check_all, error, through
-from tests.reference.grids import is_truncated, shifted_grid
-from tests.reference.released_windows import released_points
 
 Errors = dict[str, tuple[float, float]]
 
@@ -77,34 +75,6 @@ def test_golden_trajectories(golden) -> None:
     check_all(golden("samplers_ode_dpm"), check, left_out)
 
 
-def test_golden_flash_schedules(golden) -> None:
-    """MixGRPO-Flash as released, step by step: which kind, at which level, at which truncated time."""
-
-    def check(case: Case) -> Errors:
-        steps, window = case.params["N"], case.params["window"]
-        grid = shifted_grid(steps, case.params["shift"])
-        first = window[-1] + 1
-        points = released_points(steps, window[-1], case.params["compress_ratio"])
-        used = grid[: first + 1]
-        if points > 1:
-            tail = schedules.compressed_tail(grid, first, points - 1, factor=case.params["shift"])
-            used = torch.cat([grid[:first], tail])
-        else:
-            assert case["sigmas_used"][-1] > 0  # never denoised: ours refuses a tail without steps
-            with pytest.raises(ValueError, match="tail of 0 steps"):
-                schedules.compressed_tail(grid, first, 0, factor=case.params["shift"])
-        kinds = [str(kind) for kind in case.arrays["step_kind"]]
-        assert [kind.lower().startswith("sde") for kind in kinds] == [i in window for i in range(len(used) - 1)]
-        assert case["step_index"].tolist() == list(range(len(used) - 1))
-        return {
-            "sigmas_in": (error(grid, case["sigmas_in"]), 5e-7),
-            "sigmas_used": (error(used, case["sigmas_used"]), 5e-7),
-            "model_timesteps": (float(not is_truncated(used, 1000 * case["model_timesteps"])), 0.0),
-        }
-
-    check_all(golden("samplers_schedules"), check, lambda case: case.params["kind"] != "mixgrpo_flash_post")
-
-
 def test_what_cannot_be_is_refused() -> None:
     x = torch.zeros(1, 2)
     for sigma, sigma_next in ((0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1)):
@@ -112,26 +82,7 @@ def test_what_cannot_be_is_refused() -> None:
             dpm_solver(x, x, sigma, sigma_next)
     with pytest.raises(ValueError, match="history of 2"):
         dpm_solver(x, x, 0.5, 0.4, [Prediction(x, 0.7), Prediction(x, 0.6)], stochastic=True)
-
-
-# -- DPPO's denoising steps: the posterior of DDPM, floors of the std, positions of a chain
-
-
-ALPHA_BARS = ddpm.cosine_alpha_bars(20)
-
-
-def test_grids() -> None:
-    full, leading = ddpm.ddpm_grid(ALPHA_BARS), ddpm.ddim_grid(ALPHA_BARS, 5)
-    assert full.timesteps.tolist() == list(range(19, -1, -1)) and leading.timesteps.tolist() == [16, 12, 8, 4, 0]
-    for grid in (full, leading):
-        assert torch.equal(grid.alpha_bar_next[:-1], grid.alpha_bar[1:]) and grid.alpha_bar_next[-1] == 1
-        assert (grid.alpha_bar_next > grid.alpha_bar).all()
     with pytest.raises(ValueError, match="cannot be taken"):
-        ddpm.ddim_grid(ALPHA_BARS, 21)
-
-
-def test_the_last_positions_are_fine_tuned() -> None:
-    assert ddpm.fine_tuned(torch.arange(5), 5, 2).tolist() == [False, False, False, True, True]
-    assert ddpm.fine_tuned(torch.arange(5), 5, 5).all()
+        ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 21)
     with pytest.raises(ValueError, match="fine-tuned"):
         ddpm.fine_tuned(torch.arange(5), 5, 6)

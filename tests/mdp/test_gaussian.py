@@ -109,19 +109,10 @@ def test_frequencies_of_draws_are_the_probabilities() -> None:
 # -- One rule for randomness
 
 
-KEYS = st.lists(st.one_of(st.integers(-(2**70), 2**70), st.text(max_size=8)), max_size=5)
-
-
-@given(KEYS, KEYS)
-def test_different_keys_give_different_seeds(first: list[int | str], second: list[int | str]) -> None:
-    same = [(type(k), k) for k in first] == [(type(k), k) for k in second]
-    assert (derive_seed(*first) == derive_seed(*second)) == same
-    assert 0 <= derive_seed(*first) < 2**63
-
-
 def test_boundaries_between_keys_count() -> None:
     assert len({derive_seed("ab", "c"), derive_seed("a", "bc"), derive_seed("abc"), derive_seed("a", "b", "c")}) == 4
     assert len({derive_seed(12, 3), derive_seed(1, 23), derive_seed("12", "3"), derive_seed(123)}) == 4
+    assert len({derive_seed(1), derive_seed("1"), derive_seed(-1), derive_seed(2**70), derive_seed()}) == 5
 
 
 def test_the_rule_is_pinned() -> None:
@@ -287,11 +278,7 @@ def test_levels_may_differ_per_sample_and_half_precision_is_computed_in_float32(
         assert torch.equal(low, sample(clean.bfloat16().float(), source.bfloat16().float(), 0.3))
 
 
-def test_the_ends_are_noise_and_data() -> None:
+def test_unknown_predictions_are_refused() -> None:
     clean, source = pictures(1)
-    assert torch.equal(forward.flow_sample(clean, source, 1.0), source)
-    assert torch.equal(forward.flow_sample(clean, source, 0.0), clean)
-    assert torch.equal(forward.diffusion_sample(clean, source, 0.0), source)
-    assert torch.equal(forward.diffusion_sample(clean, source, 1.0), clean)
     with pytest.raises(ValueError, match="prediction_type must be"):
         forward.diffusion_target(clean, source, 0.5, "x0")  # type: ignore[arg-type]

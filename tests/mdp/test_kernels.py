@@ -98,10 +98,6 @@ def test_wrong_arguments_are_refused() -> None:
         kernels.ddim(x, v, 0.0, 0.5, eta=1.0, prediction_type="epsilon")
 
 
-def test_names_offered_to_configurations_exist() -> None:
-    assert all(callable(getattr(kernels, name)) for name in kernels.FLOW_KERNELS)
-
-
 # DDIM ----------------------------------------------------------------------------------------------------------------
 
 

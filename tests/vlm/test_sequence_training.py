@@ -114,7 +114,6 @@ def test_a_shape_has_one_score_of_its_views_for_each_step(tmp_path: Path) -> Non
     assert set(answers.scores) == {"shapes", "shapes/coarse", "shapes-2", "shapes-2/coarse"}
     best, total = answers.scores["shapes"], answers.scores["shapes-2"]
     assert bool((total <= 6 * best + 1e-9).all()) and bool((total >= best - 1e-9).all())
-    assert ready is not None
     advantage, step = ready.batch.advantage, ready.batch.extra["step"]
     assert advantage is not None and advantage.shape == step.shape
     for row in range(len(step)):

@@ -91,19 +91,6 @@ def test_golden_dgpo(golden) -> None:
     a.all_used("out_.*")
 
 
-def test_dgpo_starts_at_half_weight_and_only_lets_go_of_what_went_far() -> None:
-    same = torch.full((4,), 0.5, requires_grad=True)
-    advantage = torch.tensor([1.0, 1.0, -1.0, 0.0])
-    weight = forward_process.dgpo_group_weight(same, same, advantage, torch.zeros(4).long(), beta=100.0)
-    assert torch.equal(weight, torch.full((4,), 0.5))
-    # q = exp(m_old - m): 1.22, .82, .82, .82
-    old = torch.tensor([0.7, 0.3, 0.3, 0.3])
-    loss = forward_process.dgpo_loss(same, old, advantage, weight, clip=0.1)
-    loss.sum().backward()
-    assert torch.allclose(loss.detach(), 0.5 * advantage * 0.5)
-    assert same.grad is not None and same.grad.tolist() == [0.0, 0.5, 0.0, 0.0]
-
-
 # CRD -----------------------------------------------------------------------------------------------------------------
 
 

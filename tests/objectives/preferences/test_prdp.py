@@ -48,19 +48,6 @@ def test_golden_optimum(golden) -> None:
     assert output.loss < 1e-25 and a.number("opt_loss") < 1e-25 and gradient.abs().max() < 1e-12
 
 
-def test_the_worked_example() -> None:
-    """A clipped pair keeps the gradient of its unclipped steps."""
-    new = torch.tensor([[[0.02, 0.01], [-0.01, 0.0]]], dtype=torch.float64)
-    old = torch.tensor([[[0.01, 0.01], [0.0, 0.0]]], dtype=torch.float64)
-    rewards = torch.tensor([[0.02, 0.0]], dtype=torch.float64)
-    errors = pair_errors(new, torch.zeros_like(new), old, rewards, beta=0.5, clip=0.005)
-    assert errors.unclipped.item() == pytest.approx(0.0, abs=1e-20)
-    assert errors.clipped.item() == pytest.approx(1e-4)
-    output, gradient = prdp_gradient(new, torch.zeros_like(new), old, rewards, beta=0.5, clip=0.005)
-    assert output.clipped == 1.0 and output.num_pairs == 1
-    assert torch.allclose(gradient, torch.tensor([[[0.0, -0.02], [0.0, 0.02]]], dtype=torch.float64), atol=1e-12)
-
-
 def sample(seed: int, shape: tuple[int, int, int] = (2, 4, 3)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     new, ref, old = (0.1 * noise.keyed_noise(shape, seed, name).double() for name in ("new", "ref", "old"))
     return new, ref, old, noise.keyed_noise(shape[:2], seed, "reward").double()

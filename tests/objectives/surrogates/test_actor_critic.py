@@ -7,8 +7,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from genrl.mdp import chains, ddpm, schedules
@@ -233,16 +231,6 @@ def test_reinflow(golden) -> None:
     check_all(golden("vla_reinflow"), check)
 
 
-@given(st.floats(-3, 3), st.floats(-2, 2), st.floats(1.1, 10))
-def test_a_dual_clip_bounds_the_loss_of_bad_samples_only(difference: float, advantage: float, bound: float) -> None:
-    new, weight = torch.tensor(difference, dtype=torch.float64), torch.tensor(advantage, dtype=torch.float64)
-    plain = clipped_surrogate(new, torch.zeros_like(new), weight, 0.2, 0.2).loss
-    bounded = ac.dual_clip(plain, weight, bound)
-    assert bounded <= bound * abs(advantage) + 1e-12
-    if advantage >= 0 or math.exp(difference) <= bound:
-        assert bounded == plain
-
-
 def test_the_weight_of_a_stale_sample() -> None:
     """p_proximal / p_behaviour, 0 above the bound; 1, and so plain PPO, where both are one policy. No gradient."""
     near, old = torch.tensor([3.0, 1.0, 0.0, -1.0], requires_grad=True), torch.zeros(4)
@@ -253,30 +241,17 @@ def test_the_weight_of_a_stale_sample() -> None:
     assert truncated.tolist() == pytest.approx([1.0, 1.0, 1.0, 1 / math.e]) and not truncated.requires_grad
 
 
-@given(st.integers(0, 1000))
-def test_the_value_clip_never_lowers_the_loss(seed: int) -> None:
-    values, returns, old = torch.randn(3, 8, generator=generator(seed))
+def test_the_value_clip_never_lowers_the_loss() -> None:
+    values, returns, old = torch.randn(3, 99, generator=generator(0))
     plain = ac.value_loss(values, returns)
     torch.testing.assert_close(plain, 0.5 * (values - returns) ** 2)
-    clipped = ac.value_loss(values, returns, old_values=old, clip=0.2)
-    assert (clipped >= plain).all()
-    torch.testing.assert_close(ac.value_loss(values, returns, old_values=values, clip=0.2), plain)
+    assert (ac.value_loss(values, returns, old_values=old, clip=0.2) >= plain).all()
     far = ac.value_loss(values, returns, huber_delta=0.3)
-    expected = torch.nn.functional.huber_loss(values, returns, reduction="none", delta=0.3)
-    torch.testing.assert_close(far, expected)
-
-
-def test_the_clip_range_grows_along_the_denoising_steps() -> None:
-    index = torch.arange(10)
-    clip = ac.denoising_clip(index, 10, clip=0.01, base=0.001)
-    assert clip[0].item() == pytest.approx(0.001) and clip[-1].item() == pytest.approx(0.01)
-    assert (clip.diff() > 0).all() and (clip.diff().diff() > 0).all()
-    assert ac.denoising_clip(torch.zeros(2), 1, clip=0.01, base=0.001).tolist() == [0.01, 0.01]
-    discount = ac.denoising_discount(index, 10, 0.9)
-    assert discount[-1] == 1 and discount[0].item() == pytest.approx(0.9**9)
+    torch.testing.assert_close(far, torch.nn.functional.huber_loss(values, returns, reduction="none", delta=0.3))
 
 
 def test_what_cannot_be_is_refused() -> None:
+    assert ac.denoising_clip(torch.zeros(2), 1, clip=0.01, base=0.001).tolist() == [0.01, 0.01]  # of one step
     with pytest.raises(ValueError, match="exceed 1"):
         ac.dual_clip(torch.ones(1), torch.ones(1), 1.0)
     with pytest.raises(ValueError, match="old_values"):
@@ -314,30 +289,6 @@ def test_fisor(golden) -> None:
         return {name: (error(got, case[name]), 1e-9) for name, got in ours.items()}
 
     check_all(golden("vla_reference"), check, lambda case: case.fn != "fisor")  # GAE: test_gae
-
-
-def test_infeasible_actions_of_feasible_states_are_never_cloned() -> None:
-    violation_q, violation_value = torch.tensor([1.0, -1.0, 1.0, 1.0]), torch.tensor([-1.0, -1.0, 2.0, 0.5])
-    q, value = torch.tensor([9.0, 1.0, 0.0, 9.0]), torch.tensor([0.0, 1.0, 9.0, 0.0])
-    weights = feasibility.cloning_weights(q, value, violation_q, violation_value)
-    assert weights[0] == 0 and weights[1] == 1
-    assert weights[2] == pytest.approx(torch.tensor(5.0).exp().item())
-    assert weights[3] < 1  # worse than what the state allows, whatever its reward
-
-
-def test_a_terminal_state_keeps_its_own_violation() -> None:
-    h, ahead = torch.tensor([25.0, -1.0]), torch.tensor([99.0, 99.0])
-    target = feasibility.feasibility_target(h, ahead, torch.tensor([0.0, 1.0]), 0.99)
-    assert target.tolist() == pytest.approx([25.0, 0.01 * -1 + 0.99 * 99])
-
-
-# -- Implicit Q-learning: cases worked out by hand, and what the losses promise.
-
-
-def test_targets() -> None:
-    rewards, values = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 2.0], requires_grad=True)
-    target = iql.q_target(rewards, values, torch.tensor([False, True, False]), torch.tensor([0.9, 0.9, 0.81]))
-    assert target.tolist() == pytest.approx([0.45, 1.0, 1.62]) and not target.requires_grad
 
 
 def test_weights_by_hand() -> None:

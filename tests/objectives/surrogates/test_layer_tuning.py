@@ -18,11 +18,6 @@ def test_the_surrogate_clips_each_sample_at_its_own_bounds() -> None:
     assert out.clipped.tolist() == [False, True, False, True]
     (gradient,) = torch.autograd.grad(out.loss.sum(), new)
     assert torch.equal(gradient == 0, out.clipped)
-    one_by_one = [
-        clipped_surrogate(new[k], torch.zeros(()).double(), advantage[k], float(lower[k]), float(upper[k])).loss
-        for k in range(4)
-    ]
-    assert torch.equal(out.loss, torch.stack(one_by_one))
     with pytest.raises(ValueError, match="cannot be negative"):
         clipped_surrogate(new, new, advantage, -lower, upper)
 

@@ -128,11 +128,6 @@ def test_a_ratio_beyond_float32_does_not_make_what_has_no_gradient_nan(weight: f
     assert infinite.loss.isnan().all()
 
 
-def test_a_negative_clip_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="negative"):
-        policy_losses.clipped_surrogate(scalar(0.0), scalar(0.0), scalar(1.0), -0.1, 0.1)
-
-
 # The divergences -----------------------------------------------------------------------------------------------------
 
 
@@ -341,14 +336,6 @@ def test_golden_flow_dppo(golden) -> None:
     a.near("metric_kl_mask_fraction", (moved >= threshold).double().mean(), 1e-6)
 
 
-def test_the_divergence_cuts_only_what_leads_further_away() -> None:
-    """A = +-1, ratio above and below 1: of a step that has moved two of four are left out, of others none."""
-    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    log_ratio = torch.tensor([0.1, -0.1, 0.1, -0.1])
-    for moved, cut in ((1.0, [True, False, False, True]), (0.0, [False] * 4)):
-        found = divergence_surrogate(log_ratio, torch.zeros(4), advantage, torch.full((4,), moved), threshold=0.5)
-        assert found.clipped.tolist() == cut
-        want = torch.where(torch.tensor(cut), 0.0, -advantage * log_ratio.exp())
-        torch.testing.assert_close(found.loss, want)
+def test_an_infinite_ratio_that_is_left_out_is_no_nan() -> None:
     big = divergence_surrogate(torch.tensor([200.0]), torch.zeros(1), torch.ones(1), torch.ones(1), threshold=0.5)
-    assert float(big.loss) == 0  # an infinite ratio that is left out is no NaN
+    assert float(big.loss) == 0

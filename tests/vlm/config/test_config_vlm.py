@@ -37,15 +37,11 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def made(folder: Path, **changes: Any) -> VLMConfig:
-    found = load(write(folder, **changes))
-    assert isinstance(found, VLMConfig)
-    return found
+    return load(write(folder, **changes))
 
 
 def recipe_of(config: VLMConfig) -> Preset:
-    found = config.trainer.recipe(config)
-    assert isinstance(found, Preset)
-    return found
+    return config.trainer.recipe(config)
 
 
 def refused(folder: Path, **changes: Any) -> tuple[str, str]:

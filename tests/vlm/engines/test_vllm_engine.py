@@ -88,17 +88,6 @@ def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(
     assert found.texts != sampler.generate(prompts, 4, Sampling(12), [("d",), ("e",), ("f",)]).texts
 
 
-@pytest.mark.slow
-def test_old_weights_show_in_the_gap(installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_vllm.LLM, "_reload", lambda *_: None)
-    trained = {"weights": [{"name": "engine_mismatch", "high": 1.01}]}
-    moved = {"trainer": trained, "optimizer": {"lr": 1e-3}, "checkpoint": {"every": 2}}
-    train(vlm_runs.config(tmp_path, generation=VLLM, iterations=2, **moved))
-    first, second = rows(tmp_path / "run")
-    assert first["sampler/gap_max"] < 1e-4 and first["sampler/corrected"] == 0
-    assert second["sampler/gap_mean"] > 1e-3 and second["sampler/corrected"] > 0
-
-
 def test_a_run_draws_with_the_weights_of_the_last_update_and_is_resumed(installed: None, tmp_path: Path) -> None:
     """An answer's log-probabilities are the trainer's, before an update and after it."""
     config = vlm_runs.config(tmp_path, generation=VLLM, optimizer={"lr": 1e-3}, iterations=2)
@@ -303,10 +292,6 @@ ENGINE = [
 ]
 
 
-def plain(name: str) -> str | None:
-    return name
-
-
 def prefixed(name: str) -> str | None:
     """As vLLM maps names of transformers since 4.52."""
     for old, new in {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower."}.items():
@@ -321,24 +306,23 @@ def test_a_level_that_the_checkpoint_has_not_is_added() -> None:
         "vision_tower.embeddings.patch.weight": "vision_tower.vision_model.embeddings.patch.weight",
         "vision_tower.layers.0.attn.q_proj.weight": "vision_tower.vision_model.layers.0.attn.q_proj.weight",
     }
-    assert nested(names, ENGINE, plain) == names
+    assert nested(names, ENGINE, str) == names
     whole = {f"model.{name}": f"model.{found}" for name, found in names.items()}
     assert nested(whole, ENGINE, prefixed) == whole
 
 
-def test_names_that_the_engine_has_stay() -> None:
-    assert nested(ENGINE, ENGINE, plain) == {name: name for name in ENGINE}
-    mapped = [
-        "model.language_model.layers.0.norm.weight",
-        "ignored.weight",
-        "vision_tower.vision_model.post_norm.weight",
-    ]
-    assert nested(mapped, ENGINE, prefixed) == {name: name for name in mapped}
-
-
-def test_what_the_engine_may_know_by_another_rule_is_left_to_it() -> None:
-    """The root, a level of two, and weights that it joins."""
-    left = ["lm_head.weight", "model.layers.0.norm.weight", "vision_tower.vision_model.layers.0.attn.v_proj.weight"]
-    assert nested(left, ENGINE, plain) == {name: name for name in left}
-    two = ["a.x.norm.weight", "a.y.norm.weight"]
-    assert nested(["a.norm.weight"], two, plain) == {"a.norm.weight": "a.norm.weight"}
+@pytest.mark.parametrize(
+    ("names", "engine", "mapped"),
+    [
+        (ENGINE, ENGINE, str),  # which the engine has
+        (["model.language_model.layers.0.norm.weight", "ignored.weight"], ENGINE, prefixed),
+        (["vision_tower.vision_model.post_norm.weight"], ENGINE, prefixed),
+        (["lm_head.weight", "model.layers.0.norm.weight"], ENGINE, str),  # the root
+        (["vision_tower.vision_model.layers.0.attn.v_proj.weight"], ENGINE, str),  # which it joins
+        (["a.norm.weight"], ["a.x.norm.weight", "a.y.norm.weight"], str),  # a level of two
+    ],
+)
+def test_what_the_engine_has_or_may_know_by_another_rule_stays(
+    names: list[str], engine: list[str], mapped: Any
+) -> None:
+    assert nested(names, engine, mapped) == {name: name for name in names}

@@ -39,7 +39,6 @@ def moved(run: AnswersRun) -> None:
 
 def gains(run: AnswersRun, prompts: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """h of each answer, from whole logits."""
-    assert run.reference is not None
     with torch.no_grad():
         new, old = (naive_log_probs(one, prompts, tokens, mask) for one in (run.policy, run.reference))
     return torch.stack([a.sum() - b.sum() for a, b in zip(new, old, strict=True)])

@@ -70,10 +70,8 @@ def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_tok
         answers, _ = run.draw()
         answers.scores["exact"][3] = answers.scores["tag_format"][3] = torch.nan
         ready = run.estimate(answers)
-        assert ready is not None
         found, figures = shaped(run, method, flow, answers, ready)
         advantage, mask = found.batch.advantage, answers.mask.bool()
-        assert advantage is not None
         ours = group_advantages(totals(settings, answers.scores), answers.group, scale="group", eps=1e-4, ddof=1)
         charged = (ours.nan_to_num()[:, None] - advantage) / 0.5
         steps = charged - torch.nn.functional.pad(charged[:, 1:] * mask[:, 1:], (0, 1))  # u of each token
@@ -149,7 +147,6 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
         for number, row in enumerate(answers.rows):
             row.columns["whose"] = ("red", "other")[number % 2]
         ready = run.estimate(answers)
-        assert ready is not None
         teaching = Teachers(run, method)
         assert set(run.loop.memory["teachers"]) == {"red", "other"}
         found, figures = taught(run, method, teaching, answers, ready)

@@ -113,7 +113,6 @@ def genrl_update(
 ) -> tuple[Any, dict[str, float], dict[str, Tensor]]:
     """What was estimated, and figures and gradient of the update after `move`."""
     ready = run.estimate(answers)
-    assert ready is not None
     move(run.loop.weights.named)
     seen = watched(run, monkeypatch)
     monkeypatch.setattr(run.loop.optimization, "updates", 1)  # not the first: the ratio need not be 1

@@ -56,7 +56,6 @@ def drawn_and_scored(policy: Any3, texts: tuple[str, ...], temperature: float) -
     drawn = policy.sample(encoded, 2, temperature, [(0, text) for text in texts])
     group = torch.arange(len(texts)).repeat_interleave(2)
     scored = policy.log_probs(encoded, drawn.tokens, drawn.mask, group=group, temperature=temperature)
-    assert drawn.log_prob is not None
     return drawn.log_prob, scored.log_prob.detach(), drawn.mask
 
 

@@ -150,7 +150,6 @@ def test_a_baseline_that_the_judge_gave_no_score_leaves_its_group_without_one(tm
         assert answers.scores[greedy_label("judge")].isnan().tolist() == [3 <= k < 6 for k in range(12)]
         assert totals(settings, answers.scores).isnan().tolist() == [3 <= k < 6 for k in range(12)]
         found = run.estimate(answers)
-        assert found is not None
         advantage = found.batch.advantage[found.batch.extra["row"].argsort()]
         assert advantage.isfinite().all() and (advantage[3:6] == 0).all() and (advantage[6:] != 0).all()
 
