@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from genrl.config import check_files
+from genrl.runtime.loop import economy
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.rollout.rollout import Answers, order, sample
+from genrl.vlm.rollout.rollout import Answers, order, sample, totals
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
 from genrl_rewards.scorers.texts.verifiable import answer_in
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, gradients, naive_log_probs, watched
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
@@ -165,3 +167,40 @@ def test_a_task_without_its_column_is_found_by_check(tmp_path: Path) -> None:
         questions = [row.columns["question"] for row in answers.rows for _ in range(4)]
         numbers = ready.batch.extra["task"].tolist()
         assert len(set(zip(questions, numbers, strict=True))) == len(set(numbers)) == len(set(questions))
+
+
+# -- Questions that are chosen, and answers of a group
+
+
+ECONOMY = {"selection": {"by": "success", "candidates": 2, "replay": {}}, "keep": 2}
+
+
+@pytest.fixture(autouse=True)
+def _asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(economy, "COOLDOWN", 0)
+
+
+def economical(place: Path, **changes: Any) -> VLMConfig:
+    return vlm_runs.config(place, **{"economy": ECONOMY, "task": {"rows": 12}, **changes})
+
+
+def test_the_answers_with_most_variance_are_trained_on(tmp_path: Path) -> None:
+    with vlm_runs.opened(economical(tmp_path)) as run:
+        for _ in run.loop.iterations():
+            answers, row = run.draw()
+            assert answers.size == 2 and len(answers.texts) == 2 * len(answers.rows) == 8
+            ready = run.estimate(answers)
+            chosen = ready.found.batch
+            assert torch.equal(chosen.rewards, totals(run.config, answers.scores)) and len(chosen.group.unique()) == 4
+            assert row["reward/total_mean"] != pytest.approx(float(chosen.rewards.mean())), "metrics are of all answers"
+            break
+
+
+def test_resampling_looks_at_new_questions_and_learns_from_each_round(tmp_path: Path) -> None:
+    trainer = {"preset": "dapo", "filter": "spread", "resample": 3}
+    with vlm_runs.opened(economical(tmp_path, trainer=trainer, task={"rows": 200})) as run:
+        for _ in run.loop.iterations():
+            _, row = run.draw()
+            known, rounds = economy.of(run.loop.memory), int(row["rollout/rounds"])
+            assert rounds > 1 and len(known) == 4 * rounds and run.loop.memory["questions"] == 8 * rounds
+            break

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 
 from genrl.diffusion.methods.ddpo.train import History, prompt_advantages
 from genrl.diffusion.methods.paco_grpo import train as aggregation
-from genrl.objectives.advantages import episodes
+from genrl.mdp import gaussian
+from genrl.objectives.advantages import episodes, prompt_rl
 from genrl.objectives.advantages import groups as advantages
+from genrl.objectives.advantages import reward_shaping as rs
+from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.surrogates import policy_losses
 from tests.golden_cases import Arrays
 
 NAN = float("nan")
@@ -264,3 +268,96 @@ def test_bounds_of_the_filter_count_in() -> None:
     value, group = torch.full((10,), 0.9), torch.zeros(10, dtype=torch.long)
     assert episodes.informative_groups(value, group, low=0.1, high=0.9).all()
     assert not episodes.informative_groups(value, group, low=0.1, high=0.89).any()
+
+
+# -- PromptRL: golden promptrl_joint, and properties
+
+
+def test_golden_joint_step(golden) -> None:
+    a = Arrays(golden("promptrl_joint"))
+    size, retained = a.given("num_generations_retained").tolist()
+    total = prompt_rl.joint_rewards(a.given("reward_generation"), a.given("format_refined"))
+    prompts = len(total)
+    group = torch.arange(prompts).repeat_interleave(size)
+    advantages = group_advantages(total.flatten(), group, scale="group", eps=1e-4, clip=5.0).view(prompts, size)
+    refined = advantages[:, : size - retained].flatten()
+    a.check("reward_total", total)
+    a.check("advantages", advantages)
+    a.check("advantages_refined", refined)
+
+    log_prob, reference = a.given("lm_logp").requires_grad_(), a.given("lm_ref_logp")
+    mask = prompt_rl.completion_mask(a.given("lm_completion_ids"), int(a.given("lm_eos")))
+    weight = a.number("lm_kl_coef")
+    loss = prompt_rl.rewriter_loss(log_prob, reference, refined, mask, kl_weight=weight).mean()
+    a.check("lm_mask", mask.double())
+    a.check("lm_loss", loss)
+    a.check("lm_grad", torch.autograd.grad(loss, log_prob)[0])
+
+    clip, beta = a.given("dit_clip_beta").tolist()
+    mean, std = a.given("dit_mean").requires_grad_(), a.given("dit_std")
+    per_edge = advantages.flatten().repeat_interleave(len(mean) // advantages.numel())
+    density = gaussian.log_prob(a.given("dit_next"), mean, std)
+    surrogate = policy_losses.clipped_surrogate(density, a.given("dit_old_logp"), per_edge, clip, clip)
+    kl = policy_losses.kl_gaussian(mean, a.given("dit_ref_mean"), std)
+    loss = (surrogate.loss + beta * kl).mean()
+    a.check("dit_adv_per_edge", per_edge)
+    a.check("dit_kl", kl)
+    a.check("dit_loss", loss)
+    a.check("dit_grad_mean", torch.autograd.grad(loss, mean)[0])
+    a.all_used(but="tags_per_prompt")  # one for each prompt: groups are the same
+
+
+def test_masked_tokens_may_hold_anything_and_the_gradient_is_reinforce() -> None:
+    log_prob = torch.tensor([[-1.0, -2.0, float("nan")], [-0.5, float("inf"), -3.0]], requires_grad=True)
+    reference = torch.tensor([[-1.0, -2.0, 5.0], [-0.5, 0.0, float("nan")]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    advantage = torch.tensor([2.0, -1.0])
+    loss = prompt_rl.rewriter_loss(log_prob, reference, advantage, mask, kl_weight=0.3)
+    loss.sum().backward()
+    assert torch.allclose(loss.detach(), -advantage)
+    assert log_prob.grad is not None and log_prob.grad.tolist() == [[-1.0, -1.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="each refinement a picture"):
+        prompt_rl.joint_rewards(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="same prompts"):
+        prompt_rl.joint_rewards(torch.zeros(2, 3), torch.zeros(1, 2))
+
+
+def test_retained_prompts_get_the_mean_format_score() -> None:
+    generation, formats = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 1.0]])
+    total = prompt_rl.joint_rewards(generation, formats, generation_weight=2.0, format_weight=0.5)
+    assert total.tolist() == [[2.0, 4.5, 6.25]]
+    alone = prompt_rl.joint_rewards(generation, torch.zeros(1, 0), generation_weight=2.0, format_weight=0.5)
+    assert alone.tolist() == [[2.0, 4.0, 6.0]]
+
+
+# -- Rewards from lengths, log-probabilities, views and scores
+
+
+def test_too_long_is_punished_softly() -> None:
+    penalty = rs.overlong_penalty(torch.tensor([10, 16, 18, 20, 30]), maximum=20, buffer=4)
+    assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="between 1 and the maximum"):
+        rs.overlong_penalty(torch.tensor([1]), maximum=20, buffer=0)
+
+
+def test_confidence_is_of_the_answers_tokens_and_capped() -> None:
+    reference = torch.tensor([[-9.0, math.log(0.5)], [-9.0, -0.001], [torch.nan, torch.nan]])
+    answer = torch.tensor([[0, 1], [0, 1], [0, 0]])
+    assert torch.allclose(rs.answer_confidence(reference, answer), torch.tensor([0.5, 0.95, 0.95]), atol=1e-5)
+
+
+def test_the_kl_in_the_reward_costs_where_the_policy_is_surer_than_the_reference() -> None:
+    log_prob = torch.tensor([[-1.0, -2.0, torch.nan]], requires_grad=True)
+    reference, mask = torch.tensor([[-3.0, -1.0, torch.nan]]), torch.tensor([[1, 1, 0]])
+    rewards = rs.with_kl(torch.tensor([[0.0, 1.0, torch.nan]]), log_prob, reference, mask, beta=0.1)
+    assert torch.allclose(rewards, torch.tensor([[-0.2, 1.1, 0.0]])) and not rewards.requires_grad
+
+
+def test_views() -> None:
+    scores = torch.tensor([[1.0, 3.0], [2.0, 2.0]])
+    assert rs.over_views(scores, "mean").tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="'max', 'sum' or 'mean'"):
+        rs.over_views(scores, "min")  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from tests.run_folders import assert_one_run, assert_resumes, differences, rows
 from tests.vlm import fake_vllm, tiny_checkpoints, vlm_runs
 from tests.vlm.fake_vllm_server import Handler, serving
 from tests.vlm.methods.episodes import agent_runs
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 VLLM = {"engine": "vllm"}
 

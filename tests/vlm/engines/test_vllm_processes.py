@@ -12,7 +12,7 @@ from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.shards import checkpoint_weights, stream_of
 from genrl.vlm.train import check_processes, train
-from tests.run_folders import rows, start_ranks, wait
+from tests.run_folders import rows
 from tests.vlm import fake_vllm, vlm_ranks, vlm_runs
 from tests.vlm.fake_vllm_server import Handler, serving
 from tests.vlm.methods.episodes import agent_runs
@@ -39,9 +39,7 @@ def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *giv
     """The metrics of a run in two processes, which answer with the weights after the last step."""
     place.mkdir()
     make(place, *given, generation={"engine": "vllm", "vllm": vllm}, **{**COMMON, **changes})
-    processes = start_ranks(2, vlm_ranks.by_vllm, str(place / "tiny.yaml"), log=place / "log.txt")
-    codes = wait(processes, 300)
-    assert codes == [0, 0], [path.read_text()[-2000:] for path in sorted(place.glob("log*"))]
+    vlm_runs.in_processes(place, vlm_ranks.by_vllm)
     found = rows(place / "run")
     assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
     return found

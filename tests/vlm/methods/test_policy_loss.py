@@ -223,8 +223,8 @@ def q_hawkeye(name: str, case: Case) -> Iterator[Way]:
 GOLDEN: dict[str, Callable[[str, Case], Iterator[Way]]] = {
     **dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo"), trl),
     **dict.fromkeys(("reg_grpo", "real"), group_loss),
-    **{rule.__name__: rule for rule in (vppo, tw_grpo, gspo_token, dcpo_clip, stable_reinforce, mismatch, bgpo)},
-    "q_hawkeye": q_hawkeye,
+    **{"vppo": vppo, "tw_grpo": tw_grpo, "gspo_token": gspo_token, "dcpo_clip": dcpo_clip, "mismatch": mismatch},
+    **{"stable_reinforce": stable_reinforce, "bgpo": bgpo, "q_hawkeye": q_hawkeye},
 }
 
 

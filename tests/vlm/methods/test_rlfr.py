@@ -1,5 +1,6 @@
 """RLFR: what tokens are charged in a run, how its flow learns, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,21 @@ from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.tokens.token_distillation import generalised_divergence
 from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.methods import extras
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.opd.teaching import Teachers, divergence
 from genrl.vlm.methods.opd.train import loss, taught
 from genrl.vlm.methods.rlfr.settings import Flow
 from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped
+from genrl.vlm.policies.processor import answer_ids
+from genrl.vlm.recipe.shaping import ReferenceProbability
 from genrl.vlm.rollout.data import tell
 from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.train import train
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
+from tests.vlm.by_hand import naive_log_probs
+from tests.vlm.rollouts import rollout
 
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 
@@ -191,3 +197,41 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
 def test_what_cannot_be_taught_is_said_before(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         config_of_opd_language(tmp_path, changes)
+
+
+# -- RLPR's reward: how likely the right answer is after the model's own reasoning, from whole logits, and after none
+
+
+def test_it_is_that_of_whole_logits(tmp_path: Path) -> None:
+    """A row without a place for the answer has 0; one that says nothing before it has that of no reasoning."""
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "rlpr"})) as run:
+        answers, _ = run.draw()
+        policy, row = run.policy, answers.rows[0]
+        texts = ["<think> i see 3 </think> <answer> 9 </answer>", "<answer> 9 </answer>", "<think> i see 3 </think>"]
+        said = [answer_ids(row.prompt, text, policy.processor, policy.stop_ids) for text in texts]
+        tokens, mask = torch.zeros_like(answers.tokens), torch.zeros_like(answers.mask)
+        for k, ids in enumerate(said):
+            tokens[k, : len(ids)], mask[k, : len(ids)] = ids, True
+        changed = replace(answers, tokens=tokens, mask=mask)
+        parts = list(torch.arange(len(tokens)).split(5))
+        found = extras.reference_probability(policy, changed, parts)
+        assert found.shape == (len(tokens), 2) and found[2, 0] == 0
+        assert found[1, 0] == pytest.approx(float(found[1, 1]), rel=1e-5)
+        before = said[0][: said[0].tolist().index(said[1][0])]
+        right = answer_ids(row.prompt, f"<answer> {row.columns['answer']} </answer>", policy.processor, policy.stop_ids)
+        whole = torch.cat([before, right])
+        with torch.no_grad():
+            (own,) = naive_log_probs(policy, answers.prompts[:1], whole[None], torch.ones(1, len(whole)).bool())
+        between = own[len(before) + 1 : len(before) + 1 + len(right) - 3]  # neither the tags nor the end
+        assert found[0, 0] == pytest.approx(float(between.exp().mean()), rel=1e-4)
+        sizes = found[:, 1].view(len(answers.rows), -1)
+        assert (sizes == sizes[:, :1]).all(), (
+            "what a question's answer is worth without reasoning, for all of its group"
+        )
+
+
+def test_what_reasoning_gains_is_paid_and_what_it_loses_is_not_taken() -> None:
+    batch = rollout()
+    likely = torch.tensor([[0.9, 0.5], [0.2, 0.5]] * (len(batch.mask) // 2), dtype=torch.float64)
+    batch = replace(batch, extra={**batch.extra, "reference_probability": likely})
+    torch.testing.assert_close(ReferenceProbability().reward(batch)[:2], torch.tensor([0.36, 0.0], dtype=torch.float64))

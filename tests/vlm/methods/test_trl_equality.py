@@ -19,7 +19,7 @@ from genrl.vlm.run import AnswersRun
 from genrl_rewards.scorers.texts import verifiable
 from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, watched
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 trl = pytest.importorskip("trl", reason="pip install 'genrl-diffusion[trl]'")
 

@@ -17,7 +17,7 @@ from genrl.vlm.policies.packing import check_packing, prefix_shared
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from tests.vlm import tiny_checkpoints
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 FORBIDDEN = torch.tensor([3, 11])
 
