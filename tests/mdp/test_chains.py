@@ -21,6 +21,9 @@ def velocity(x: Tensor, sigma: Tensor) -> Tensor:
     return torch.tanh(0.7 * x + 0.3) + sigma.reshape(-1, *[1] * (x.dim() - 1)) * x.flip(-1)
 
 
+SELECTIONS = ["all", "random_per_env", "random_per_batch", "last"]
+
+
 def transition_of(kind: str):
     """(step k or one step per row, x) -> Transition: the same rule for sampling and for replay."""
     sigmas, grid = schedules.linspace_grid(4), ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 4)
@@ -53,25 +56,15 @@ def test_replaying_a_whole_chain_gives_ratio_one(kind: str) -> None:
     rows = chain.states[:, :steps].flatten(0, 1)
     again = transition(torch.arange(steps).repeat(6), rows)
     shape = (6, steps, 4, 3)
-    replayed = Chain(
-        chain.states[:, : steps + 1],
-        again.mean.view(shape),
-        again.std.expand_as(again.mean).reshape(shape),
-    )
+    std = again.std.expand_as(again.mean).reshape(shape)
+    replayed = Chain(chain.states[:, : steps + 1], again.mean.view(shape), std)
     recorded = Chain(chain.states[:, : steps + 1], chain.means[:, :steps], chain.stds[:, :steps])
-    old, new = (
-        chains.aggregate(chains.chain_log_prob(c, initial=True, reduction="sum"), "chunk", "sum")
-        for c in (recorded, replayed)
-    )
+    elements = (chains.chain_log_prob(c, initial=True, reduction="sum") for c in (recorded, replayed))
+    old, new = (chains.aggregate(each, "chunk", "sum") for each in elements)
     assert torch.equal(old, new)
 
 
-@given(
-    st.integers(1, 8),
-    st.integers(1, 6),
-    st.sampled_from(["all", "random_per_env", "random_per_batch", "last"]),
-    st.data(),
-)
+@given(st.integers(1, 8), st.integers(1, 6), st.sampled_from(SELECTIONS), st.data())
 def test_steps_that_are_drawn(batch: int, steps: int, selection, data) -> None:
     skip = data.draw(st.booleans()) and steps > 1
     count = data.draw(st.integers(1, steps - skip)) if selection == "last" else 1
@@ -104,8 +97,6 @@ def test_what_cannot_be_is_refused(call, message) -> None:
 # -- Transitions of action chunks against the golden arrays of pi_RL, DPPO and ReinFlow. Covered: every case of
 # samplers_vla (steps, noise head, annealing, rollout and replay), samplers_dppo (schedule, chains, log-probabilities)
 # and samplers_reinflow (chain, joint log-probabilities, noise bounds)
-
-
 Errors = dict[str, tuple[float, float]]
 
 
@@ -368,9 +359,8 @@ def test_reinflow(golden) -> None:
                 x = states[:, k]
                 at = sigmas[k], sigmas[k + 1]
                 std = case["std"][:, k].view(x.shape)
-                moved.append(
-                    chains.learned_noise(x, turned(x, at[0]), *at, std=std, clip=options["denoised_clip_value"])
-                )
+                clip = options["denoised_clip_value"]
+                moved.append(chains.learned_noise(x, turned(x, at[0]), *at, std=std, clip=clip))
             return Chain(states, torch.stack([m.mean for m in moved], 1), torch.stack([m.std for m in moved], 1))
 
         chain = joint(case["V_train"])

@@ -72,8 +72,6 @@ def test_wrong_shapes_and_names_are_refused() -> None:
 
 
 # -- Tokens: their probabilities are torch's, a draw is decided by its noise alone and has their frequencies
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
 def test_probabilities_and_entropy_are_torchs(temperature: float) -> None:
     logits = 3.0 * keyed_noise((4, 3, 256), "logits")
@@ -107,8 +105,6 @@ def test_frequencies_of_draws_are_the_probabilities() -> None:
 
 
 # -- One rule for randomness
-
-
 def test_boundaries_between_keys_count() -> None:
     assert len({derive_seed("ab", "c"), derive_seed("a", "bc"), derive_seed("abc"), derive_seed("a", "b", "c")}) == 4
     assert len({derive_seed(12, 3), derive_seed(1, 23), derive_seed("12", "3"), derive_seed(123)}) == 4
@@ -157,8 +153,6 @@ def test_the_global_generator_is_that_of_the_keys_and_then_as_it_was() -> None:
 
 
 # -- Prompt order: a permutation per epoch, the same for any number of processes
-
-
 @given(st.integers(1, 40), st.integers(1, 25), st.integers(0, 2**40), st.integers(0, 30))
 def test_every_row_is_used_once_before_any_is_used_twice(rows: int, per_iteration: int, seed: int, start: int) -> None:
     used = []
@@ -205,9 +199,7 @@ def test_shares_have_every_row_once_and_processes_in_step(count: int, size: int,
 @given(
     st.lists(st.integers(0, 2), min_size=6, max_size=40), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**40)
 )
-def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
-    buckets: list[int], together: int, pieces: int, seed: int
-) -> None:
+def test_pieces_are_of_one_bucket_and_use_its_rows_alike(buckets, together, pieces, seed) -> None:
     members = {b: [row for row, own in enumerate(buckets) if own == b] for b in buckets}
     per_epoch = sum(len(rows) // together for rows in members.values()) * together
     if not per_epoch:
@@ -233,8 +225,6 @@ def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
 
 
 # -- The forward process belongs to the kernels: with the right prediction, their deterministic steps stay on its path
-
-
 def pictures(seed: int) -> tuple[Tensor, Tensor]:
     return noise.keyed_noise((3, 2, 4), seed, "clean").double(), noise.keyed_noise((3, 2, 4), seed, "noise").double()
 
@@ -253,9 +243,7 @@ def test_an_ode_step_with_the_right_velocity_stays_on_the_path(seed: int, sigma:
     st.floats(0.0, 1.0),
     st.sampled_from(["epsilon", "v_prediction", "sample"]),
 )
-def test_a_ddim_step_with_the_right_prediction_stays_on_the_path(
-    seed: int, alpha_bar: float, share: float, kind: str
-) -> None:
+def test_a_ddim_step_with_the_right_prediction_stays_on_the_path(seed, alpha_bar, share, kind) -> None:
     clean, source = pictures(seed)
     target = forward.diffusion_target(clean, source, alpha_bar, kind)  # type: ignore[arg-type]
     next_level = alpha_bar + share * (1 - alpha_bar)

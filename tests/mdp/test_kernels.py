@@ -36,8 +36,6 @@ BY_NAME = pytest.mark.parametrize("kernel", STOCHASTIC.values(), ids=STOCHASTIC)
 
 
 # Replay --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])
 @BY_NAME
 def test_a_replayed_step_has_ratio_one_bit_for_bit(kernel, storage: torch.dtype) -> None:
@@ -99,8 +97,6 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 # DDIM ----------------------------------------------------------------------------------------------------------------
-
-
 class NoFloat64OnTheWay(TorchDispatchMode):
     """As on MPS, which has no float64: no conversion from or to it together with a change of device."""
 
@@ -140,8 +136,6 @@ def test_a_step_on_the_device_is_the_step_on_the_host(where: str) -> None:
 
 
 # -- Every kernel against the numbers of the released trainers (golden samplers_* and trainers_sde_step)
-
-
 Errors = dict[str, tuple[float, float]]
 
 

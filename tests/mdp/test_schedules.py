@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp import gaussian, kernels, noise_levels, schedules, windows
+from genrl.mdp import ddpm, gaussian, kernels, noise_levels, schedules, windows
+from genrl.mdp.dpm import Prediction, dpm_solver, predict
 from genrl.mdp.plan import compress_tail, make_plan
 from genrl.mdp.windows import moving_window
 from genrl.objectives.advantages.groups import group_advantages
-from tests.golden_cases import Arrays, Case, check_all, error
+from tests.golden_cases import Arrays, Case, check_all, error, through
 from tests.reference.grids import is_truncated, shifted_grid
 from tests.reference.released_windows import released_points
 
@@ -98,8 +99,6 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
 
 
 # -- Windows that move, and the laws of those that are drawn: full at every iteration, where they should be
-
-
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 12), st.integers(1, 5), st.integers(0, 200))
 def test_a_moving_window_is_always_full(size: int, low: int, extra: int, every: int, iteration: int) -> None:
     high = low + size + extra
@@ -130,8 +129,6 @@ def test_the_noise_of_one_depth_does_not_grow() -> None:
 
 
 # -- MixGRPO as released: windows, tails, transitions, sums of advantages (golden tree_mixgrpo)
-
-
 def check_flash(a: Arrays, tag: str) -> None:
     """MixGRPO-Flash's tail as released, and how many steps the paper has (-1: the window is past its range)."""
     steps, start, size, cap, ratio, shift = a.given(f"{tag}_T_start_w_cap_ratio_shift").tolist()
@@ -195,13 +192,10 @@ def test_transitions(golden) -> None:
 def test_windows_tails_and_advantages(golden) -> None:
     a = Arrays(golden("tree_mixgrpo"))
     for tag in a.tags(r"(paper_T\w+)"):
-        steps, size, stride, every = (
-            int(number) for number in re.fullmatch(r"paper_T(\d+)_w(\d+)_s(\d+)_tau(\d+)", tag).groups()
-        )
-        starts = [
-            moving_window(size, 0, steps, iteration=iteration, every=every, stride=stride).start
-            for iteration in range(len(a.given(tag)))
-        ]
+        groups = re.fullmatch(r"paper_T(\d+)_w(\d+)_s(\d+)_tau(\d+)", tag).groups()
+        steps, size, stride, every = map(int, groups)
+        window = partial(moving_window, size, 0, steps, every=every, stride=stride)
+        starts = [window(iteration=iteration).start for iteration in range(len(a.given(tag)))]
         a.check(tag, starts)
 
     for tag in a.tags(r"(post\d+)_sigmas"):
@@ -209,9 +203,8 @@ def test_windows_tails_and_advantages(golden) -> None:
 
     rewards, weights = a.given("adv_rewards"), a.given("adv_weights").tolist()
     groups = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
-    parts = [
-        group_advantages(column.flatten(), groups, scale="group", eps=1e-8, ddof=1) for column in rewards.unbind(-1)
-    ]
+    normalised = partial(group_advantages, group=groups, scale="group", eps=1e-8, ddof=1)
+    parts = [normalised(column.flatten()) for column in rewards.unbind(-1)]
     total = sum(w * part for w, part in zip(weights, parts, strict=True)).view(rewards.shape[:2])
     a.check("adv_sum_of_normalised", total)
     for limit in a.tags(r"adv_clipped(\d+)"):
@@ -220,8 +213,6 @@ def test_windows_tails_and_advantages(golden) -> None:
 
 
 # -- Draws of noise levels: golden trainers_schedules (its columns of times), and their distributions
-
-
 def test_golden_times(golden) -> None:
     """Flow-Factory draws positions on the way from noise (t = 1000) to data, in a range of .9 of it."""
     a = Arrays(golden("trainers_schedules"))
@@ -275,3 +266,80 @@ def test_no_draw_is_refused() -> None:
         noise_levels.logit_normal_draws(0, source)
     with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
         noise_levels.stratified_steps(2, 3, 1, source)
+
+
+# -- The multistep solver: golden samplers_ode_dpm; what it and DPPO's grids refuse
+Errors = dict[str, tuple[float, float]]
+
+
+def solver_case(case: Case) -> Errors:
+    """Over the prescribed velocities. As released, third order drops to second before the last of few steps."""
+    kind = case.params["kind"]
+    order = case.params.get("order", 2 if kind.endswith("dpm2") else 1)
+    correction, stochastic = case.params.get("solver_type", "midpoint"), kind == "sde_dpm_trajectory"
+    x, states, densities, history, smallest = case["X"][0], [case["X"][0]], [], [], torch.ones(())
+    steps = len(case["V"])
+    for i, v in enumerate(case["V"]):
+        sigma, sigma_next = case["sigmas"][i], case["sigmas"][i + 1]
+        most = 1 if i == steps - 2 and steps < 15 else 2
+        used = history[-min(order - 1, most) :] if order > 1 else []
+        step = dpm_solver(x, v, sigma, sigma_next, used, correction=correction, stochastic=stochastic)
+        history.append(predict(x, v, sigma))
+        x = gaussian.sample(step.mean, step.std, case["Z"][i]) if stochastic else step.mean
+        states.append(x)
+        if stochastic and bool((step.std > 0).all()):
+            densities.append(gaussian.log_prob(case["X"][i + 1], step.mean, step.std))
+            smallest = torch.minimum(smallest, step.std.min())
+    result = {"states": (error(torch.stack(states), case["X"]), 4e-6)}
+    if stochastic:
+        assert case["logp"][-1].isnan().all() and len(densities) == len(case["V"]) - 1
+        result["logp"] = error(torch.stack(densities), case["logp"][:-1]), through(smallest, 4e-6)
+    return result
+
+
+def window_case(case: Case) -> Errors:
+    """ODE steps around a window of noise; the noise is drawn as the case says (X is [B, N + 1, ...] here)."""
+    draws = torch.Generator().manual_seed(int(re.search(r"manual_seed\((\d+)\)", case.params["rng"])[1]))
+    sigmas, x, dance = case["sigmas"], case["X"][:, 0], case.params["dynamics"] == "dance"
+    states, worst = [x], 0.0
+    for i, v in enumerate(case["V"]):
+        at, in_window = (x, v, sigmas[i], sigmas[i + 1]), i in case.params["window"]
+        assert in_window != bool(case["deterministic"][i])
+        noise = torch.randn(x.shape, generator=draws) if in_window or not dance else None
+        if not in_window:  # the log-probability stored here is meaningless, and ours is not defined
+            x = kernels.ode(*at).mean
+        else:
+            level = case.params["eta"]
+            noisy = kernels.dance_sde if dance else partial(kernels.flow_sde, sigma_max=sigmas[1])
+            step = noisy(*at, noise_level=level)
+            x = gaussian.sample(step.mean, step.std, noise)
+            density = gaussian.log_prob(case["X"][:, i + 1], step.mean, step.std)
+            if dance:  # released without its constants
+                density = density - gaussian.log_prob(step.mean, step.mean, step.std)
+            worst = max(worst, error(density, case["logp"][:, i]) / through(step.std, 4e-6))
+        states.append(x)
+    return {"states": (error(torch.stack(states, dim=1), case["X"]), 4e-6), "logp": (worst, 1.0)}
+
+
+def test_golden_trajectories(golden) -> None:
+    def check(case: Case) -> Errors:
+        return window_case(case) if case.params["kind"] == "mixed_window_trajectory" else solver_case(case)
+
+    def left_out(case: Case) -> bool:
+        """Euler steps and DDIM: tests/mdp/test_kernels.py."""
+        return case.params["kind"] in ("euler_ode_trajectory", "flow_ddim")
+
+    check_all(golden("samplers_ode_dpm"), check, left_out)
+
+
+def test_solvers_and_grids_that_cannot_be_are_refused() -> None:
+    x = torch.zeros(1, 2)
+    for sigma, sigma_next in ((0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1)):
+        with pytest.raises(ValueError, match="smaller sigma_next"):
+            dpm_solver(x, x, sigma, sigma_next)
+    with pytest.raises(ValueError, match="history of 2"):
+        dpm_solver(x, x, 0.5, 0.4, [Prediction(x, 0.7), Prediction(x, 0.6)], stochastic=True)
+    with pytest.raises(ValueError, match="cannot be taken"):
+        ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 21)
+    with pytest.raises(ValueError, match="fine-tuned"):
+        ddpm.fine_tuned(torch.arange(5), 5, 6)

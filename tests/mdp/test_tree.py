@@ -37,12 +37,8 @@ def plans(draw: st.DrawFn) -> SamplingPlan:
     branching = tuple(draw(st.lists(st.integers(1, 3), min_size=steps, max_size=steps)))
     free = [draw(st.booleans()) for _ in range(steps)]
     levels = tuple(0.7 if ways > 1 or on else None for ways, on in zip(branching, free, strict=True))
-    return SamplingPlan(
-        roots=draw(st.integers(1, 3)),
-        branching=branching,
-        noise_levels=levels,
-        continue_one=draw(st.booleans()),
-    )
+    roots, one = draw(st.integers(1, 3)), draw(st.booleans())
+    return SamplingPlan(roots=roots, branching=branching, noise_levels=levels, continue_one=one)
 
 
 @given(plans())
@@ -92,9 +88,8 @@ def run(tree: Tree, initial: tuple[int | str, ...] | None = None, spread: float 
                 mean = policy(states[node], step)  # one call, whatever the number of children
                 for child in tree.children(node):
                     split = len(tree.children(node)) > 1
-                    noise = edge_noise(
-                        SHAPE, keys[child], step, parent_key=keys[node], spread=spread if split else None
-                    )
+                    own = spread if split else None
+                    noise = edge_noise(SHAPE, keys[child], step, parent_key=keys[node], spread=own)
                     states[child] = mean + noise
     return states
 
@@ -162,8 +157,6 @@ def test_nodes_out_of_level_order_are_refused(parent: list[int]) -> None:
 
 
 # -- Sampling plans: refusals, and the text of `genrl plan`. Golden trees (objectives/advantages) have what they count
-
-
 def levels(steps: int) -> dict[int, float]:
     return {step: 0.7 for step in range(steps)}
 
@@ -252,8 +245,6 @@ def test_depths_with_gaps_do_not_slide(base: tuple[int, ...]) -> None:
 
 
 # -- Talk2Move's steps: golden talk2move_rewards (its exit step and call counts; the rewards are tested with theirs)
-
-
 NAN = float("nan")
 
 
@@ -295,8 +286,6 @@ def test_impossible_exits_are_refused() -> None:
 
 
 # -- Which steps a reward's gradient reaches
-
-
 @given(st.integers(1, 40), st.data())
 def test_truncated_steps_end_with_the_last(num_steps: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, num_steps))

@@ -44,8 +44,6 @@ def test_a_cosine_stays_at_its_end() -> None:
 
 
 # -- The rules of collapse: what is better, what has fallen, what has left its own history
-
-
 def test_no_better_than_noise_does_not_count() -> None:
     best = Score(0.5, 0.03)
     assert not is_better(Score(0.54, 0.04), best)  # one standard error of the difference is 0.05

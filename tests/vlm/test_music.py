@@ -96,9 +96,7 @@ class TestMusicRL:
             assert len(trained) == 2 + sum("lora_" in name for name in own)
 
     @pytest.mark.parametrize("vlm", [None, LORA])
-    def test_the_loss_of_the_value_trains_the_value_alone(
-        self, vlm: dict[str, Any] | None, model: str, tmp_path: Path
-    ) -> None:
+    def test_the_loss_of_the_value_trains_the_value_alone(self, vlm: dict[str, Any] | None, model, tmp_path) -> None:
         with vlm_runs.opened(config(tmp_path, model, "music_rl", vlm)) as run:
             baseline = run.heads["baseline"]
             torch.nn.init.normal_(baseline.head.weight)  # at 0 nothing below the head has a gradient
@@ -175,9 +173,7 @@ class TestRewardModel:
         assert codes[0].shape == (4, 5) and scores[0] == pytest.approx(float(wanted), abs=1e-5)
 
     @pytest.mark.slow
-    def test_the_embedded_stages_run_one_after_the_other(
-        self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_embedded_stages_run_one_after_the_other(self, root, tmp_path, monkeypatch) -> None:
         """MusicRL-R, the reward model of the embedded pairs, and from R's model MusicRL-U with it: RU."""
         monkeypatch.chdir(root)
         small = ["generation.prompts_per_iteration=2", "iterations=1", "evaluation.every=0", "checkpoint.every=1"]
@@ -198,9 +194,7 @@ class TestRewardModel:
             wanted = -torch.nn.functional.logsigmoid(found["margin"]).sum() / 8
         assert torch.allclose(found["loss"].detach(), wanted) and found["loss"].requires_grad
 
-    def test_a_process_without_held_out_pairs_has_none_right(
-        self, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_process_without_held_out_pairs_has_none_right(self, model, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(Process, "share", lambda self, number: range(0))
         with vlm_runs.opened(vlm_runs.config(tmp_path, **pairs(tmp_path / "data", model))) as run:
             assert music_preference.evaluate(run)["eval/accuracy_mean"] == 0
@@ -243,9 +237,7 @@ class TestRewardModel:
             ),
         ],
     )
-    def test_pairs_that_are_none_are_refused_with_their_row(
-        self, changed: dict[str, Any], text: str, model: str, tmp_path: Path
-    ) -> None:
+    def test_pairs_that_are_none_are_refused_with_their_row(self, changed, text, model, tmp_path) -> None:
         sections = pairs(tmp_path / "data", model)
         (tmp_path / "data" / "b.wav").write_bytes(as_wav(torch.zeros(2, 80), tiny_musicgen.RATE))
         (tmp_path / "data" / "c.wav").write_bytes(as_wav(torch.zeros(119), tiny_musicgen.RATE))

@@ -68,9 +68,8 @@ class Scaled(Answers):
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    (example,) = re.findall(
-        r"```python\n(# stripes\.py.*?)```", (ROOT / "docs" / "vlm_tasks.md").read_text(), re.DOTALL
-    )
+    page = (ROOT / "docs" / "vlm_tasks.md").read_text()
+    (example,) = re.findall(r"```python\n(# stripes\.py.*?)```", page, re.DOTALL)
     (tmp_path / "tasks.py").write_text(example + TASKS)
     (tmp_path / "policies.py").write_text(POLICIES)
     (tmp_path / "methods.py").write_text(METHODS)
@@ -128,9 +127,7 @@ def test_a_policy_that_samples_its_answers_itself(code: Path) -> None:
         ({"vlm": {"output": "policies.py:Carefull"}}, "vlm.output", "did you mean Careful?"),
     ],
 )
-def test_what_cannot_be_found_is_said(
-    changes: dict[str, Any], key: str, text: str, code: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_found_is_said(changes: dict[str, Any], key: str, text: str, code, monkeypatch) -> None:
     monkeypatch.chdir(code)
     with pytest.raises(ConfigError, match=key) as caught:
         vlm_runs.config(code, **changes)

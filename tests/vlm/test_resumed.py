@@ -92,10 +92,8 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "an adapter of musicgen": lambda place: music(place, "music_rl", test_music.LORA),
     "preferences of music": music_preference,
 }
-SLOW = (
-    *("adafactor", "adamw_8bit", "prodigy", "chosen questions of rlfr", "sub-agents", "trloo", "ui_s1"),
-    *("pictures by dpo", "an adapter of musicgen"),
-)
+SLOW = "adafactor adamw_8bit prodigy sub-agents trloo ui_s1".split()
+SLOW += ["chosen questions of rlfr", "pictures by dpo", "an adapter of musicgen"]
 
 
 @pytest.mark.parametrize("name", fast_first(RUNS, [name for name in RUNS if name not in SLOW]))
@@ -111,8 +109,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path, monke
 
 # -- Whole runs of models as users have them: trained, resumed bit for bit, exported; all weights, LoRA, and LoRA on
 # weights in fewer bits (`vlm.quantize`; nf4 by bitsandbytes on the CPU)
-
-
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
 NEWER = ("llava_onevision", "internvl", "gemma3", "mistral3", "pixtral", "glm4v", "glm46v", "kimi_k25")
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -187,8 +183,6 @@ def test_what_cannot_be_quantised(tmp_path: Path) -> None:
 
 
 # -- The files of docs/from_easyr1.md: shown as they are, and run on a few rows of their format with tiny models
-
-
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("from_trl_geometry3k", "from_easyr1_video", "from_verl_tool")
 

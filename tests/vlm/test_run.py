@@ -65,9 +65,7 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_an_engine_with_weights_of_its_own_evaluates_the_average(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_with_weights_of_its_own_evaluates_the_average(tmp_path, monkeypatch) -> None:
     """And goes on with the trained ones."""
     fake_vllm.install(monkeypatch)
     config = vlm_runs.config(
@@ -106,9 +104,7 @@ def left_in(place: Path, monkeypatch: pytest.MonkeyPatch, call: int, config: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("agent", [False, True])
-def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
-    agent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_iteration_left_between_two_updates_is_undone_and_done_again(agent: bool, tmp_path, monkeypatch) -> None:
     """To the bit: with GRPO-CARE's average and the run's own; of an agent, its episodes and its critic."""
     monkeypatch.setattr(ConsistencyBonus, "average", (0.995, 1))
 
@@ -123,9 +119,7 @@ def test_an_iteration_left_between_two_updates_is_undone_and_done_again(
     assert after == 1 and differences(straight, stopped) == []
 
 
-def test_a_run_whose_answers_get_worse_is_stopped_with_its_best_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_answers_get_worse_is_stopped_with_its_best_beside_it(tmp_path, monkeypatch, capfd) -> None:
     found: list[dict[str, torch.Tensor]] = []
 
     def scripted(self: AnswersRun, iteration: int) -> dict[str, float]:
@@ -173,9 +167,7 @@ def room_for(most: int, monkeypatch: pytest.MonkeyPatch, first: int = 1) -> list
     return tried
 
 
-def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path, monkeypatch, capsys) -> None:
     """After an update: to the bit the run that has the smaller pieces from the start. A resumed run keeps them."""
     by_hand = {**TWICE, "micro_batch": 4}
     wanted = train(vlm_runs.config(tmp_path, iterations=2, trainer=by_hand, output=str(tmp_path / "by hand")))
@@ -223,8 +215,6 @@ def test_without_the_key_the_error_says_what_to_do(tmp_path: Path, monkeypatch: 
 
 
 # -- What a run of billions of weights holds, from a config.json alone, against arithmetic by hand
-
-
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "configs" / "vlm" / "qwen2_5_vl_7b_fsdp.yaml"
 WEIGHTS = 8_292_166_656  # what the hub says of Qwen/Qwen2.5-VL-7B-Instruct: 8.29 B
@@ -264,9 +254,7 @@ def test_sizes_are_those_of_the_published_model(size: Sizes) -> None:
     ("model", "billions"),
     [("Qwen2.5-VL-7B-Instruct", 8.29), ("Qwen2.5-VL-3B-Instruct", 3.75), ("Qwen3-VL-4B-Instruct", 4.44)],
 )
-def test_published_models_are_known_before_the_download(
-    model: str, billions: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_published_models_are_known_before_the_download(model, billions: float, monkeypatch) -> None:
     """Sizes as the hub has them."""
     monkeypatch.setenv("COLUMNS", "200")
     command = ["check", str(SHIPPED), f"vlm.path=Qwen/{model}", "--memory", "80GB"]

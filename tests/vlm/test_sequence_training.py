@@ -34,6 +34,7 @@ from tests.vlm.vlm_runs import fast_first
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 GROUPS = {"prompts_per_iteration": 2, "group_size": 3}
+TUNES = "rewards/genrl_rewards/scorers/texts/tunes.py"
 KINDS: dict[str, dict[str, Any]] = {
     "image": {
         "vlm": {"path": str(ASSETS / "tiny-janus"), "output": "image"},
@@ -57,10 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "vlm": {"path": str(ASSETS / "tiny-tunes"), "output": "audio"},
         "task": {"name": "tunes"},
         "generation": {**GROUPS, "max_new_tokens": 11, "temperature": 0.99},
-        "rewards": [
-            {"name": "rewards/genrl_rewards/scorers/texts/tunes.py:text_fit"},
-            {"name": "rewards/genrl_rewards/scorers/texts/tunes.py:sound_quality"},
-        ],
+        "rewards": [{"name": f"{TUNES}:text_fit"}, {"name": f"{TUNES}:sound_quality"}],
     },
 }
 
@@ -179,16 +177,13 @@ class TestLosses:
             wanted = [p.grad.clone() for p in policy.parameters]
             policy.model.zero_grad()
             again = policy.log_probs(*arguments, group=answers.group).log_prob
-            batch = TokenBatch(
-                torch.ones(3, 3).bool(), answers.group, old_log_prob=elbo.detach(), advantage=advantage, rows=3
-            )
+            known = {"old_log_prob": elbo.detach(), "advantage": advantage, "rows": 3}
+            batch = TokenBatch(torch.ones(3, 3).bool(), answers.group, **known)
             policy_loss(PRESETS["bgpo"], batch.with_log_prob(again)).loss.backward()
             assert all(torch.allclose(p.grad, w, atol=1e-6) for p, w in zip(policy.parameters, wanted, strict=True))
 
 
 # -- Tunes of two models on one page, from the same noise, scored by the rewards of the run
-
-
 BASE = str(ASSETS / "tiny-tunes")
 
 

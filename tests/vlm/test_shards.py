@@ -107,10 +107,8 @@ def test_a_process_without_answers_makes_the_passes_of_the_others(tmp_path: Path
 def test_a_process_without_any_group_learns_along(tmp_path: Path) -> None:
     """The groups of the second one are all worth the same, and left out."""
     reward = tmp_path / "first.py"
-    reward.write_text(
-        "import os\ndef first(completions):\n"
-        "    return [len(c) % 5 / 4 * (os.environ['RANK'] == '0') for c in completions]\n"
-    )
+    told = "[len(c) % 5 / 4 * (os.environ['RANK'] == '0') for c in completions]"
+    reward.write_text(f"import os\ndef first(completions):\n    return {told}\n")
     common = {"rewards": [{"name": f"{reward}:first"}], "trainer": {"filter": "spread", "micro_batch": 4}}
     common |= {"vlm": {"gradient_checkpointing": True}}
     whole, shards = recorded(tmp_path / "whole", **common), recorded(tmp_path / "shards", **common, **FSDP)

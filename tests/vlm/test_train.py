@@ -53,9 +53,7 @@ def wanted_loss(preset: str, answers: Answers, log_prob: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo"])
-def test_the_gradient_of_the_first_update_is_that_of_the_formula(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_of_the_first_update_is_that_of_the_formula(preset: str, tmp_path, monkeypatch) -> None:
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": preset})) as run:
         answers, found = an_update(run, monkeypatch)
         prompts = [answers.prompts[k] for k in answers.group.tolist()]
@@ -65,9 +63,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
         assert_same(found, gradients(run))
 
 
-def test_one_update_of_the_present_weights_needs_no_pass_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_update_of_the_present_weights_needs_no_pass_before_it(tmp_path, monkeypatch) -> None:
     """From the second iteration on: the same gradient, ratios of 1, and how far the sampler is off."""
     with vlm_runs.opened(vlm_runs.config(tmp_path, iterations=2)) as run:
         answers, seen = run.draw()[0], watched(run, monkeypatch)
@@ -84,9 +80,7 @@ def test_one_update_of_the_present_weights_needs_no_pass_before_it(
 @pytest.mark.parametrize(
     "changes", [{"trainer": {"preset": "dapo", "micro_batch": 5}}, {"vlm": {"gradient_checkpointing": True}}]
 )
-def test_what_saves_memory_changes_nothing_but_rounding(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_saves_memory_changes_nothing_but_rounding(changes: dict[str, Any], tmp_path, monkeypatch) -> None:
     """In the first update: groups that are cut; blocks that are computed again."""
     found = []
     for own in ({"trainer": {"preset": changes.get("trainer", {}).get("preset", "grpo")}}, changes):
@@ -170,8 +164,6 @@ def test_a_task_without_its_column_is_found_by_check(tmp_path: Path) -> None:
 
 
 # -- Questions that are chosen, and answers of a group
-
-
 ECONOMY = {"selection": {"by": "success", "candidates": 2, "replay": {}}, "keep": 2}
 
 

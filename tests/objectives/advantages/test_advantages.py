@@ -55,7 +55,6 @@ def test_golden_columns(golden) -> None:
 
 
 # What holds for any rewards ------------------------------------------------------------------------------------------
-
 REWARDS = st.lists(st.one_of(st.floats(-100, 100), st.just(NAN), st.just(0.5)), min_size=1, max_size=24)
 SCALES = st.sampled_from(["group", "global", "none"])
 
@@ -172,8 +171,6 @@ def test_a_sample_at_the_mean_of_its_group_is_learnt_from() -> None:
 
 
 # -- Several rewards to one: golden trainers_paco_log_tame, and properties
-
-
 def test_golden_columns_aggregation(golden) -> None:
     """Left out: means of other kinds, which nothing here has."""
     a = Arrays(golden("trainers_paco_log_tame"))
@@ -219,8 +216,6 @@ def test_what_cannot_be_tamed_is_refused() -> None:
 
 
 # -- DDPO's per-prompt statistics: golden ddpo_prompt_tracker, and properties
-
-
 def test_golden_successive_calls(golden) -> None:
     data = golden("ddpo_prompt_tracker")
     sizes = {"buffer_size": int(data["buffer_size"]), "min_count": int(data["min_count"])}
@@ -256,8 +251,6 @@ def test_wrong_input_is_refused_prompt_statistics() -> None:
 
 
 # -- Masks, returns and groups of episodes (their golden arrays: test_gae)
-
-
 def test_the_row_after_a_done_is_no_transition() -> None:
     done = torch.tensor([[False, True], [True, False], [False, False], [False, True]])
     valid = episodes.valid_transitions(done, carried=torch.tensor([True, False]))
@@ -271,8 +264,6 @@ def test_bounds_of_the_filter_count_in() -> None:
 
 
 # -- PromptRL: golden promptrl_joint, and properties
-
-
 def test_golden_joint_step(golden) -> None:
     a = Arrays(golden("promptrl_joint"))
     size, retained = a.given("num_generations_retained").tolist()
@@ -334,8 +325,6 @@ def test_retained_prompts_get_the_mean_format_score() -> None:
 
 
 # -- Rewards from lengths, log-probabilities, views and scores
-
-
 def test_too_long_is_punished_softly() -> None:
     penalty = rs.overlong_penalty(torch.tensor([10, 16, 18, 20, 30]), maximum=20, buffer=4)
     assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]

@@ -161,8 +161,6 @@ def test_a_depth_is_normalised_from_four_nodes_on() -> None:
 
 
 # -- BranchGRPO's pruning on leaves (of depths: test_tree_golden); PODS's down-sampling
-
-
 def binary(steps: int, splits: tuple[int, ...]) -> Tree:
     return grow(make_plan(steps, noise=dict.fromkeys(range(steps), 0.3), splits=dict.fromkeys(splits, 2)))
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -159,10 +160,8 @@ def test_b2_diffurl(golden) -> None:
 
     for tag in a.tags(r"(curriculum_\w+)_split_step"):
         shortest, longest, stages = a.given(f"{tag}_left_right_stages").tolist()
-        lengths = [
-            len(backward_interval(longest, shortest=shortest, longest=longest, stages=stages, stage=stage))
-            for stage in range(stages)
-        ]
+        interval = partial(backward_interval, longest, shortest=shortest, longest=longest, stages=stages)
+        lengths = [len(interval(stage=stage)) for stage in range(stages)]
         a.check(f"{tag}_split_step", lengths)
 
     old, new, score = (a.given(f"loss_{name}") for name in ("logp_old", "logp_new", "score"))
@@ -217,8 +216,6 @@ def test_dynamic_treerpo(golden) -> None:
 
 
 # -- BranchGRPO as released: transitions, trees, fused rewards, pruning, training steps (golden tree_branchgrpo)
-
-
 ITERATIONS = 300
 """Of the released script, where a case does not say."""
 
@@ -252,9 +249,8 @@ def test_branchgrpo_transitions(golden) -> None:
             a.check(f"{tag}_split_logp_scale{scale}", released, rtol=1e-4, atol=2e-3)
             squares = noise.double().square().flatten(1).mean(1)
             proper = released + (scale**2 - 1) / 2 * squares - math.log(scale)  # what it should be scored with
-            torch.testing.assert_close(
-                gaussian.log_prob(child, mean, scale * std).double(), proper, rtol=1e-4, atol=2e-3
-            )
+            density = gaussian.log_prob(child, mean, scale * std).double()
+            torch.testing.assert_close(density, proper, rtol=1e-4, atol=2e-3)
 
     base, own = a.given("corr_xi0"), a.given("corr_eta")
     for tag in a.tags(r"corr_xi_s(\d\w*)"):
@@ -349,10 +345,8 @@ def check_training_step(a: Arrays, name: str, plan: SamplingPlan, tree: Tree, ad
     a.check(f"{name}_kept_per_tree", keep.sum(1))
     a.check(f"{name}_num_optimizer_steps", math.ceil(int(keep.sum()) / options["grad_acc"]))
     # A case was run in one of the two released modes; both make the same trees, the loss tells which it was.
-    losses = [
-        clipped_surrogate(drift, torch.zeros_like(drift), advantages[mode].clamp(-5, 5), clip, clip).loss[keep].mean()
-        for mode in ("uniform", "level")
-    ]
+    bounded = (advantages[mode].clamp(-5, 5) for mode in ("uniform", "level"))
+    losses = [clipped_surrogate(drift, torch.zeros_like(drift), one, clip, clip).loss[keep].mean() for one in bounded]
     want = a.given(f"{name}_mean_edge_ppo_loss")
     loss = min(losses, key=lambda loss: abs(loss - want))
     a.check(f"{name}_mean_edge_ppo_loss", loss)

@@ -21,8 +21,6 @@ def number(text: str) -> float:
 
 
 # AWM -----------------------------------------------------------------------------------------------------------------
-
-
 def test_golden_awm(golden) -> None:
     a = Arrays(golden("trainers_awm"), double=True)
     velocity, old_velocity = a.given("in_v_new").requires_grad_(), a.given("in_v_old")
@@ -68,8 +66,6 @@ def pictures(seed: int, size: int = 6) -> dict[str, Tensor]:
 
 
 # DGPO ----------------------------------------------------------------------------------------------------------------
-
-
 def test_golden_dgpo(golden) -> None:
     a = Arrays(golden("trainers_dgpo"), double=True)
     velocity, old_velocity, reference = a.given("in_v_new").requires_grad_(), a.given("in_v_old"), a.given("in_v_ref")
@@ -92,16 +88,13 @@ def test_golden_dgpo(golden) -> None:
 
 
 # CRD -----------------------------------------------------------------------------------------------------------------
-
-
 def centres_of(implicit: Tensor, target: Tensor, temperature: float) -> list[Centre]:
     """The peer's centres over the whole batch: temperature < 0 means, > 0 two softmax means, 0 its "hard" variant,
     softmax(a) over a > 0 and, as no a is negative, the plain mean."""
     everyone = torch.zeros(len(target)).long()
     if temperature != 0:
-        return forward_process.group_centres(
-            implicit, target, everyone, temperature=None if temperature < 0 else temperature
-        )
+        softmax = None if temperature < 0 else temperature
+        return forward_process.group_centres(implicit, target, everyone, temperature=softmax)
     share = torch.where(target > 0, target, -torch.inf).softmax(dim=0)
     positive = Centre(*((share * v.detach()).sum().expand(len(v)) for v in (implicit, target)))
     return [positive, *forward_process.group_centres(implicit, target, everyone)]
@@ -126,9 +119,8 @@ def test_golden_crd(golden) -> None:
     for kind in ("adaptive", "plain"):
         scaled = forward_process.reward_adaptive_weight(target, kl_weight) if kind == "adaptive" else kl_weight
         losses = []
-        for v, old, ref, source in zip(
-            velocity, *(a.given(f"in_{n}") for n in ("v_old", "v_ref", "noise")), strict=True
-        ):
+        others = (a.given(f"in_{n}") for n in ("v_old", "v_ref", "noise"))
+        for v, old, ref, source in zip(velocity, *others, strict=True):
             r = forward_process.implicit_reward(v, old, source - clean, adaptive=kind == "adaptive")
             policy = forward_process.crd_loss(r, target, centres_of(r, target, -1.0), beta=beta)
             losses.append((bound / beta * policy + scaled * policy_losses.kl_velocity(v, ref)).mean())

@@ -92,8 +92,6 @@ def test_wrong_settings_are_refused() -> None:
 
 
 # -- Adv-GRPO: golden trainers_adv_disc and trainers_adv_pickscore_criterion, and properties
-
-
 def test_golden_discriminator(golden) -> None:
     """One head (linear, GELU, linear) on the class token, which comes first, and on drawn patches."""
     a = Arrays(golden("trainers_adv_disc"))
@@ -164,8 +162,6 @@ def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None
 
 
 # -- Diff-Instruct*: golden onestep_diff_instruct_star, and the identity that the loss rests on
-
-
 def toy_nodes(tau: float, t: float) -> tuple[Tensor, Tensor, Tensor]:
     """z, e [K] and their mass [K]. x_t = (1 - t) mu + s u, u standard normal: fine along u, along which the integrand
     bends where the scores are equal; across u it is a polynomial of low degree."""
@@ -246,8 +242,6 @@ def test_the_constant_is_that_of_pseudo_huber_losses() -> None:
 
 
 # -- Losses of direct reward back-propagation
-
-
 def test_a_reward_is_raised_up_to_its_margin() -> None:
     rewards = torch.tensor([-1.0, 1.0, 3.0], requires_grad=True)
     direct_reward.reward_loss(rewards).sum().backward()

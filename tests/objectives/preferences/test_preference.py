@@ -156,8 +156,6 @@ def test_smoothed_labels_lie_between_both_orders_and_robust_ones_are_unbiased() 
 
 
 # -- PRDP: golden pairwise_prdp, and properties
-
-
 NAN = float("nan")
 CONVENTIONS = (("sum", "all"), ("mean", "positive"))
 
@@ -183,12 +181,8 @@ def test_golden_losses_pairs_and_gradients(golden) -> None:
 def test_golden_optimum(golden) -> None:
     """At p* ~ p_ref exp(r / beta) the loss is zero, whichever samples are drawn, and so is its gradient."""
     a = Arrays(golden("pairwise_prdp"))
-    beta, samples, rewards, ref = (
-        a.number("opt_beta"),
-        a.given("opt_samples"),
-        a.given("opt_reward"),
-        a.given("opt_ref"),
-    )
+    beta, samples = a.number("opt_beta"), a.given("opt_samples")
+    rewards, ref = a.given("opt_reward"), a.given("opt_ref")
     best = (ref.log() + rewards / beta).softmax(0)
     a.check("opt_policy", best)
     log_prob, ref_log_prob = (p.log()[samples][..., None] for p in (best, ref))

@@ -259,8 +259,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 # -- FISOR against the golden arrays (its cases of vla_reference) and what its weights promise
-
-
 def test_fisor(golden) -> None:
     def check(case: Case) -> dict[str, tuple[float, float]]:
         options = case.params
@@ -299,8 +297,6 @@ def test_weights_by_hand() -> None:
 
 
 # -- Dynamic-TreeRPO's supervised part: bounds and weights at their ends, and gradients
-
-
 def test_the_surrogate_clips_each_sample_at_its_own_bounds() -> None:
     advantage = torch.tensor([2.0, 0.1, -2.0, -0.1]).double()
     lower, upper = layer_tuning.dynamic_clip_bounds(advantage, low=0.1, high=0.2, sensitivity=0.5)

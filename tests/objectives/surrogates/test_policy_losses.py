@@ -108,8 +108,6 @@ def test_golden_kls(golden) -> None:
 
 
 # The surrogate -------------------------------------------------------------------------------------------------------
-
-
 def scalar(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
@@ -129,8 +127,6 @@ def test_a_ratio_beyond_float32_does_not_make_what_has_no_gradient_nan(weight: f
 
 
 # The divergences -----------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 99), st.floats(0.05, 3.0), st.floats(0.01, 0.5))
 def test_the_named_kls_differ_by_known_factors(seed: int, std: float, delta: float) -> None:
     mean, ref = (noise.keyed_noise((3, 2, 4), seed, name).double() for name in ("mean", "ref"))
@@ -214,8 +210,6 @@ def test_a_deterministic_step_has_no_kl() -> None:
 # forms. Ours is per sample and divided by the step size: Flow-Factory's ratio with the others' division. The released
 # loss of Flow-GRPO and PaCo-RL averages <(mu - mu_old)^2> over the batch; that is ours plus a known offset, and is
 # checked as such
-
-
 def batch_offset(mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
     """What averaging the squared shift of the mean over the batch adds to each log-ratio."""
     shift = (mean - old_mean).square().flatten(1).mean(dim=1)

@@ -170,8 +170,6 @@ def test_golden_audio_and_3d(golden) -> None:
 
 # -- Golden arrays of token trust regions (UniRL's DPPO, CPPO, DRPO) and of small presets (authors' functions), and
 # what each rule means where the answer is known
-
-
 def packed(data: Arrays) -> Callable[[str], Tensor]:
     """From tokens of all rows one after the other to [B, T], NaN where there is none."""
     lengths = data.given("lengths").tolist()

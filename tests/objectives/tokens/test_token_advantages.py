@@ -144,8 +144,6 @@ def test_one_factor_per_row() -> None:
 
 
 # -- Which groups are kept
-
-
 NAN = float("nan")
 GROUP_GROUP_FILTERS = torch.tensor([7, 7, 2, 2, 5, 5, 9, 9])
 ACCURACY = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, NAN, NAN])
@@ -175,8 +173,6 @@ def test_a_missing_score_leaves_the_mean_to_the_others() -> None:
 
 
 # -- Losses of whole groups: closed forms and gradients (golden arrays: test_token_surrogates)
-
-
 def test_the_first_update_has_a_finite_gradient_of_one_over_epsilon() -> None:
     score = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     advantage = torch.tensor([-1.0, 0.0, 1.0])
@@ -193,8 +189,6 @@ def test_temperatures_are_positive() -> None:
 
 
 # -- ArCHer's losses against NumPy
-
-
 def test_critics_and_advantages_are_those_of_the_formulas() -> None:
     rng = np.random.default_rng(0)
     q, v, slow_q, slow_v = (rng.normal(size=(2, 5)) for _ in range(4))
@@ -222,8 +216,6 @@ def test_all_tokens_of_an_utterance_have_its_advantage() -> None:
 
 
 # -- TRLOO's advantages against loops over the formula, and cases that can be reckoned in the head
-
-
 def test_a_turn_is_worth_what_follows() -> None:
     found = turn_returns(torch.tensor([[1.0, 2.0, 4.0], [3.0, NAN, NAN]]), gamma=0.5)
     wanted = torch.tensor([[3.0, 4.0, 4.0], [3.0, NAN, NAN]], dtype=torch.float64)
@@ -242,8 +234,6 @@ def test_turns_of_equal_returns_have_exactly_no_advantage() -> None:
 
 
 # -- Credit from a critic: closed forms (golden arrays: test_token_surrogates)
-
-
 def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -271,8 +261,6 @@ def test_wrong_shapes_say_what_is_needed() -> None:
 
 
 # -- Token weights: which tokens they keep (golden arrays: test_token_surrogates)
-
-
 def test_an_exact_share_is_not_rounded_up() -> None:
     """.4 times 5 is 2.0000000000000004 in some orders of evaluation; .07 times 100 is 7.000000000000001."""
     assert int(tw.top_of_row(torch.arange(5.0)[None], torch.ones(1, 5), share=0.4).sum()) == 2

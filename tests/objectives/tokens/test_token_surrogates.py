@@ -207,8 +207,6 @@ def test_cispo_keeps_every_gradient_and_bounds_its_weight() -> None:
 
 
 # -- Golden losses that no preset has; those of presets go through all of it in tests/vlm/methods/test_policy_loss.py
-
-
 def verl_variants(case: Case) -> Expected:
     log_prob, mask = case.log_prob, case["mask"]
     arguments = (log_prob, case["old_logp"], case["adv"], mask)

@@ -54,21 +54,14 @@ def test_one_value_per_row_or_per_token() -> None:
 
 
 # -- Aggregation rules by hand, and which of them do not depend on micro-batches
-
-
 TERM = torch.tensor([[1.0, 2.0, 3.0, 6.0], [4.0, torch.nan, torch.nan, torch.nan], [torch.nan] * 4])
 MASK_TOKEN_AGGREGATION = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
 RULES = ("seq_mean", "token_mean_global", "const", "seq_sum")
 
 
 def test_by_hand() -> None:
-    wanted = {
-        "seq_mean": (3 + 4 + 0) / 3,
-        "token_mean": 16 / 5,
-        "token_mean_global": 16 / 5,
-        "const": 16 / (3 * 8),
-        "seq_sum": 16 / 3,
-    }
+    means = {"token_mean": 16 / 5, "token_mean_global": 16 / 5}
+    wanted = means | {"seq_mean": (3 + 4 + 0) / 3, "const": 16 / (3 * 8), "seq_sum": 16 / 3}
     for rule, value in wanted.items():
         assert aggregate(TERM, MASK_TOKEN_AGGREGATION, rule, length=8).item() == pytest.approx(value), rule
     assert aggregate(TERM, MASK_TOKEN_AGGREGATION, "token_mean_global", tokens=8).item() == pytest.approx(2.0)
@@ -77,9 +70,8 @@ def test_by_hand() -> None:
 def test_a_term_per_row_stands_for_each_of_its_tokens() -> None:
     term = torch.tensor([[2.0], [3.0], [torch.nan]])
     assert aggregate(term, MASK_TOKEN_AGGREGATION, "seq_mean").item() == pytest.approx(5 / 3)
-    assert aggregate(term, MASK_TOKEN_AGGREGATION, "seq_sum").item() == pytest.approx(
-        11 / 3
-    )  # times the row's length: LUSPO
+    summed = aggregate(term, MASK_TOKEN_AGGREGATION, "seq_sum")  # times the row's length: LUSPO
+    assert summed.item() == pytest.approx(11 / 3)
     assert aggregate(term, MASK_TOKEN_AGGREGATION, "token_mean").item() == pytest.approx(11 / 5)
 
 
@@ -115,8 +107,6 @@ def test_what_a_rule_lacks_and_unknown_rules() -> None:
 
 
 # -- Which tokens Clip-Cov and KL-Cov choose, against NumPy's covariance
-
-
 def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]
@@ -155,8 +145,6 @@ def test_clip_cov_takes_those_drawn_first_within_the_band() -> None:
 
 
 # -- Distances of a student from a teacher: TRL's GKD and SDPO, ms-swift's advantages, and a table in closed form
-
-
 def test_gkd(golden: Any) -> None:
     data = Arrays(golden("gkd"))
     student, kept = data.given("student_logits").requires_grad_(), data.given("labels") != -100
@@ -190,10 +178,8 @@ def test_the_gap_as_an_advantage(golden: Any) -> None:
     policy, teacher, mask = data.given("policy_logp"), data.given("teacher_logp"), data.given("mask")
     advantage = data.given("advantages")
     for coef in data.tags(r"per_token_advantage_coef(.+)"):
-        data.check(
-            f"per_token_advantage_coef{coef}",
-            gap_advantage(advantage, policy, teacher, mask, coef=float(coef)).expand(mask.shape),
-        )
+        ours = gap_advantage(advantage, policy, teacher, mask, coef=float(coef))
+        data.check(f"per_token_advantage_coef{coef}", ours.expand(mask.shape))
     data.check("teacher_k3", masked(kl_k3(policy, teacher), mask))
 
 
@@ -205,8 +191,6 @@ def test_what_vanishes_near_the_ends_is_refused(beta: float) -> None:
 
 
 # -- KL estimates, entropy, perception and value terms
-
-
 @given(st.integers(0, 99))
 def test_estimates_have_the_mean_they_estimate(seed: int) -> None:
     """Over all tokens with their probabilities, k1 and k3 are the exact KL; k2 has its gradient."""
@@ -248,8 +232,6 @@ def test_the_entropy_estimate_and_its_band() -> None:
 
 
 # -- MusicRL: its gradient is REINFORCE with a baseline and an exact KL (golden arrays: test_token_surrogates)
-
-
 def test_masked_tokens_count_for_nothing_and_the_parts_have_their_own_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 5, generator=generator, requires_grad=True)
@@ -268,8 +250,6 @@ def test_masked_tokens_count_for_nothing_and_the_parts_have_their_own_gradients(
 
 
 # -- RLFR's flow rewards: the velocity error of known fields, and what tokens are charged, by hand
-
-
 def test_the_velocity_of_one_point_has_no_error_and_a_shifted_one_that_of_the_shift() -> None:
     """All data at c: x_t = t c + (1 - t) n, so that the velocity c - n is (c - x_t) / (1 - t)."""
     torch.manual_seed(0)
@@ -312,8 +292,6 @@ def test_what_is_masked_does_not_matter() -> None:
 
 
 # -- UI-S1's credit against loops over the formulas
-
-
 NAN = float("nan")
 
 

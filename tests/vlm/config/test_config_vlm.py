@@ -202,9 +202,7 @@ class TestFiles:
             ({"image": "a.png"}, {"rewards": [{"name": "tag_format"}], "augmentation": {}}, "from the column answer; "),
         ],
     )
-    def test_rows_that_lack_something(
-        self, row: dict[str, str], changes: dict[str, Any], words: str, tmp_path: Path
-    ) -> None:
+    def test_rows_that_lack_something(self, row: dict[str, str], changes: dict[str, Any], words: str, tmp_path) -> None:
         (tmp_path / "a.png").write_bytes(b"")
         rows = [{"prompt": "what ?", "image": "a.png", "answer": "1"}, {"prompt": "and ?"} | row]
         (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -243,9 +241,7 @@ def test_check_prints_what_the_method_is_made_of(monkeypatch: pytest.MonkeyPatch
         ("tokenizer.json", None, "has no vocabulary"),
     ],
 )
-def test_a_model_that_cannot_load_is_refused_for_the_true_reason(
-    tmp_path: Path, file: str, content: bytes | None, says: str
-) -> None:
+def test_a_model_that_cannot_load_is_refused_for_the_true_reason(tmp_path, file, content, says) -> None:
     folder = tmp_path / "model"
     shutil.copytree(Path(__file__).parents[3] / "assets" / "tiny-vlm", folder)
     (folder / file).unlink()

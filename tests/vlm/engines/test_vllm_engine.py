@@ -74,9 +74,7 @@ def test_buffers_are_there_where_a_checkpoint_has_them() -> None:
     assert len(names) == 1 and names[0].endswith("multi_modal_projector.scale")
 
 
-def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(
-    sampler: Sampler, tmp_path: Path
-) -> None:
+def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(sampler, tmp_path) -> None:
     prompts, keys = questions(tmp_path, sampler.policy), [("a",), ("b",), ("c",)]
     found = sampler.generate(prompts, 4, Sampling(12), keys)
     assert found.group.tolist() == [0] * 4 + [1] * 4 + [2] * 4
@@ -145,8 +143,6 @@ def test_an_engine_gets_one_token_for_an_image(family: str, tmp_path: Path) -> N
 
 
 # --- a server
-
-
 @pytest.fixture
 def server() -> Iterator[str]:
     with serving(vlm_runs.MODEL) as url:
@@ -174,12 +170,8 @@ def test_a_server_or_a_package_that_is_not_there_is_named_with_the_command(serve
 
 
 # --- agents
-
-
 @pytest.mark.parametrize("preset", [pytest.param("vl_dac", marks=pytest.mark.slow), "grpo"])
-def test_agents_answer_by_an_engine_as_it_is_trained(
-    installed: None, tmp_path: Path, preset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_answer_by_an_engine_as_it_is_trained(installed, tmp_path, preset: str, monkeypatch) -> None:
     """Turns of episodes, and of a tool's conversation; the engine sleeps between the phases, not between the turns."""
     calls: list[list[str]] = []
     run = agent_runs.config(tmp_path, preset, generation=VLLM, iterations=2, optimizer={"lr": 1e-3})
@@ -200,8 +192,6 @@ def test_agents_answer_by_an_engine_as_it_is_trained(
 
 
 # --- configuration
-
-
 def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generation.vllm.*read with engine: vllm"):
         vlm_runs.config(tmp_path, generation={"vllm": {"args": {"gpu_memory_utilization": 0.3}}})
@@ -221,8 +211,6 @@ def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) 
 
 
 # --- staleness
-
-
 def older(server: str | None, staleness: int = 1, **further: Any) -> dict[str, Any]:
     generation = {**VLLM, "staleness": staleness} | ({} if server is None else {"vllm": {"url": server}})
     evaluation = {"every": 2, "questions": 8, "blind": False}
@@ -250,9 +238,7 @@ def test_a_server_that_draws_ahead_draws_the_same(server: str, tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_a_server_draws_while_the_model_is_trained(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_draws_while_the_model_is_trained(server, tmp_path, monkeypatch) -> None:
     """The answers of the last iteration are asked for while the one before is trained, not afterwards."""
     training, seen = threading.Event(), threading.Event()
     learn, begun, generated = answers.learn, [], Handler._generated
@@ -322,7 +308,5 @@ def test_a_level_that_the_checkpoint_has_not_is_added() -> None:
         (["a.norm.weight"], ["a.x.norm.weight", "a.y.norm.weight"], str),  # a level of two
     ],
 )
-def test_what_the_engine_has_or_may_know_by_another_rule_stays(
-    names: list[str], engine: list[str], mapped: Any
-) -> None:
+def test_what_the_engine_has_or_may_know_by_another_rule_stays(names, engine, mapped) -> None:
     assert nested(names, engine, mapped) == {name: name for name in names}

@@ -49,9 +49,7 @@ def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *giv
 @pytest.mark.parametrize(
     ("shared", "fsdp", "lora"), [(False, False, None), (False, True, {"rank": 2}), (True, True, None)]
 )
-def test_two_processes_draw_what_one_draws(
-    shared: bool, fsdp: bool, lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_draw_what_one_draws(shared: bool, fsdp: bool, lora: Any, tmp_path, monkeypatch) -> None:
     """By an engine in each or by one server, which gets the weights once for each version; also from shards."""
     own = {"vlm": {"lora": lora, "gradient_checkpointing": True}}
     with served(shared, vlm_runs.MODEL) as vllm:

@@ -64,11 +64,8 @@ def test_ends_rewards_and_success_are_not_cast(tmp_path: Path) -> None:
     settings = frail(tmp_path)
     table = Table(settings, Local(settings))
     table.begin({0: 1}, "train")
-    for text, says in (
-        ("nan", "reward is nan"),
-        ("half", "terminated is 0.5"),
-        ("unsure", r"info\['success'\] is 0.3"),
-    ):
+    refused = {"nan": "reward is nan", "half": "terminated is 0.5", "unsure": r"info\['success'\] is 0.3"}
+    for text, says in refused.items():
         with pytest.raises(ValueError, match=says):
             table.say({0: text})
 
@@ -105,8 +102,6 @@ def test_an_episode_that_goes_otherwise_when_it_is_played_again_is_an_error(tmp_
 
 
 # -- MiniWoB's pages in a real Chromium; skipped where there is none, or no driver or package
-
-
 LACKING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 LACKING += [] if importlib.util.find_spec("miniwob") else ["the package miniwob"]
 real = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}: see docs/vlm_agents.md")
@@ -133,9 +128,8 @@ class TestPages:
         assert first == again and first != other and first != held_out
         picture, text = shown[0]
         assert isinstance(picture, Image.Image) and picture.size == (160, 210)
-        assert text.splitlines()[0] == "Click button ONE." and any(
-            line.endswith("button ONE") for line in text.split("\n")
-        )
+        lines = text.splitlines()
+        assert lines[0] == "Click button ONE." and any(line.endswith("button ONE") for line in lines)
 
     def test_the_right_button_pays_and_the_wrong_one_costs(self, pages: MiniWoB) -> None:
         for text, reward in (("ONE", 1.0), ("TWO", -1.0)):

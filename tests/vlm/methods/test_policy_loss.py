@@ -106,8 +106,6 @@ def test_micro_batches_add_up_to_the_step(name: str) -> None:
 
 
 # --- golden arrays through the composition: every `vlm_*` file of a loss that a preset has
-
-
 Way = tuple[Preset, TokenBatch, str, dict[str, int]]
 """A preset for a case and its batch, with the end of the names of the wanted arrays and totals of the step."""
 
@@ -150,13 +148,8 @@ def vppo(name: str, case: Case) -> Iterator[Way]:
     params = case.params
     if params["scale_min"] == 0.9:
         clip = Clip(low=params["eps_low"], high=params["eps_high"], dual=params["dual_clip"])
-        chosen = given_advantage(
-            name,
-            transforms=(TrajectoryDependency(),),
-            weights=(TopDependency(share=params["top_p"]),),
-            surrogate=clip,
-            regularisers=(),
-        )
+        rules = {"transforms": (TrajectoryDependency(),), "weights": (TopDependency(share=params["top_p"]),)}
+        chosen = given_advantage(name, surrogate=clip, regularisers=(), **rules)
         yield chosen, golden_batch(case, masked_image=case["masked_image_logp"]), "", {}
 
 
@@ -265,8 +258,6 @@ def test_golden_vl_dac(golden) -> None:
 
 
 # --- equivalences
-
-
 @pytest.mark.parametrize("surrogate", [Clip(), Sapo(), Cispo(), LogClamp(), Vespo()])
 def test_on_policy_they_are_all_reinforce(surrogate: Surrogate) -> None:
     batch = replace(rollout(), old_log_prob=None)
@@ -287,8 +278,6 @@ def test_the_kl_is_not_weighted_unless_asked() -> None:
 
 
 # --- metrics and errors
-
-
 def test_the_parts_add_up_and_the_ratio_is_measured() -> None:
     chosen = replace(PRESETS["q_hawkeye"], surrogate=Clip(low=0.05, high=0.05))
     batch = rollout()
@@ -306,12 +295,8 @@ def test_the_parts_add_up_and_the_ratio_is_measured() -> None:
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("vppo", "masked_image"),
-        ("forking_tokens", "entropy"),
-        ("q_hawkeye", "scores"),
-        ("grpo_care", "ema"),
-        ("vl_dac", "value"),
-        ("vl_dac", "credit"),
+        *(("vppo", "masked_image"), ("forking_tokens", "entropy"), ("q_hawkeye", "scores")),
+        *(("grpo_care", "ema"), ("vl_dac", "value"), ("vl_dac", "credit")),
     ],
 )
 def test_a_missing_tensor_is_named_with_its_reader(name: str, missing: str) -> None:
@@ -358,6 +343,9 @@ def test_choices_of_equal_constants_are_told_apart_by_their_names() -> None:
     assert preset.advantage.name == "leave_one_out" and preset.surrogate.name == "sequence_token_clip"
 
 
+MASK = OffPolicyMask(threshold=0.1)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -365,10 +353,7 @@ def test_choices_of_equal_constants_are_told_apart_by_their_names() -> None:
         ({"surrogate": Clip(), "group_loss": Regression()}, "a surrogate or a group_loss"),
         ({"group_loss": Regression(), "weights": (TopEntropy(),)}, "do not apply"),
         ({"advantage": WhitenedReturns(), "surrogate": SequenceClip()}, "sequence_token_clip"),
-        (
-            {"advantage": WhitenedReturns(), "surrogate": Clip(), "weights": (OffPolicyMask(threshold=0.1),)},
-            "off-policy mask",
-        ),
+        ({"advantage": WhitenedReturns(), "surrogate": Clip(), "weights": (MASK,)}, "off-policy mask"),
         ({"surrogate": Clip(), "aggregation": "const", "length": 0}, "at least 1"),
     ],
 )

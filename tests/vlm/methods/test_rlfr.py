@@ -65,9 +65,7 @@ def test_a_new_flow_is_still_and_noise_does_not_depend_on_who_draws_it() -> None
     assert torch.equal(flow.error(of, noise, torch.full((5,), 0.8)), found.error)
 
 
-def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_token_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_token_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Flow, "most", 2)
     settings = config(tmp_path, {"coefficient": 0.5}, trainer={"micro_batch": 8})
     method: Any = settings.trainer
@@ -127,8 +125,6 @@ def test_a_column_of_the_demonstrations_that_is_not_there_is_named(tmp_path: Pat
 
 
 # -- On-policy distillation of language models: who reads what, what is learnt, and what is refused
-
-
 TOLD = "{question} i see {answer} ."
 
 
@@ -200,8 +196,6 @@ def test_what_cannot_be_taught_is_said_before(changes: dict[str, Any], text: str
 
 
 # -- RLPR's reward: how likely the right answer is after the model's own reasoning, from whole logits, and after none
-
-
 def test_it_is_that_of_whole_logits(tmp_path: Path) -> None:
     """A row without a place for the answer has 0; one that says nothing before it has that of no reasoning."""
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "rlpr"})) as run:
@@ -225,9 +219,7 @@ def test_it_is_that_of_whole_logits(tmp_path: Path) -> None:
         between = own[len(before) + 1 : len(before) + 1 + len(right) - 3]  # neither the tags nor the end
         assert found[0, 0] == pytest.approx(float(between.exp().mean()), rel=1e-4)
         sizes = found[:, 1].view(len(answers.rows), -1)
-        assert (sizes == sizes[:, :1]).all(), (
-            "what a question's answer is worth without reasoning, for all of its group"
-        )
+        assert (sizes == sizes[:, :1]).all(), "without reasoning, for all of a group"
 
 
 def test_what_reasoning_gains_is_paid_and_what_it_loses_is_not_taken() -> None:

@@ -30,23 +30,16 @@ MOVED = 0.15
 """Standard deviation of the noise on the weights, relative to each tensor's own."""
 
 CLIPPED = ("grpo", "corrected kl", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "two-sided clip")
+CORRECTED = {"name": "kl", "corrected": True}
+OF_SEQUENCES = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what genrl is told, what TRL is told
     "grpo": ({"preset": "grpo"}, {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False}),
-    "corrected kl": (
-        {"preset": "grpo", "regularisers": [{"name": "kl", "corrected": True}]},
-        {"loss_type": "grpo", "beta": 0.04},
-    ),
+    "corrected kl": ({"preset": "grpo", "regularisers": [CORRECTED]}, {"loss_type": "grpo", "beta": 0.04}),
     "dr_grpo": ({"preset": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     "dapo": ({"preset": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     "bnpo": ({"preset": "bnpo"}, {"loss_type": "bnpo"}),
-    "gspo": (
-        {"preset": "gspo"},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
-    ),
-    "luspo": (
-        {"preset": "luspo"},
-        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
-    ),
+    "gspo": ({"preset": "gspo"}, {"loss_type": "grpo", **OF_SEQUENCES}),
+    "luspo": ({"preset": "luspo"}, {"loss_type": "luspo", **OF_SEQUENCES}),
     "cispo": ({"preset": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
     "sapo": ({"preset": "sapo"}, {"loss_type": "sapo"}),
     "vespo": ({"preset": "vespo"}, {"loss_type": "vespo"}),

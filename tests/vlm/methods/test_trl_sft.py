@@ -37,9 +37,8 @@ def trl_batch(rows: list[Row], place: Path) -> tuple[Any, dict[str, Tensor]]:
         }
         for row in rows
     ]
-    arguments = trl.SFTConfig(
-        output_dir=str(place), max_length=None, bf16=False, use_cpu=True, report_to=[], loss_type="nll"
-    )
+    quiet = {"bf16": False, "use_cpu": True, "report_to": []}
+    arguments = trl.SFTConfig(output_dir=str(place), max_length=None, loss_type="nll", **quiet)
     made = trl.SFTTrainer(
         model=transformers.AutoModelForImageTextToText.from_pretrained(vlm_runs.MODEL, dtype=torch.float32),
         args=arguments,

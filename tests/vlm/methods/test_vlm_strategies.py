@@ -157,9 +157,8 @@ class TestServer:
         answers = io.StringIO()
         asked = json.dumps({"id": "x", "description": "?", "seed": 0}) + "\n"
         drawing.serve(Broken(), {}, io.StringIO(asked * 2), answers)
-        assert [json.loads(line) for line in answers.getvalue().splitlines()] == [
-            {"id": "x", "error": "ValueError: no such word"}
-        ] * 2
+        told = [json.loads(line) for line in answers.getvalue().splitlines()]
+        assert told == [{"id": "x", "error": "ValueError: no such word"}] * 2
 
 
 class Painter:

@@ -149,8 +149,6 @@ def test_the_logits_are_never_whole(entropy: bool) -> None:
 
 
 # -- Packed rows: the log-probabilities and gradients of padded ones, and models that cannot are refused by name
-
-
 def pictured(width: int, height: int, text: str) -> Prompt:
     generator = torch.Generator().manual_seed(width)
     pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)

@@ -84,9 +84,7 @@ class TestScores:
 
 
 class TestGuidance:
-    def test_what_is_saved_plays_with_the_guidance_it_was_trained_with(
-        self, folders: dict[str, str], tmp_path: Path
-    ) -> None:
+    def test_what_is_saved_plays_with_the_guidance_it_was_trained_with(self, folders, tmp_path) -> None:
         policy = MusicPolicy(folders["mono"], STEPS, guidance=2.0)
         policy.model.save_pretrained(tmp_path)
         policy.processor.save_pretrained(tmp_path)
@@ -162,8 +160,6 @@ def test_what_cannot_be_is_refused(folders: dict[str, str], tmp_path: Path) -> N
 
 
 # -- ShapeLLM-Omni's format: a VQVAE by its published names, a Qwen2.5-VL whose vocabulary holds its codes
-
-
 RECIPE = Path(__file__).parents[3] / "configs" / "vlm" / "shapellm_omni_7b_hi_grpo.yaml"
 LENGTH = 16  # of codes of four cells each: 4 x 4 x 4 cells, 16 x 16 x 16 voxels
 

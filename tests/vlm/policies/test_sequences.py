@@ -94,11 +94,9 @@ class TestPictures:
     def test_chunks_change_nothing_and_only_what_draws_is_trained(self, janus: ImagePolicy) -> None:
         encoded = [janus.encode(prompts(CAPTIONS)[0])]
         drawn = janus.sample(encoded, 2, 1.0, [(0,)])
-        group = torch.zeros(2, dtype=torch.int64)
-        whole, parts = (
-            janus.log_probs(encoded, drawn.tokens, drawn.mask, group=group, chunk=chunk, entropy=True)
-            for chunk in (1024, 5)
-        )
+        options = {"group": torch.zeros(2, dtype=torch.int64), "entropy": True}
+        arguments = (encoded, drawn.tokens, drawn.mask)
+        whole, parts = (janus.log_probs(*arguments, chunk=chunk, **options) for chunk in (1024, 5))
         assert torch.allclose(whole.log_prob, parts.log_prob, atol=1e-6)
         assert whole.entropy is not None and bool((whole.entropy > 0).all())
         parts.log_prob.sum().backward()
@@ -240,8 +238,6 @@ def test_what_a_policy_cannot_do_is_refused(janus: ImagePolicy) -> None:
 
 
 # -- LLaDA's and Dream's checkpoints are read by their own names, look both ways, and are written as they were
-
-
 WORDS = ["<end>", "<mask>", "<pad>", *"0123456789", "what", "is", "plus", "?", "minus"]
 WORDS += ["<answer>", "</answer>", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

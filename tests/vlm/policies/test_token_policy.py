@@ -104,9 +104,7 @@ def test_batched_padded_shared_and_sampled_equal_one_by_one(load: Callable[[str]
 
 @pytest.mark.parametrize("lora", [VLMLoRA(rank=2), None], ids=["lora", "full"])
 @pytest.mark.parametrize("family", fast_first(tiny_checkpoints.FAMILIES, ("qwen2_5_vl",)))
-def test_blocks_that_are_computed_again_change_no_bit(
-    folder: Callable[[str], Path], family: str, lora: VLMLoRA | None
-) -> None:
+def test_blocks_that_are_computed_again_change_no_bit(folder, family: str, lora: VLMLoRA | None) -> None:
     """Log-probabilities with and without gradients, and the gradient itself; the graph keeps fewer numbers."""
     found: list[tuple[Tensor, list[Tensor], int]] = []
     for again in (False, True):
@@ -162,9 +160,7 @@ def gradients_of(
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
-def test_all_weights_train_and_sharing_gives_the_same_gradient_to_the_vision_tower(
-    folder: Callable[[str], Path], family: str
-) -> None:
+def test_all_weights_train_and_sharing_gives_the_same_gradient_to_the_vision_tower(folder, family: str) -> None:
     policy = Policy(str(folder(family)))
     prompts = [policy.encode(prompt) for prompt in questions()[:2]]
     tokens, mask, group = torch.arange(65, 77).reshape(4, 3), torch.ones(4, 3), torch.tensor([0, 0, 1, 1])
@@ -230,9 +226,7 @@ def test_draws_follow_the_distribution() -> None:
     assert torch.allclose(draw.log_probs[0], want.log()[token], atol=1e-6)
 
 
-def test_an_image_goes_through_the_vision_tower_once_for_its_group(
-    load: Callable[[str], Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_goes_through_the_vision_tower_once_for_its_group(load, monkeypatch) -> None:
     policy = load("qwen2_5_vl")
     prompts = [policy.encode(prompt) for prompt in questions()]
     once = sum(len(prompt.tokens.pixels["pixel_values"]) for prompt in prompts[:2])  # images, or patches of all
@@ -251,9 +245,7 @@ def test_an_image_goes_through_the_vision_tower_once_for_its_group(
     assert seen == [once, once, N * once]
 
 
-def test_neither_what_stands_behind_an_answer_nor_what_was_drawn_before_changes_a_score(
-    load: Callable[[str], Policy],
-) -> None:
+def test_neither_what_stands_behind_an_answer_nor_what_was_drawn_before_changes_a_score(load) -> None:
     policy = load("smolvlm")
     prompts = [policy.encode(questions()[0])]
     mask, group = torch.tensor([[1, 1, 0, 0]]), torch.tensor([0])
@@ -269,9 +261,7 @@ def test_neither_what_stands_behind_an_answer_nor_what_was_drawn_before_changes_
     assert (one.entropy[0, :2] > 0).all() and not one.entropy[0, 2:].any()
 
 
-def test_the_reference_is_the_model_before_training(
-    load: Callable[[str], Policy], folder: Callable[[str], Path]
-) -> None:
+def test_the_reference_is_the_model_before_training(load, folder) -> None:
     policy, base = load("llava"), Policy(str(folder("llava")))
     tokens, mask, group = torch.full((1, 3), 65), torch.ones(1, 3), torch.tensor([0])
     prompts = [policy.encode(questions()[0])]
@@ -305,9 +295,7 @@ def test_bad_images_are_named(load: Callable[[str], Policy], tmp_path: Path) -> 
         policy.encode(Prompt(("What is an <image>?",)))
 
 
-def test_a_prompt_that_does_not_fit_is_named_before_any_work(
-    load: Callable[[str], Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_does_not_fit_is_named_before_any_work(load, monkeypatch) -> None:
     policy = load("qwen2_5_vl")
     prompts = [policy.encode(Prompt(("a",))), policy.encode(Prompt(("b" * 480,), where="row 9"))]
     monkeypatch.setattr(policy, "prefix", lambda _: pytest.fail("worked"))
@@ -374,9 +362,7 @@ def test_an_answer_does_not_repeat_the_tag(asked: str, text: str, left: str) -> 
 NAMES = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
 
 
-def test_the_model_of_a_run_gets_liger_kernels_once_and_without_their_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_of_a_run_gets_liger_kernels_once_and_without_their_loss(tmp_path, monkeypatch) -> None:
     """By a stand-in, where a GPU seems to be; other types, and no GPU or package, are refused."""
     calls: list[dict[str, Any]] = []
     made: Any = [ModuleType(name) for name in NAMES]

@@ -52,10 +52,7 @@ def data(folder: Path, unanswerable: int, number: int = 8) -> dict[str, object]:
 
 
 def config(folder: Path, unanswerable: int, limit: float = 0.2, **changes: object) -> object:
-    given = [
-        {"name": f"{folder}/picky.py:picky", "max_failed": limit},
-        {"name": "tag_format"},
-    ]
+    given = [{"name": f"{folder}/picky.py:picky", "max_failed": limit}, {"name": "tag_format"}]
     made = {"prompts_per_iteration": 8, "group_size": 4, "max_new_tokens": 12}
     return vlm_runs.config(folder, task=data(folder, unanswerable), rewards=given, generation=made, **changes)
 
@@ -108,9 +105,8 @@ def test_rows_are_scored_apart_once_a_call_raised() -> None:
     whole = score_completions(picky, prompts=["q"] * 99, completions=["bad"] * 99)
     assert whole.failed == 99 and len(calls) == 1 + BROKEN, "a reward that is broken is not asked for every row"
     calls.clear()
-    mixed = score_completions(
-        picky, prompts=["q"] * 18, completions=["bad"] * 6 + ["a"] * 12, group=[0] * 6 + [1] * 6 + [2] * 6
-    )
+    texts, group = ["bad"] * 6 + ["a"] * 12, [0] * 6 + [1] * 6 + [2] * 6
+    mixed = score_completions(picky, prompts=["q"] * 18, completions=texts, group=group)
     assert mixed.failed == 6, "all answers to one question fail alike"
 
 
@@ -170,9 +166,7 @@ def broken(folder: Path, number: int) -> None:
         (folder / f"{k}.png").write_bytes(whole[: len(whole) // 2])
 
 
-def test_a_picture_that_cannot_be_opened_gives_no_score_and_too_many_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_picture_that_cannot_be_opened_gives_no_score_and_too_many_end_the_run(tmp_path, caplog) -> None:
     settings = config(tmp_path, 0)
     broken(tmp_path, 1)
     with vlm_runs.opened(settings) as run:
@@ -183,16 +177,12 @@ def test_a_picture_that_cannot_be_opened_gives_no_score_and_too_many_end_the_run
         assert run.estimate(answers) is not None
     assert "a.jsonl:2: picture" in caplog.text and "its answers have no score" in caplog.text
     broken(tmp_path, 4)
-    with (
-        vlm_runs.opened(settings) as run,
-        pytest.raises(RewardFailed, match=r"(?s)16 of 32 samples.*a\.jsonl:\d: picture .*cannot be read"),
-    ):
+    says = r"(?s)16 of 32 samples.*a\.jsonl:\d: picture .*cannot be read"
+    with vlm_runs.opened(settings) as run, pytest.raises(RewardFailed, match=says):
         run.draw()
 
 
 # -- A row without a score: with every preset it has no gradient, and the other rows learn as if it were not there
-
-
 MISSING = 5
 OTHERS = torch.tensor([k for k in range(12) if k != MISSING])
 CREDITED = CriticAdvantage | Hierarchical | SemiOnline | TurnLeaveOneOut

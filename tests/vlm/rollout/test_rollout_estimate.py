@@ -112,8 +112,6 @@ def test_the_kl_in_token_rewards_is_at_the_tokens() -> None:
 
 
 # --- regularisers, by their value
-
-
 def part(preset: Preset, batch: TokenBatch, name: str) -> Tensor:
     return policy_loss(preset, estimate(preset, batch).batch).metrics[f"loss/{name}"]
 

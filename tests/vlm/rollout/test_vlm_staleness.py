@@ -63,9 +63,7 @@ def episodes(place: Path, **changes: Any) -> VLMConfig:
         pytest.param(EpisodesRun, ("act", "_groups"), episodes, "vllm", marks=pytest.mark.slow),
     ],
 )
-def test_which_weights_draw(
-    kind: Any, names: tuple[str, str], config: Any, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_weights_draw(kind: Any, names: tuple[str, str], config: Any, engine: str, tmp_path, monkeypatch) -> None:
     """Those after i - 2 iterations, which give the recorded log-probabilities; the trainer's are the present ones'."""
     fake_vllm.install(monkeypatch)
     asked = test_sub_agents.looking(monkeypatch)

@@ -214,10 +214,8 @@ def test_levels_grow_with_the_kind_of_question() -> None:
 
 
 OPTIONS = ["Lied on", "Took", "Put down", "Washed"]
-ROWS = [
-    {"video": f"{k}.mp4", "question": f"What did person {k} do ?", "options": OPTIONS, "answer": "(C)"}
-    for k in range(400)
-]
+COLUMNS = {"options": OPTIONS, "answer": "(C)"}
+ROWS = [{"video": f"{k}.mp4", "question": f"What did person {k} do ?", **COLUMNS} for k in range(400)]
 
 
 def parts(row: dict[str, str]) -> tuple[str, dict[str, str]]:
@@ -287,8 +285,6 @@ def test_a_run_reads_such_rows_by_the_name_of_the_format(tmp_path: Path) -> None
 
 
 # -- Their configurations run as they stand, in miniature: the embedded model speaks their answers
-
-
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ["evaluation.every=0", "evaluation.blind=false", "trackers=[]"]
 FEW = ["generation.prompts_per_iteration=2", "iterations=1", "checkpoint.every=1"]

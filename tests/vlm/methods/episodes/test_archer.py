@@ -106,8 +106,6 @@ def test_targets_are_slow_and_bootstrapped_where_an_episode_goes_on(tmp_path: Pa
 
 
 # -- Credit at the ends of episodes, the value head, and turns laid out as rows
-
-
 CONSTANTS = {"gamma": 0.9, "lam": 0.8}
 
 
@@ -140,9 +138,8 @@ def test_tokens_of_an_episode_are_those_of_bad_and_cuts_are_bootstrapped() -> No
         own = torch.cat([values[rows, 0], last])
         return token_gae(own, lengths, rewards[rows, 0], torch.tensor(done), **CONSTANTS)
 
-    wanted = torch.cat(
-        [alone(slice(0, 2), 5.0, [False, False]), alone(slice(2, 3), 0.0, [True]), alone(slice(3, 4), 7.0, [False])]
-    )
+    ends = ((slice(0, 2), 5.0, [False, False]), (slice(2, 3), 0.0, [True]), (slice(3, 4), 7.0, [False]))
+    wanted = torch.cat([alone(*end) for end in ends])
     torch.testing.assert_close(found.advantages, wanted)
     # by hand: the action that is cut, from its last token back; gamma counts between actions, not inside of them
     v = values[:, 0].double()
@@ -165,8 +162,6 @@ def test_a_new_critic_says_nothing_and_does_not_train_the_model() -> None:
 
 
 # -- TRLOO and UI-S1 on a planner's walks: what the tokens of a turn are worth, which groups are played again
-
-
 def config_of_paid_turns(place: Path, trainer: dict[str, Any], **changes: Any) -> VLMConfig:
     sections: dict[str, Any] = {
         "vlm": {"path": str(agent_runs.MODEL)},
@@ -223,9 +218,7 @@ def test_each_token_has_the_advantage_of_its_turn(trainer: dict[str, Any], wante
         assert (advantage[row, place:] == 0).all()
 
 
-def test_groups_that_hardly_differ_are_played_again_from_other_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_that_hardly_differ_are_played_again_from_other_starts(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(SemiOnline, "spread", 100.0)
     monkeypatch.setattr(SemiOnline, "rounds", 3)
     with agent_runs.opened(config_of_paid_turns(tmp_path, {"preset": "ui_s1"})) as run:

@@ -73,9 +73,8 @@ def test_all_parts_of_all_episodes_are_looked_at_in_one_batch(tmp_path: Path, mo
         prompts, keys, texts = asked[0]
         assert len(prompts) == len(set(keys)) == 8  # four episodes, two parts each
         sampling = Sampling(run.config.generation.max_new_tokens, run.config.generation.temperature)
-        alone = [
-            generate(run.policy, [one], 1, sampling, [key]).texts[0] for one, key in zip(prompts, keys, strict=True)
-        ]
+        pairs = zip(prompts, keys, strict=True)
+        alone = [generate(run.policy, [one], 1, sampling, [key]).texts[0] for one, key in pairs]
         assert alone == texts
         for slot in range(4):
             episode = run.table.episodes[slot]
@@ -123,8 +122,6 @@ def test_a_server_samples_no_episodes_ahead(tmp_path: Path) -> None:
 
 
 # -- Episodes of an evaluation whose environments die
-
-
 DIES = """
 import os
 import numpy as np
