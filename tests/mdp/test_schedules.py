@@ -156,39 +156,6 @@ def check_flash(a: Arrays, tag: str) -> None:
     a.check(f"{tag}_nfe_paper", plan.calls)
 
 
-STEPS = r"(step_|flow\d|dance\d)"
-"""Names in the file that belong to single transitions."""
-
-
-def test_transitions(golden) -> None:
-    a = Arrays(golden("tree_mixgrpo"))
-    x, v, given, sigmas = (a.given(f"step_{name}") for name in ("x", "v", "given_next", "sigmas"))
-    eta = float(a.given("step_eta"))
-    for tag in a.tags(r"(flow\d+)_mean"):
-        at = int(tag.removeprefix("flow"))
-        level = sigmas[at], sigmas[at + 1]
-        step = kernels.flow_sde(x, v, *level, noise_level=eta, sigma_max=sigmas[1])
-        a.check(f"{tag}_mean", step.mean)
-        a.check(f"{tag}_std", step.std.flatten()[0])
-        drawn, straight = gaussian.sample(step.mean, step.std, a.given(f"{tag}_noise")), kernels.ode(x, v, *level).mean
-        a.check(f"{tag}_det0_next", drawn)
-        a.check(f"{tag}_det1_next", straight)
-        a.check(f"{tag}_x0", kernels.ode(x, v, level[0], 0.0).mean)
-        # The peer's constant is of float32. An ODE step's value is meaningless: it is never asked for elsewhere.
-        for name, at_point in (("given", given), ("det0", drawn), ("det1", straight)):
-            a.check(f"{tag}_{name}_logp", gaussian.log_prob(at_point, step.mean, step.std), rtol=1e-9, atol=5e-8)
-    for tag in a.tags(r"(dance\d+)_mean"):
-        at = int(tag.removeprefix("dance"))
-        step = kernels.dance_sde(x, v, sigmas[at], sigmas[at + 1], noise_level=eta)
-        a.check(f"{tag}_mean", step.mean)
-        a.check(f"{tag}_std", step.std.flatten()[0])
-        full = gaussian.log_prob(given, step.mean, step.std)
-        a.check(f"{tag}_given_logp_full", full, rtol=1e-9, atol=5e-8)
-        peak = gaussian.log_prob(step.mean, step.mean, step.std)
-        a.check(f"{tag}_given_logp_no_const", full - peak, rtol=1e-9, atol=5e-8)
-    a.all_used(f"{STEPS}.*")
-
-
 def test_windows_tails_and_advantages(golden) -> None:
     a = Arrays(golden("tree_mixgrpo"))
     for tag in a.tags(r"(paper_T\w+)"):
@@ -209,7 +176,8 @@ def test_windows_tails_and_advantages(golden) -> None:
     a.check("adv_sum_of_normalised", total)
     for limit in a.tags(r"adv_clipped(\d+)"):
         a.check(f"adv_clipped{limit}", total.clamp(-int(limit), int(limit)))
-    a.all_used(but=f"({STEPS}|sched_).*")  # the released windows, which may be empty: ours are full
+    # transitions: test_kernels, by other arrays of the same peer; the released windows may be empty, ours are full
+    a.all_used(but=r"(step_|flow\d|dance\d|sched_).*")
 
 
 # -- Draws of noise levels: golden trainers_schedules (its columns of times), and their distributions
