@@ -276,14 +276,8 @@ def check_schedule(case: Case, alpha_bars: Tensor) -> Errors:
     """Betas, posterior variance and the posterior's weights of the clean action and of the state, by timestep."""
     full = ddpm.ddpm_grid(alpha_bars)
     one, index = torch.ones(case.params["K"], 1, dtype=torch.float64), torch.arange(case.params["K"])
-    posterior = partial(
-        kernels.ddim,
-        alpha_bar=full.alpha_bar.flip(0),
-        alpha_bar_next=full.alpha_bar_next.flip(0),
-        eta=1.0,
-        prediction_type="sample",
-        recompute_noise=True,
-    )
+    levels = {"alpha_bar": full.alpha_bar.flip(0), "alpha_bar_next": full.alpha_bar_next.flip(0)}
+    posterior = partial(kernels.ddim, **levels, eta=1.0, prediction_type="sample", recompute_noise=True)
     variance = posterior(one, one).std[:, 0] ** 2
     assert torch.equal(full.timesteps.flip(0), index)
     return {

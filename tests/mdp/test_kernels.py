@@ -271,16 +271,10 @@ def test_ddim(golden) -> None:
         threshold = None
         if options.get("thresholding"):
             threshold = options["dynamic_thresholding_ratio"], options["sample_max_value"]
-        step = kernels.ddim(
-            case["x"],
-            case["model_output"],
-            *now,
-            eta=options["eta"],
-            prediction_type=options["prediction_type"],
-            clip_range=clip,
-            threshold=threshold,
-            recompute_noise=options.get("use_clipped_model_output", False),
-        )
+        again = options.get("use_clipped_model_output", False)
+        how = {name: options[name] for name in ("eta", "prediction_type")}
+        how |= {"clip_range": clip, "threshold": threshold, "recompute_noise": again}
+        step = kernels.ddim(case["x"], case["model_output"], *now, **how)
         result = compare(case, step, full_density, 2e-5, max(1e-4, through(step.std, 1e-5)))
         if "x0_pred" in case:
             kind = options["prediction_type"]

@@ -208,16 +208,6 @@ def test_golden_times(golden) -> None:
     a.all_used("out_ff_(discrete|logit_normal).*")
 
 
-@given(st.integers(1, 20), st.integers(0, 999))
-def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None:
-    normal = noise_levels.logit_normal_draws(count, torch.Generator().manual_seed(seed))
-    assert normal.min() >= 0.01 and normal.max() < 1.0
-    quantiles = torch.special.ndtr(normal.logit())
-    inside = (normal > 0.01) & (normal < 1 - 1e-6)  # where the floor did not act
-    parts = (quantiles.sort().values * count + 1e-3).floor()
-    assert ((parts - torch.arange(count)).abs()[inside.sort().values] <= 1).all()
-
-
 @given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
 def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
     steps = noise_levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))

@@ -34,7 +34,6 @@ from tests.vlm.methods.episodes import agent_runs
 
 EVALUATED: dict[str, Any] = {"every": 1, "questions": 4, "blind": False}
 AVERAGED: dict[str, Any] = {"ema": {"decay": 0.5}, "optimizer": {"lr": 1e-2}, "iterations": 2}
-SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
 TWICE = {"preset": "grpo", "epochs": 2}
 
 
@@ -68,13 +67,8 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
 def test_an_engine_with_weights_of_its_own_evaluates_the_average(tmp_path, monkeypatch) -> None:
     """And goes on with the trained ones."""
     fake_vllm.install(monkeypatch)
-    config = vlm_runs.config(
-        tmp_path,
-        trainer={"preset": "grpo", "weights": []},
-        generation={"engine": "vllm", "vllm": {"sleep": False}},
-        evaluation=EVALUATED,
-        **AVERAGED,
-    )
+    own = {"trainer": {"weights": []}, "generation": {"engine": "vllm", "vllm": {"sleep": False}}}
+    config = vlm_runs.config(tmp_path, evaluation=EVALUATED, **own, **AVERAGED)
     run = train(config)
     assert all(row["sampler/gap_max"] < 1e-4 for row in rows(run)[1:])
     lines = (run / "samples" / "step-000002.jsonl").read_text().splitlines()
@@ -117,24 +111,6 @@ def test_an_iteration_left_between_two_updates_is_undone_and_done_again(agent: b
 
     straight, stopped, after = left_in(tmp_path, monkeypatch, 3, config)
     assert after == 1 and differences(straight, stopped) == []
-
-
-def test_a_run_whose_answers_get_worse_is_stopped_with_its_best_beside_it(tmp_path, monkeypatch, capfd) -> None:
-    found: list[dict[str, torch.Tensor]] = []
-
-    def scripted(self: AnswersRun, iteration: int) -> dict[str, float]:
-        found.append(copied(self.loop))
-        return {"eval/tag_format_mean": SCORES[iteration]}
-
-    monkeypatch.setattr(AnswersRun, "evaluate", scripted)
-    watched = {"reward": "tag_format", "tolerance": 0.05, "patience": 2}
-    changes = {**AVERAGED, "iterations": 4, "evaluation": {**EVALUATED, "monitor": watched, "on_collapse": "stop"}}
-    run = train(vlm_runs.config(tmp_path, **changes))
-    assert [row["eval/below_best"] for row in rows(run)] == pytest.approx([0.0, 0.0, 0.3, 0.4])
-    assert len(found) == 4 and not equal(last_state(run).tensors["weights"], found[1])
-    best = Policy(str(run / "model-best"))
-    assert all(torch.equal(a, b) for a, b in zip(best.parameters, found[1].values(), strict=True))
-    assert f"the best by more than noise is 1 (0.700): {run / 'model-best'}" in capfd.readouterr().err
 
 
 def test_what_cannot_be_watched(tmp_path: Path) -> None:

@@ -70,18 +70,10 @@ def config(place: Path, kind: str, preset: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", fast_first(("janus_pro_7b_grpo", "janus_pro_7b_dpo"), ("janus_pro_7b_grpo",)))
 def test_recipes_for_a_published_model_train_a_tiny_one(recipe: str, tmp_path: Path) -> None:
-    changes = [
-        f"vlm.path={ASSETS / 'tiny-janus'}",
-        "vlm.dtype=float32",
-        "task={name: captions}",
-        "generation={prompts_per_iteration: 2, group_size: 4, max_new_tokens: 16, guidance_scale: 5.0, batch_size: 8}",
-        "rewards=[{name: shapes}]",
-        "trainer.micro_batch=8",
-        "evaluation.every=0",
-        "trackers=[]",
-        "iterations=1",
-        f"output={tmp_path / 'run'}",
-    ]
+    changes = [f"vlm.path={ASSETS / 'tiny-janus'}", "vlm.dtype=float32", "task={name: captions}", "trackers=[]"]
+    made = "prompts_per_iteration: 2, group_size: 4, max_new_tokens: 16, guidance_scale: 5.0, batch_size: 8"
+    changes += [f"generation={{{made}}}", "rewards=[{name: shapes}]", "trainer.micro_batch=8", "evaluation.every=0"]
+    changes += ["iterations=1", f"output={tmp_path / 'run'}"]
     train(load(ASSETS.parent / "configs" / "vlm" / f"{recipe}.yaml", changes))
     (row,) = rows(tmp_path / "run")
     assert row["updates"] == 1 and row["grad_norm"] > 0

@@ -69,9 +69,8 @@ def _qwen(family: str, folder: Path, layers: int) -> Path:
         model = hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(text_config=text, vision_config=vision, **common))
     elif family == "qwen2_5_vl":
         vision |= {"intermediate_size": 48, "out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 16}
-        model = hf.Qwen2_5_VLForConditionalGeneration(
-            hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
-        )
+        config = hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
+        model = hf.Qwen2_5_VLForConditionalGeneration(config)
     else:
         text |= {"head_dim": 8}
         text["rope_parameters"] = {**rope, "mrope_interleaved": True}
@@ -231,16 +230,10 @@ def _kimi(family: str, folder: Path) -> Path:
     text |= {"qk_nope_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
     text |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 512}
     vision = {**LAYERS, "num_attention_heads": 2, "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8}
-    config = hf.Kimi_K25Config(
-        text_config=text,
-        vision_config=vision,
-        projection_hidden_size=32,
-        image_token_id=made.convert_tokens_to_ids("<|media_pad|>"),
-        video_token_id=made.convert_tokens_to_ids("<|video|>"),
-        vision_start_token_id=made.convert_tokens_to_ids("<|media_begin|>"),
-        vision_end_token_id=made.convert_tokens_to_ids("<|media_end|>"),
-        tie_word_embeddings=False,
-    )
+    marks = {"image": "media_pad", "video": "video", "vision_start": "media_begin", "vision_end": "media_end"}
+    ids = {f"{key}_token_id": made.convert_tokens_to_ids(f"<|{name}|>") for key, name in marks.items()}
+    common = {"projection_hidden_size": 32, "tie_word_embeddings": False}
+    config = hf.Kimi_K25Config(text_config=text, vision_config=vision, **common, **ids)
     _save(hf.Kimi_K25ForConditionalGeneration(config), made, folder)
     images, videos = hf.Kimi_K25ImageProcessor(patch_size=4), hf.Kimi_K25VideoProcessor(patch_size=4)
     hf.Kimi_K25Processor(images, made, videos, chat_template=made.chat_template).save_pretrained(folder)

@@ -117,14 +117,6 @@ def test_weights_count_the_rollouts_that_an_edge_stands_for(tree: Tree, data) ->
         credit.edge_weights(trained, tree.num_leaves, "uniform")
 
 
-@given(trees(), st.data())
-def test_edges_to_chosen_leaves_are_their_paths(tree: Tree, data) -> None:
-    chosen = torch.tensor([data.draw(st.booleans()) for _ in tree.leaves])
-    paths = {n for leaf in tree.leaves[chosen].tolist() for n in tree.path(leaf) if tree.parent[n] >= 0}
-    assert set(credit.edges_to(tree.parent, chosen).nonzero()[:, 0].tolist()) == paths
-    assert torch.equal(credit.leaves_below(tree.parent).sum(1), tree.num_leaves)
-
-
 # B2-DiffuRL.
 
 

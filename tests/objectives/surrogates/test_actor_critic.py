@@ -62,13 +62,8 @@ def check_policy_loss(case: Case) -> Errors:
     leaves = {"grad_logprobs": log_prob}
     if options["loss_type"] == "actor_critic":
         values = case["values"].requires_grad_()
-        errors = ac.value_loss(
-            values,
-            case["returns"],
-            old_values=case["prev_values"],
-            clip=options["value_clip"],
-            huber_delta=options["huber_delta"],
-        )
+        bounds = {"clip": options["value_clip"], "huber_delta": options["huber_delta"]}
+        errors = ac.value_loss(values, case["returns"], old_values=case["prev_values"], **bounds)
         critic = average(case, errors, errors)
         result["value"] = relative(critic, case["metric_value_loss"], 1e-4)
         total, leaves = policy + critic, leaves | {"grad_values": values}
@@ -122,9 +117,10 @@ def check_decoupled(case: Case) -> Errors:
 
 
 def test_pi_rl(golden) -> None:
-    check_all(
-        golden("vla_losses"), lambda case: (check_decoupled if "proximal" in case.params else check_policy_loss)(case)
-    )
+    def check(case: Case) -> Errors:
+        return (check_decoupled if "proximal" in case.params else check_policy_loss)(case)
+
+    check_all(golden("vla_losses"), check)
 
 
 def test_dppo(golden) -> None:
@@ -151,15 +147,13 @@ def test_dppo(golden) -> None:
             advantage = normalise_advantages(advantage, eps=1e-8)
         advantage = quantile_clip(advantage, *options["adv_quantiles"])
         advantage = advantage * ac.denoising_discount(index, steps, options["gamma_denoising"])
-        clip = ac.denoising_clip(
-            index, steps, clip=options["clip_ploss_coef"], base=options["clip_base"], rate=options["clip_rate"]
-        )
+        widths = {"clip": options["clip_ploss_coef"], "base": options["clip_base"], "rate": options["clip_rate"]}
+        clip = ac.denoising_clip(index, steps, **widths)
         surrogate = clipped_surrogate(new, old, advantage, clip, clip)
         policy = surrogate.loss.mean()
         values = state @ weights["critic_w"]
-        critic = ac.value_loss(
-            values, case["returns"], old_values=case["old_values"], clip=options["clip_vloss_coef"]
-        ).mean()
+        limits = {"old_values": case["old_values"], "clip": options["clip_vloss_coef"]}
+        critic = ac.value_loss(values, case["returns"], **limits).mean()
         outside = ((surrogate.ratio - 1).abs() > clip).double().mean()
         result = {
             "logp": (error(elements, case["new_logprobs"]), 2e-3),
@@ -172,9 +166,8 @@ def test_dppo(golden) -> None:
         gradients = torch.autograd.grad(policy, [weights[name] for name in "WbC"])
         for name, gradient in zip("WbC", gradients, strict=True):
             result[f"grad_{name}"] = relative(gradient, case[f"grad_{name}"], 2e-3)
-        result["grad_critic"] = relative(
-            torch.autograd.grad(critic, weights["critic_w"])[0], case["grad_critic_w"], 2e-4
-        )
+        (of_critic,) = torch.autograd.grad(critic, weights["critic_w"])
+        result["grad_critic"] = relative(of_critic, case["grad_critic_w"], 2e-4)
         return result
 
     check_all(golden("vla_dppo"), check, lambda case: "terminated" in case)  # GAE and reward scaling: test_gae
@@ -211,9 +204,8 @@ def test_reinflow(golden) -> None:
         rate = chains.entropy(torch.cat([*first, chain.stds], 1)).mean(1)  # always per step
         bonus = -chains.aggregate(rate, "chunk", over_elements).mean()
         values = state @ case["critic_w"]
-        critic = ac.value_loss(
-            values, case["returns"], old_values=case["old_values"], clip=options["clip_vloss"]
-        ).mean()
+        limits = {"old_values": case["old_values"], "clip": options["clip_vloss"]}
+        critic = ac.value_loss(values, case["returns"], **limits).mean()
         total = policy + options["ent_coef_in_grad"] * bonus
         gradients = torch.autograd.grad(total, (weights["W"], weights["N"]))
         outside = ((surrogate.ratio - 1).abs() > options["clip"]).double().mean()
@@ -262,16 +254,9 @@ def test_what_cannot_be_is_refused() -> None:
 def test_fisor(golden) -> None:
     def check(case: Case) -> dict[str, tuple[float, float]]:
         options = case.params
-        weights = feasibility.cloning_weights(
-            case["q"],
-            case["v"],
-            case["qc"],
-            case["vc"],
-            reward_temperature=options["reward_temperature"],
-            cost_temperature=options["cost_temperature"],
-            largest_reward_weight=options["reward_ub"],
-            largest_cost_weight=options["cost_ub"],
-        )
+        how = {name: options[name] for name in ("reward_temperature", "cost_temperature")}
+        how |= {"largest_reward_weight": options["reward_ub"], "largest_cost_weight": options["cost_ub"]}
+        weights = feasibility.cloning_weights(*(case[name] for name in ("q", "v", "qc", "vc")), **how)
         target = iql.q_target(case["rewards"], case["next_v"], case["mask"] == 0, options["gamma"])
         reach = feasibility.feasibility_target(case["h"], case["next_vc"], case["mask"], options["gamma"])
         value = feasibility.expectile_loss(case["q"] - case["v"], options["expectile"]).mean()

@@ -134,8 +134,6 @@ def test_the_named_kls_differ_by_known_factors(seed: int, std: float, delta: flo
     exact = policy_losses.kl_gaussian(mean, ref, stds)
     policy, reference = (Independent(Normal(m, stds.expand(m.shape)), 2) for m in (mean, ref))
     assert torch.allclose(8 * exact, kl_divergence(policy, reference), rtol=1e-10, atol=1e-12)
-    assert torch.allclose(policy_losses.kl_gaussian_dt(mean, ref, stds, delta), delta * exact, rtol=1e-9)
-    assert torch.allclose(policy_losses.kl_mean_square(mean, ref), 2 * std**2 * exact, rtol=1e-9)
     per_sample = torch.tensor([delta, 2 * delta, 3 * delta], dtype=torch.float64)
     assert torch.allclose(policy_losses.kl_gaussian_dt(mean, ref, stds, per_sample), per_sample * exact, rtol=1e-9)
     summed = policy_losses.kl_gaussian(mean, ref, stds, reduction="sum")
@@ -283,9 +281,8 @@ def test_on_policy_the_ratio_is_exactly_one_and_the_loss_the_policy_gradient() -
     state, old = noise.keyed_noise((4, 3, 5), "x"), noise.keyed_noise((4, 3, 5), "m")
     mean = old.clone().requires_grad_()
     advantage = torch.tensor([1.0, -2.0, 0.0, 0.5])
-    out = guard.guard_surrogate(
-        guard.guard_log_ratio(state, mean, old, torch.full((4, 1, 1), 0.3)), advantage, 0.1, 1e-6, 1e-6
-    )
+    log_ratio = guard.guard_log_ratio(state, mean, old, torch.full((4, 1, 1), 0.3))
+    out = guard.guard_surrogate(log_ratio, advantage, 0.1, 1e-6, 1e-6)
     assert (out.ratio == 1).all() and not out.clipped.any()
     assert torch.allclose(out.loss.detach(), -advantage / 0.1)
     out.loss.sum().backward()

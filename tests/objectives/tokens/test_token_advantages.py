@@ -90,17 +90,6 @@ def test_components_that_do_not_apply_add_nothing() -> None:
         ta.normalise_then_sum(components, [1.0], group)
 
 
-@given(REWARDS)
-def test_the_first_visit_is_a_plain_z_score_and_the_state_is_that_of_all_visits(rewards: Tensor) -> None:
-    output = ta.smoothed_advantages(rewards, GROUP, ["a", "b"], {})
-    for slot, name in enumerate("ab"):
-        scores = rewards[GROUP == slot]
-        spread = float(scores.std())
-        wanted = (scores - scores.mean()) / spread if spread > 1e-9 else torch.zeros(3).double()
-        assert torch.allclose(output.advantage[GROUP == slot], wanted, atol=1e-9)
-        assert output.visits[name][0] == 1 and abs(output.visits[name][1] - float(scores.mean())) < 1e-12
-
-
 def test_visits_are_counted_in_order_and_not_changed_in_place() -> None:
     before = {"a": (1, 0.0, 1.0)}
     same = ta.smoothed_advantages(torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([0, 0, 1, 1]), ["a", "a"], before)
@@ -236,15 +225,6 @@ def test_turns_of_equal_returns_have_exactly_no_advantage() -> None:
 # -- Credit from a critic: closed forms (golden arrays: test_token_surrogates)
 def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_nothing_passes_the_end_of_an_episode() -> None:
-    rewards, values = random(0, 4, 2), random(1, 4, 2)
-    done = torch.tensor([[0, 0], [1, 0], [0, 0], [0, 0]])
-    both = step_gae(rewards, values, done, torch.zeros(4, 2), random(2, 2), gamma=0.9)
-    alone = step_gae(rewards[:2], values[:2], done[:2], torch.zeros(2, 2), 99 * torch.ones(2), gamma=0.9)
-    assert torch.allclose(both.advantages[:2, 0], alone.advantages[:, 0])  # environments do not mix either
-    assert not torch.allclose(both.advantages[:2, 1], alone.advantages[:, 1])
 
 
 def test_a_time_limit_teaches_nothing_and_starts_anew() -> None:

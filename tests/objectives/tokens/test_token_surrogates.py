@@ -21,6 +21,8 @@ from tests.objectives.tokens.golden_tokens import Case, Expected, compare, with_
 
 PER_TOKEN = {
     "clip": ts.clip_surrogate,
+    "dual": partial(ts.clip_surrogate, dual=1.5),
+    "drop_above": partial(ts.clip_surrogate, drop_above=1.5),
     "log_clamp": ts.log_clamp_surrogate,
     "dynamic": ts.dynamic_clip_surrogate,
     "kl_cov": partial(ts.kl_cov_surrogate, chosen=torch.ones(3, 5)),
@@ -100,15 +102,6 @@ def row(*log_ratios: float) -> tuple[Tensor, Tensor, Tensor]:
     return (old + torch.tensor([log_ratios])).requires_grad_(), old, torch.ones_like(old)
 
 
-def test_dual_clip_bounds_a_bad_token_that_became_likely() -> None:
-    new, old, mask = row(math.log(10), math.log(2), math.log(1.1))
-    output = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, dual=3.0)
-    assert torch.allclose(output.loss, torch.tensor([[3.0, 2.0, 1.1]]).double())
-    assert output.clipped.tolist() == [[True, False, False]]
-    (gradient,) = torch.autograd.grad(output.loss.sum(), new)
-    assert torch.allclose(gradient, torch.tensor([[0.0, 2.0, 1.1]]).double())
-
-
 def test_the_cap_is_two_sided_and_above_the_clip() -> None:
     new, old, mask = row(math.log(10), math.log(1.5))
     output = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, cap=1.6)
@@ -117,16 +110,6 @@ def test_the_cap_is_two_sided_and_above_the_clip() -> None:
         ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, cap=1.2)
     with pytest.raises(ValueError, match="must be above 1, got 1"):
         ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, dual=1.0)
-
-
-def test_one_huge_ratio_leaves_the_whole_row_with_the_clipped_branch() -> None:
-    new, old, mask = row(math.log(11), math.log(0.5), math.log(2.0), 0.0)
-    output = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, low=0.1, high=0.1, drop_above=10.0)
-    assert torch.allclose(output.loss, torch.tensor([[1.1, 0.9, 1.1, 1.0]]).double())
-    assert output.clipped.tolist() == [[True, True, True, False]]
-    below = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, low=0.1, high=0.1, drop_above=12.0)
-    plain = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, low=0.1, high=0.1)
-    assert torch.equal(below.loss, plain.loss) and float(plain.loss[0, 0].detach()) == pytest.approx(11)
 
 
 def test_the_log_clamp_survives_what_overflows() -> None:

@@ -75,22 +75,6 @@ def test_a_term_per_row_stands_for_each_of_its_tokens() -> None:
     assert aggregate(term, MASK_TOKEN_AGGREGATION, "token_mean").item() == pytest.approx(11 / 5)
 
 
-@given(st.integers(0, 99), st.sampled_from([1, 2, 3, 4]))
-def test_micro_batches_add_up(seed: int, size: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    term = torch.randn(8, 5, generator=generator, dtype=torch.float64)
-    mask = torch.rand(8, 5, generator=generator) < 0.7
-    totals = {"rows": 8, "tokens": int(mask.sum()), "length": 9}
-    for rule in RULES:
-        parts = [aggregate(t, m, rule, **totals) for t, m in zip(term.split(size), mask.split(size), strict=True)]
-        assert torch.allclose(torch.stack(parts).sum(), aggregate(term, mask, rule, length=9)), rule
-    if int(mask.sum()) and 8 % size == 0:
-        # the local rules add up to the mean of the parts
-        local = [aggregate(t, m, "token_mean", rows=8) for t, m in zip(term.split(size), mask.split(size), strict=True)]
-        alone = [aggregate(t, m, "token_mean") for t, m in zip(term.split(size), mask.split(size), strict=True)]
-        assert torch.allclose(torch.stack(local).sum(), torch.stack(alone).mean())
-
-
 def test_nothing_valid_is_zero_with_a_zero_gradient() -> None:
     term = torch.full((2, 3), torch.nan, requires_grad=True)
     for rule in (*RULES, "token_mean"):

@@ -89,14 +89,9 @@ class TestNames:
         assert changed <= {"length"} and (changed == set() or name == "dr_grpo")
 
     def test_functions_are_changed_by_name_and_constant(self, tmp_path: Path) -> None:
-        changes = {
-            "preset": "dapo",
-            "advantage": "leave_one_out",
-            "surrogate": {"high": 0.5},
-            "weights": [{"name": "top_entropy", "share": 0.3}],
-            "regularisers": [{"name": "kl", "beta": 0.1}],
-            "aggregation": "const",
-        }
+        changes = {"preset": "dapo", "advantage": "leave_one_out", "surrogate": {"high": 0.5}, "aggregation": "const"}
+        changes |= {"weights": [{"name": "top_entropy", "share": 0.3}]}
+        changes |= {"regularisers": [{"name": "kl", "beta": 0.1}]}
         assert recipe_of(made(tmp_path, trainer={"preset": "grpo", "regularisers": []})).regularisers == ()
         found = recipe_of(made(tmp_path, trainer=changes))
         assert found.advantage == LeaveOneOut() and found.surrogate == Clip(low=0.2, high=0.5)

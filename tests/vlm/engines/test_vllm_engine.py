@@ -269,13 +269,9 @@ def test_what_a_server_cannot_know_ahead_is_refused(tmp_path: Path, change: dict
         vlm_runs.config(tmp_path, **older("http://localhost:1", **change))
 
 
-ENGINE = [
-    "vision_tower.vision_model.embeddings.patch.weight",
-    "vision_tower.vision_model.layers.0.attn.qkv_proj.weight",
-    "vision_tower.vision_model.layers.0.attn.out_proj.weight",
-    "language_model.model.layers.0.norm.weight",
-    "language_model.lm_head.weight",
-]
+VISION = ("embeddings.patch", "layers.0.attn.qkv_proj", "layers.0.attn.out_proj")
+ENGINE = [f"vision_tower.vision_model.{name}.weight" for name in VISION]
+ENGINE += ["language_model.model.layers.0.norm.weight", "language_model.lm_head.weight"]
 
 
 def prefixed(name: str) -> str | None:

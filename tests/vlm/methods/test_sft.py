@@ -89,6 +89,7 @@ def test_the_optimizer_of_a_stage_begins_anew(tmp_path: Path) -> None:
         run.loop.iteration = 2
         run.enter()
         assert not run.loop.optimizer.state and run.config.trainer.preset == "grpo"
+        assert run.questions[0].name.startswith("count/")
 
 
 class TestTargets:

@@ -63,18 +63,6 @@ def test_questions_that_are_never_or_always_right_are_left_out(tmp_path: Path) -
         run.enter()
 
 
-def test_each_stage_has_its_questions_and_method(tmp_path: Path) -> None:
-    stages = [{"iterations": 1, "task": {"name": "colour"}, "trainer": {"preset": "grpo_care"}}, {"iterations": 2}]
-    config = vlm_runs.config(tmp_path, stages=stages, iterations=3, task={"name": "count"})
-    assert [part.trainer.preset for part in config.parts] == ["grpo_care", "grpo"]
-    with vlm_runs.opened(config) as run:
-        asked = []
-        for iteration in range(3):
-            run.loop.iteration = iteration
-            asked.append((run.draw()[0].rows[0].name.split("/")[0], run.config.trainer.preset))
-    assert asked == [("colour", "grpo_care"), ("count", "grpo"), ("count", "grpo")]
-
-
 class TestAugmentation:
     def test_hints_are_beginnings_of_the_reasoning(self) -> None:
         text = "<think> one two three four </think> <answer> 4 </answer>"

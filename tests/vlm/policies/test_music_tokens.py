@@ -18,7 +18,6 @@ from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.shape_decoder import ShapeDecoder
 from genrl.vlm.train import train
 from genrl_rewards.models.checkpoints import transformers
-from genrl_rewards.models.musicgen import delayed
 from tests.run_folders import rows
 from tests.vlm import tiny_checkpoints, tiny_musicgen
 
@@ -115,16 +114,6 @@ class TestSamples:
         both = policy.sample(encoded(policy), 2, 1.0, [(0,), (1,)]).tokens
         alone = policy.sample(encoded(policy)[1:], 2, 1.0, [(1,)]).tokens
         assert torch.equal(both[2:], alone) and not torch.equal(both[0], both[1])
-
-    def test_codes_and_tokens(self, folders: dict[str, str]) -> None:
-        """Tokens are in the order of steps; by book and frame, delayed, they are the grid that the decoder reads."""
-        policy = MusicPolicy(folders["mono"], 6)
-        codes = policy.codes(torch.arange(12)[None])
-        assert codes[0].tolist() == [[0, 1, 3], [2, 4, 6], [5, 7, 9], [8, 10, 11]]
-        pad = tiny_musicgen.CODES
-        wanted = [[pad, 0, 1, 3, pad, pad, pad], [pad, pad, 2, 4, 6, pad, pad]]
-        wanted += [[pad, pad, pad, 5, 7, 9, pad], [pad, pad, pad, pad, 8, 10, 11]]
-        assert delayed(policy.model.decoder, codes)[0].tolist() == wanted
 
 
 class TestTraining:

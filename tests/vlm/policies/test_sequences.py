@@ -328,12 +328,8 @@ def reference(kind: str, ids: Tensor) -> Tensor:
             names = ("input_layernorm", "post_attention_layernorm", "o_proj", "gate_proj", "up_proj", "down_proj")
         first, second, out, gate, up, down = names
         y = norm(x, w[at + first + ".weight"])
-        q, k, v = (
-            (y @ w[at + attention + f"{one}_proj.weight"].T + w.get(at + attention + f"{one}_proj.bias", 0)).view(
-                len(x), -1, H
-            )
-            for one in "qkv"
-        )
+        names = [at + attention + f"{one}_proj." for one in "qkv"]
+        q, k, v = ((y @ w[f"{n}weight"].T + w.get(f"{n}bias", 0)).view(len(x), -1, H) for n in names)
         q, k = turned(q), turned(k)
         k, v = k.repeat_interleave(HEADS // kv, 1), v.repeat_interleave(HEADS // kv, 1)
         share = (torch.einsum("ihd,jhd->hij", q, k) / H**0.5).softmax(-1)  # every place sees every other
@@ -342,10 +338,9 @@ def reference(kind: str, ids: Tensor) -> Tensor:
         inner = silu(y @ w[at + mlp + gate + ".weight"].T) * (y @ w[at + mlp + up + ".weight"].T)
         return x + inner @ w[at + mlp + down + ".weight"].T
 
-    ends = ("model.transformer.wte", "model.transformer.ln_f", "model.transformer.ff_out")
-    wte, last, head = (
-        w[f"{one}.weight"] for one in (ends if llada else ("model.embed_tokens", "model.norm", "lm_head"))
-    )
+    ends = tuple(f"model.transformer.{name}" for name in ("wte", "ln_f", "ff_out"))
+    ends = ends if llada else ("model.embed_tokens", "model.norm", "lm_head")
+    wte, last, head = (w[f"{one}.weight"] for one in ends)
     x = wte[ids]
     for n in range(LAYERS):
         x = layer(x, n)
@@ -381,15 +376,9 @@ def test_a_place_is_scored_where_the_model_predicts_it(kind: str, tmp_path: Path
 @pytest.mark.parametrize(("kind", "preset"), [("llada", "bgpo"), ("Dream", "just_grpo")])
 def test_both_methods_train_it_and_write_its_own_format(kind: str, preset: str, tmp_path: Path) -> None:
     few = {"prompts_per_iteration": 2, "group_size": 3, "max_new_tokens": 3, "elbo_samples": 2, "denoising_steps": 3}
-    config = vlm_runs.config(
-        tmp_path,
-        vlm={"path": str(checkpoint(tmp_path / "m", kind)), "output": "masked_text"},
-        task={"name": "sums"},
-        generation=few,
-        rewards=[{"name": f"{Path(__file__)}:shortness"}],
-        trainer={"preset": preset},
-    )
-    run = train(config)
+    own = {"vlm": {"path": str(checkpoint(tmp_path / "m", kind)), "output": "masked_text"}, "task": {"name": "sums"}}
+    own |= {"rewards": [{"name": f"{Path(__file__)}:shortness"}], "trainer": {"preset": preset}}
+    run = train(vlm_runs.config(tmp_path, generation=few, **own))
     before, after = weights(kind), load_file(run / "model" / "model.safetensors")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)

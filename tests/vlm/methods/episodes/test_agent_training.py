@@ -293,12 +293,8 @@ class TestRefused:
         ],
     )
     def test_what_does_not_go_together(self, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-        tree: dict[str, Any] = {
-            "vlm": {"path": str(agent_runs.MODEL)},
-            "environment": {"name": "grid"},
-            "trainer": {"preset": "vl_dac"},
-            "output": str(tmp_path / "run"),
-        }
+        tree: dict[str, Any] = {"vlm": {"path": str(agent_runs.MODEL)}, "output": str(tmp_path / "run")}
+        tree |= {"environment": {"name": "grid"}, "trainer": {"preset": "vl_dac"}}
         for name, change in changes.items():
             tree[name] = {**tree.get(name, {}), **change} if isinstance(change, dict) else change
         (tmp_path / "a.yaml").write_text(yaml.safe_dump({k: v for k, v in tree.items() if v is not None}))
