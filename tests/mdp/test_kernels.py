@@ -390,7 +390,7 @@ def test_ode_and_flow_ddim(golden) -> None:
         return result
 
     def left_out(case: Case) -> bool:
-        """Multistep solvers, and windows whose noise is not stored: tests/mdp/test_dpm.py."""
+        """Multistep solvers, and windows whose noise is not stored: test_schedules."""
         kind = case.params["kind"]
         return case.params.get("order", 1) > 1 or kind.endswith("dpm2") or kind == "mixed_window_trajectory"
 

@@ -87,14 +87,11 @@ def test_a_task_from_a_file(code: Path) -> None:
     own = {"rewards": [{"name": "exact"}, vlm_runs.low(code)], "evaluation": evaluation, "iterations": 2}
     assert_resumes(train, vlm_runs.config(code, task=task, **own), code)
     assert rows(code / "run")[-1]["eval/accuracy_mean"] is not None
+    read = vlm_runs.config(code, task={"name": f"{code / 'tasks.py'}:Sums"})  # questions that are read
+    assert len(Questions(read, "train")) == 10 and len(Questions(read, "eval")) == 3
+    assert Questions(read, "train")[4].columns["answer"] == "6"
     judged = CliRunner().invoke(app, ["eval", str(code / "run"), "--num-prompts", "4"])
     assert judged.exit_code == 0 and "right answers" in judged.output
-
-
-def test_a_task_whose_questions_are_read(code: Path) -> None:
-    config = vlm_runs.config(code, task={"name": f"{code / 'tasks.py'}:Sums"})
-    assert len(Questions(config, "train")) == 10 and len(Questions(config, "eval")) == 3
-    assert Questions(config, "train")[4].columns["answer"] == "6"
 
 
 def test_a_vision_language_model_that_is_loaded_in_its_own_way(code: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ def frail(place: Path, timeout_s: float = 5.0) -> Environment:
 
 def test_what_hangs_or_dies_is_cut_and_begun_anew(tmp_path: Path) -> None:
     settings = frail(tmp_path, timeout_s=0.5)
-    host = Processes(settings)
-    try:
+    with closing(Processes(settings)) as host:
         table = Table(settings, host)
         table.begin({0: 1, 1: 2, 2: 3}, "train")
         told = table.say({0: "hang", 1: "go", 2: "die"})
@@ -56,8 +56,6 @@ def test_what_hangs_or_dies_is_cut_and_begun_anew(tmp_path: Path) -> None:
         table.begin({0: 9, 2: 10}, "train")
         assert table.say({0: "end", 1: "end", 2: "go"})[0].terminated
         assert table.episodes[0].success and table.episodes[1].total == 2.0
-    finally:
-        host.close()
 
 
 def test_ends_rewards_and_success_are_not_cast(tmp_path: Path) -> None:
@@ -72,8 +70,7 @@ def test_ends_rewards_and_success_are_not_cast(tmp_path: Path) -> None:
 
 def test_what_raises_or_is_lost_three_times_running_is_an_error(tmp_path: Path) -> None:
     settings = frail(tmp_path)
-    host = Processes(settings)
-    try:
+    with closing(Processes(settings)) as host:
         table = Table(settings, host)
         table.begin({1: 1}, "train")
         with pytest.raises(RuntimeError, match="Frail raised KeyError: 'inside'"):
@@ -84,8 +81,6 @@ def test_what_raises_or_is_lost_three_times_running_is_an_error(tmp_path: Path) 
         table.begin({0: 1}, "train")
         with pytest.raises(RuntimeError, match=r"slot 0 died with exit code 7; the last of 3 times.*Say\(text='die'\)"):
             table.say({0: "die"})
-    finally:
-        host.close()
 
 
 def test_an_episode_that_goes_otherwise_when_it_is_played_again_is_an_error(tmp_path: Path) -> None:
@@ -93,12 +88,9 @@ def test_an_episode_that_goes_otherwise_when_it_is_played_again_is_an_error(tmp_
     table = Table(settings, Local(settings))
     with pytest.raises(RuntimeError, match="seed 5 ended earlier"):
         table.restore([[0, 5, "train", ["go", "end"]]])
-    host = Processes(settings)
-    try:
-        with pytest.raises(RuntimeError, match="seed 5 died with exit code 7, when"):
-            Table(settings, host).restore([[0, 5, "train", ["go", "die"]]])
-    finally:
-        host.close()
+    says = "seed 5 died with exit code 7, when"
+    with closing(Processes(settings)) as host, pytest.raises(RuntimeError, match=says):
+        Table(settings, host).restore([[0, 5, "train", ["go", "die"]]])
 
 
 # -- MiniWoB's pages in a real Chromium; skipped where there is none, or no driver or package
@@ -155,8 +147,7 @@ class TestPages:
         assert paid == 1.0 and terminated
 
     def test_places_are_clicked_and_texts_typed(self) -> None:
-        one = MiniWoB(tasks=["enter-text", "focus-text"], by="place", picture=[80, 105])
-        try:
+        with closing(MiniWoB(tasks=["enter-text", "focus-text"], by="place", picture=[80, 105])) as one:
             picture, text = one.reset(2, "train")
             assert isinstance(picture, Image.Image) and picture.size == (80, 105) and "\n" not in text
             field = next(element for element in one.elements() if element["tag"] == "input_text")
@@ -167,8 +158,6 @@ class TestPages:
             x, y = (int(submit[a][0] + submit[b][0] / 2) for a, b in (("left", "width"), ("top", "height")))
             assert one.step(f"click {x} {y}")[1] == 1.0
             assert one.reset(3, "train")[1].startswith("Focus")
-        finally:
-            one.close()
 
     def test_its_browser_ends_with_its_process(self) -> None:
         settings = Environment(name="miniwob", processes=True, parallel=1, options={"tasks": ["click-test"]})
