@@ -1,6 +1,6 @@
 """Chunk and step GAE against the golden arrays and against sums written out.
 
-Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_actor_critic), the GAE of vla_dppo.
+Covered: vla_advantages (with `episodes`), vla_reference but its FISOR case (test_actor_critic).
 """
 
 from __future__ import annotations
@@ -140,23 +140,6 @@ def test_reference(golden) -> None:
         }
 
     check_all(golden("vla_reference"), check, lambda case: case.fn == "fisor")  # test_actor_critic
-
-
-def test_dppo(golden) -> None:
-    """Its GAE takes no note of time limits. Left out: how it scales rewards."""
-
-    def check(case: Case) -> Errors:
-        options, values = case.params, case["values"]
-        following = torch.cat([values[1:], case["last_values"][None]])
-        ended = case["terminated"].bool()
-        never = torch.zeros_like(ended)
-        ours = gae(case["rewards"], ended, never, values, following, discount=options["gamma"], lam=options["lam"])
-        return {
-            "advantages": (error(ours.advantages, case["advantages"]), 1e-10),
-            "returns": (error(ours.returns, case["returns"]), 1e-10),
-        }
-
-    check_all(golden("vla_dppo"), check, lambda case: "terminated" not in case)  # a loss: test_actor_critic
 
 
 def test_a_chunk_that_is_cut_short_is_bootstrapped_from_its_final_observation() -> None:

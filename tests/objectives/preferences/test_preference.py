@@ -15,25 +15,6 @@ from tests.golden_cases import Arrays
 NAN = float("nan")
 
 
-def test_golden_diffusion_dpo(golden) -> None:
-    """The first half of the batch is chosen, the second rejected."""
-    a = Arrays(golden("pairwise_dpo_losses"))
-    prediction, target = a.given("diffdpo_model_pred").requires_grad_(), a.given("diffdpo_target")
-    errors = forward_process.matching_error(prediction, target).chunk(2)
-    reference = forward_process.matching_error(a.given("diffdpo_ref_pred"), target).chunk(2)
-    gains, one = [old - new for new, old in zip(errors, reference, strict=True)], torch.ones(len(errors[0]))
-    for found in a.matches(r"(diffdpo_(half|full|hinge|ipo)_beta([\d.]+)_)loss"):
-        kind = found[2] if found[2] in ("hinge", "ipo") else "sigmoid"
-        beta = float(found[3]) / (2 if found[2] == "half" else 1)
-        out = preference.pair_loss(kind, *gains, one, one, beta=beta)
-        loss = out.loss.mean()
-        a.check(found[0], loss)
-        if found[2] == "half":
-            a.check(f"{found[1]}grad", torch.autograd.grad(loss, prediction, retain_graph=True)[0], 1e-7)
-            a.check(f"{found[1]}acc", out.correct.double().mean(), 1e-6)  # a float32 in the peer
-    a.all_used("diffdpo_.*")
-
-
 def test_golden_d3po_and_spo(golden) -> None:
     """SPO's loss is of the same log-probabilities, with side 0 the winner."""
     a = Arrays(golden("pairwise_dpo_losses"))
@@ -120,7 +101,9 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
     for kind in PAIRS:
         smoothing = a.number("label_smoothing") if kind == "robust" else 0.0
         sides = (h[:pairs], h[pairs:], tokens[:pairs], tokens[pairs:])
-        found = preference.pair_loss(kind, *sides, beta=beta, smoothing=smoothing).loss
+        output = preference.pair_loss(kind, *sides, beta=beta, smoothing=smoothing)
+        found = output.loss
+        assert kind != "sigmoid" or torch.equal(output.correct, h[:pairs] > h[pairs:])
         a.check(f"dpo_{kind}", found.detach(), rtol=1e-8)
         a.check(f"dpo_{kind}_grad", torch.autograd.grad(found.mean(), log_prob, retain_graph=True)[0], rtol=1e-8)
     good, heavier = a.given("kto_label"), a.number("kto_undesirable_weight")

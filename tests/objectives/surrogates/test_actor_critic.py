@@ -170,7 +170,7 @@ def test_dppo(golden) -> None:
         result["grad_critic"] = relative(of_critic, case["grad_critic_w"], 2e-4)
         return result
 
-    check_all(golden("vla_dppo"), check, lambda case: "terminated" in case)  # GAE and reward scaling: test_gae
+    check_all(golden("vla_dppo"), check, lambda case: "terminated" in case)  # of GAE and reward scaling
 
 
 def test_reinflow(golden) -> None:

@@ -83,6 +83,18 @@ def test_what_raises_or_is_lost_three_times_running_is_an_error(tmp_path: Path) 
             table.say({0: "die"})
 
 
+def test_an_episode_is_played_again_from_its_seed_and_answers() -> None:
+    settings = Environment(name="grid")
+    one, other = Table(settings, Local(settings)), Table(settings, Local(settings))
+    one.begin({0: 3, 1: 4}, "train")
+    for text in ('{"action": "up"}', "nonsense", '{"action": "left"}'):
+        one.say({slot: text for slot in (0, 1) if not one.episodes[slot].ended})
+    other.restore(one.state())
+    for a, b in ((one.episodes[slot], other.episodes[slot]) for slot in (0, 1)):
+        assert a.said == b.said and a.total == b.total and a.ended == b.ended
+        assert a.seen[-1][0].tobytes() == b.seen[-1][0].tobytes()
+
+
 def test_an_episode_that_goes_otherwise_when_it_is_played_again_is_an_error(tmp_path: Path) -> None:
     settings = frail(tmp_path)
     table = Table(settings, Local(settings))

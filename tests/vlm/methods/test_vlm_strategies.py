@@ -21,6 +21,7 @@ from genrl.vlm.tasks import Row
 from genrl.vlm.train import train
 from tests.run_folders import assert_resumes, rows
 from tests.vlm import vlm_runs
+from tests.vlm.rollout.test_vlm_data import pixels
 
 ROOT = Path(__file__).resolve().parents[3]
 SYNTHESIS = {
@@ -106,11 +107,6 @@ class TestAugmentation:
                 _, row = run.draw()
                 means.append(row["reward/total_mean"])
             assert run.loop.memory[augment.RECENT] == pytest.approx(means[1:])
-
-
-def pixels(row: Row) -> np.ndarray:
-    (picture,) = [part for part in row.prompt.parts if isinstance(part, Image.Image)]
-    return np.array(picture)
 
 
 class TestServer:
