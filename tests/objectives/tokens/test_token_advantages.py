@@ -12,16 +12,8 @@ from torch import Tensor
 from genrl.objectives.advantages import groups as group_filters
 from genrl.objectives.tokens import group_losses
 from genrl.objectives.tokens import token_advantages as ta
+from genrl.objectives.tokens import token_credit as tc
 from genrl.objectives.tokens import token_weights as tw
-from genrl.objectives.tokens.token_credit import (
-    critic_losses,
-    step_gae,
-    token_gae,
-    turn_leave_one_out,
-    turn_returns,
-    utterance_advantages,
-    utterance_loss,
-)
 
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1])
 REWARDS = st.lists(st.integers(-4, 4), min_size=6, max_size=6).map(lambda values: torch.tensor(values).double() / 2)
@@ -185,11 +177,11 @@ def test_critics_and_advantages_are_those_of_the_formulas() -> None:
     wanted_q = sum(np.mean((q[c] - rewards - 0.9 * (1 - ended) * slow_v[c]) ** 2) for c in range(2))
     wanted_v = sum(np.mean((v[c] - slow_q[c]) ** 2) for c in range(2))
     tensors = [torch.tensor(one, requires_grad=True) for one in (q, v, slow_q, slow_v)]
-    found = critic_losses(*tensors, torch.tensor(rewards), torch.tensor(ended).bool(), gamma=0.9)
+    found = tc.critic_losses(*tensors, torch.tensor(rewards), torch.tensor(ended).bool(), gamma=0.9)
     assert float(found.q.detach()) == pytest.approx(wanted_q) and float(found.v.detach()) == pytest.approx(wanted_v)
     (found.q + found.v).backward()
     assert tensors[0].grad is not None and tensors[2].grad is None and tensors[3].grad is None
-    advantages = utterance_advantages(tensors[0], tensors[1])
+    advantages = tc.utterance_advantages(tensors[0], tensors[1])
     np.testing.assert_allclose(advantages.numpy(), q.min(0) - v.min(0))
     assert not advantages.requires_grad
 
@@ -197,7 +189,7 @@ def test_critics_and_advantages_are_those_of_the_formulas() -> None:
 def test_all_tokens_of_an_utterance_have_its_advantage() -> None:
     log_prob = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -0.25, -0.25]], requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    loss = utterance_loss(log_prob, mask, torch.tensor([2.0, -1.0]))
+    loss = tc.utterance_loss(log_prob, mask, torch.tensor([2.0, -1.0]))
     assert float(loss.detach()) == pytest.approx((2.0 * 3.0 - 1.0) / 2)
     loss.backward()
     wanted = torch.tensor([[-1.0, -1.0, 0.0], [0.5, 0.5, 0.5]])
@@ -206,19 +198,19 @@ def test_all_tokens_of_an_utterance_have_its_advantage() -> None:
 
 # -- TRLOO's advantages against loops over the formula, and cases that can be reckoned in the head
 def test_a_turn_is_worth_what_follows() -> None:
-    found = turn_returns(torch.tensor([[1.0, 2.0, 4.0], [3.0, NAN, NAN]]), gamma=0.5)
+    found = tc.turn_returns(torch.tensor([[1.0, 2.0, 4.0], [3.0, NAN, NAN]]), gamma=0.5)
     wanted = torch.tensor([[3.0, 4.0, 4.0], [3.0, NAN, NAN]], dtype=torch.float64)
     torch.testing.assert_close(found, wanted, equal_nan=True)
 
 
 def test_a_turn_that_no_other_has_keeps_its_return() -> None:
     rewards = torch.tensor([[1.0, 2.0], [5.0, NAN], [7.0, NAN]])
-    found = turn_leave_one_out(rewards, torch.tensor([4, 4, 9]), gamma=1.0)
+    found = tc.turn_leave_one_out(rewards, torch.tensor([4, 4, 9]), gamma=1.0)
     assert found.tolist() == [[-2.0, 2.0], [2.0, 0.0], [7.0, 0.0]]
 
 
 def test_turns_of_equal_returns_have_exactly_no_advantage() -> None:
-    found = turn_leave_one_out(torch.full((3, 2), 0.1), torch.zeros(3, dtype=torch.int64), gamma=0.9)
+    found = tc.turn_leave_one_out(torch.full((3, 2), 0.1), torch.zeros(3, dtype=torch.int64), gamma=0.9)
     assert (found == 0).all()
 
 
@@ -230,14 +222,14 @@ def random(seed: int, *shape: int) -> Tensor:
 def test_a_time_limit_teaches_nothing_and_starts_anew() -> None:
     rewards, values = random(3, 3), random(4, 3)
     truncated = torch.tensor([0, 1, 0])
-    credit = step_gae(rewards, values, torch.zeros(3), truncated, torch.tensor(0.5), gamma=0.9, lam=0.8)
+    credit = tc.step_gae(rewards, values, torch.zeros(3), truncated, torch.tensor(0.5), gamma=0.9, lam=0.8)
     assert credit.advantages[1] == 0.0 and credit.returns[1] == values[1]
     assert torch.allclose(credit.advantages[0], rewards[0] + 0.9 * values[1] - values[0])
 
 
 def test_wrong_shapes_say_what_is_needed() -> None:
     with pytest.raises(ValueError, match=r"2 actions need values \[3, L\] and lengths in 1 .. L"):
-        token_gae(torch.zeros(3, 3), torch.tensor([4, 1]), torch.zeros(2), torch.zeros(2), gamma=0.9)
+        tc.token_gae(torch.zeros(3, 3), torch.tensor([4, 1]), torch.zeros(2), torch.zeros(2), gamma=0.9)
 
 
 # -- Token weights: which tokens they keep (golden arrays: test_token_surrogates)

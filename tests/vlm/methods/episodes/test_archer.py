@@ -11,15 +11,7 @@ from genrl.config import ConfigError
 from genrl.objectives.tokens.token_credit import token_gae
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.episodes.critic import ValueHead, credit_of_steps, credit_of_tokens
-from genrl.vlm.methods.archer.train import (
-    Turns,
-    UtteranceCritic,
-    loss,
-    recorded,
-    states_of,
-    turns_of_walk,
-    utterance_critic,
-)
+from genrl.vlm.methods.archer import train as archer
 from genrl.vlm.recipe.advantages import SemiOnline
 from genrl.vlm.train import check_processes
 from tests.vlm import vlm_runs
@@ -37,7 +29,7 @@ def config(place: Path, trainer: dict[str, Any] | None = None, **changes: Any) -
 def test_a_turn_knows_what_followed_and_the_memory_forgets_the_oldest(tmp_path: Path) -> None:
     with agent_runs.opened(config(tmp_path)) as run:
         acted, _ = run.act()
-        turns, steps = turns_of_walk(acted.walk), acted.walk.decisions
+        turns, steps = archer.turns_of_walk(acted.walk), acted.walk.decisions
         assert len(turns) == 12 and {one.after is None for one in turns} == {True, False}
         for k in range(3):
             for slot in range(4):
@@ -46,7 +38,7 @@ def test_a_turn_knows_what_followed_and_the_memory_forgets_the_oldest(tmp_path: 
                 assert torch.equal(turn.tokens, one.tokens[one.mask])
                 if k < 2 and not one.terminated:
                     assert turn.after is steps[k + 1][slot].prompt.source
-        memory = Turns(5)
+        memory = archer.Turns(5)
         memory.add(turns)
         assert memory.held == turns[-5:]
         parts = [part for one in memory.held for prompt in (one.prompt, one.after) if prompt for part in prompt.parts]
@@ -69,29 +61,29 @@ def test_a_new_critic_says_nothing_and_a_step_is_that_of_the_formula(tmp_path: P
     settings = config(tmp_path)
     method: Any = settings.trainer
     with agent_runs.opened(settings) as run:
-        turns = turns_of_walk(run.act()[0].walk)
-        given = recorded(run, method, turns, 0, "critic")
-        found = loss(method, run.actor, given)
+        turns = archer.turns_of_walk(run.act()[0].walk)
+        given = archer.recorded(run, method, turns, 0, "critic")
+        found = archer.loss(method, run.actor, given)
         paid = torch.tensor([one.reward for one in turns])
         assert float(found["loss"].detach()) == pytest.approx(2 * float(paid.square().mean()), rel=1e-5)
         assert float(found["loss/v"].detach()) == 0.0
-        critic = utterance_critic(run.actor)
+        critic = archer.utterance_critic(run.actor)
         for head in (*critic.q, *critic.v):
             torch.nn.init.normal_(head.layers[-1].weight)
         critic.follow(1.0)
-        given = recorded(run, method, turns, 1, "policy")
-        now = states_of(run.policy, given.batch.prompts, given["answers"], given["mask"], 1.0)
+        given = archer.recorded(run, method, turns, 1, "policy")
+        now = archer.states_of(run.policy, given.batch.prompts, given["answers"], given["mask"], 1.0)
         wanted = critic.quality(now.state, now.utterance).min(0).values - critic.value(now.state).min(0).values
         torch.testing.assert_close(given["advantages"], wanted.detach().cpu())
         assert float(wanted.detach().std()) > 0
-        results = loss(method, run.actor, given)
+        results = archer.loss(method, run.actor, given)
         assert torch.equal(results["log_prob"].detach(), given["old_log_prob"])
         sums = (results["log_prob"] * given["mask"]).sum(1)
         assert float(results["loss"].detach()) == pytest.approx(-float((sums * wanted).mean().detach()), rel=1e-5)
 
 
 def test_targets_are_slow_and_bootstrapped_where_an_episode_goes_on(tmp_path: Path) -> None:
-    critic = UtteranceCritic(4, (3,), 0)
+    critic = archer.UtteranceCritic(4, (3,), 0)
     for head in (*critic.q, *critic.v):
         torch.nn.init.normal_(head.layers[-1].weight)
     states, said = torch.randn(5, 4), torch.randn(5, 4)
