@@ -12,7 +12,7 @@ import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from genrl.config import ConfigError, load
+from genrl.config import load
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.folder import load_trained, save_model
 from genrl.vlm.policies.loading import loaded
@@ -169,17 +169,6 @@ def test_train_resume_export(family: str, vlm: dict[str, Any], tmp_path: Path) -
     torch.testing.assert_close(found, adapted, rtol=0, atol=2e-5)
     assert 1e-4 < (adapted - before).abs().max()  # it has learnt
     assert 1e-6 < (held - adapted).abs().max()  # and what it learnt on was rounded
-
-
-def test_what_cannot_be_quantised(tmp_path: Path) -> None:
-    for more, match in (
-        ({"vlm": {"quantize": "int4", "lora": {"rank": 2}}}, r"vlm.quantize.*packed four-bit"),
-        ({"vlm": {"quantize": "nf4"}}, r"vlm.quantize, vlm.lora|quantised weights cannot be trained"),
-        ({"vlm": {"quantize": "nf4", "lora": {}}, "distributed": {"fsdp": True}}, "cannot be divided"),
-        ({"vlm": {"quantize": "int8", "lora": {}}, "generation": {"engine": "vllm"}}, "vLLM is sent merged weights"),
-    ):
-        with pytest.raises(ConfigError, match=match):
-            vlm_runs.config(tmp_path, **more)
 
 
 # -- The files of docs/from_easyr1.md: shown as they are, and run on a few rows of their format with tiny models

@@ -18,7 +18,6 @@ from genrl.vlm.methods.answers import train as answers
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.shards import checkpoint_weights
-from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
@@ -191,25 +190,6 @@ def test_agents_answer_by_an_engine_as_it_is_trained(installed, tmp_path, preset
     assert len(phases) >= 2 and max(map(len, phases)) > 1
 
 
-# --- configuration
-def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"generation.vllm.*read with engine: vllm"):
-        vlm_runs.config(tmp_path, generation={"vllm": {"args": {"gpu_memory_utilization": 0.3}}})
-
-    def weights(**changes: Any) -> tuple[Any, ...]:
-        config = vlm_runs.config(tmp_path, **changes)
-        return config.trainer.recipe(config).weights
-
-    assert weights() == ()
-    assert weights(generation=VLLM) == (EngineMismatch(),)
-
-    vppo = weights(generation=VLLM, trainer={"preset": "vppo"})
-    assert vppo[-1] == EngineMismatch() and len(vppo) == 2
-    para = weights(generation=VLLM, trainer={"preset": "para_grpo"})
-    assert para == (EngineMismatch(level="token", high=5.0),)
-    assert weights(generation=VLLM, trainer={"weights": []}) == ()
-
-
 # --- staleness
 def older(server: str | None, staleness: int = 1, **further: Any) -> dict[str, Any]:
     generation = {**VLLM, "staleness": staleness} | ({} if server is None else {"vllm": {"url": server}})
@@ -260,13 +240,6 @@ def test_a_server_draws_while_the_model_is_trained(server, tmp_path, monkeypatch
     monkeypatch.setattr(Handler, "_generated", watched)
     train(vlm_runs.config(tmp_path, **older(server, iterations=3) | {"evaluation": {"every": 0}}))
     assert sorted(set(begun)) == ["after 0 iterations", "after 1 iterations"]
-
-
-@pytest.mark.parametrize("change", [{"trainer": {"filter": "spread", "resample": 1}}, {"augmentation": {}}])
-def test_what_a_server_cannot_know_ahead_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    vlm_runs.config(tmp_path, **older(None, **change))
-    with pytest.raises(ConfigError, match="before which the server samples"):
-        vlm_runs.config(tmp_path, **older("http://localhost:1", **change))
 
 
 VISION = ("embeddings.patch", "layers.0.attn.qkv_proj", "layers.0.attn.out_proj")

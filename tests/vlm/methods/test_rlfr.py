@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import ConfigError
 from genrl.objectives.advantages.groups import group_advantages
 from genrl.objectives.tokens.token_distillation import generalised_divergence
 from genrl.vlm.config.files import file_problems
@@ -105,20 +104,6 @@ def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path:
     assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["flow/advantage"] > 0 for row in found)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"trainer": {"preset": "gspo"}}, "the flow pays tokens, and sequence_clip takes one advantage"),
-        ({"generation": {"staleness": 1}}, "rlfr learns from samples of the present weights"),
-        ({"distributed": {"fsdp": True}}, "not tried in shards"),
-        ({"flow": {"threshold": 1.0}}, "threshold"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config(tmp_path, **changes)
-
-
 def test_a_column_of_the_demonstrations_that_is_not_there_is_named(tmp_path: Path) -> None:
     found = [text for _, text in file_problems(config(tmp_path, {"demonstrations": "{solution}"}), [])]
     assert any("trainer.flow.demonstrations asks for the column solution" in text for text in found)
@@ -179,20 +164,6 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
         answers.rows[0].columns["whose"] = "nobody"
         with pytest.raises(ValueError, match="whose: 'nobody', which is none of the teachers red, other"):
             teaching.names(answers)
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"teachers": [{"name": "a"}, {"name": "b"}]}, "which of 2 teaches a question"),
-        ({"beta": 0.001}, "the distance vanishes"),
-        ({"preset": "gspo"}, "takes one advantage per answer"),
-        ({"preset": "poad"}, "trainer.preset"),
-    ],
-)
-def test_what_cannot_be_taught_is_said_before(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=text):
-        config_of_opd_language(tmp_path, changes)
 
 
 # -- RLPR's reward: how likely the right answer is after the model's own reasoning, from whole logits, and after none

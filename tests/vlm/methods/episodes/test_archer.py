@@ -222,9 +222,3 @@ def test_groups_that_hardly_differ_are_played_again_from_other_starts(tmp_path, 
     assert len(starts) == 3 and len({tuple(one.values()) for one in starts}) == 3
     assert all(len(set(list(one.values())[:4])) == 1 for one in starts), "a group begins alike"
     assert len(acted.played) == 8
-
-
-@pytest.mark.parametrize("preset", ["trloo", "ui_s1"])
-def test_they_do_not_learn_from_questions(preset: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="turns are of episodes: write environment"):
-        vlm_runs.config(tmp_path, trainer={"preset": preset})

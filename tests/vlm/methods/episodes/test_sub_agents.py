@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from genrl.config import ConfigError
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
@@ -113,12 +112,6 @@ def test_episodes_of_older_weights_are_one_run_wherever_it_stops(tmp_path: Path)
     found = rows(run)
     assert [row["staleness"] for row in found] == [0.0, 1.0, 2.0, 2.0]
     assert_one_run(train, run, tmp_path)
-
-
-def test_a_server_samples_no_episodes_ahead(tmp_path: Path) -> None:
-    generation = {"staleness": 1, "engine": "vllm", "vllm": {"url": "http://localhost:1"}}
-    with pytest.raises(ConfigError, match="samples answers ahead, not episodes"):
-        crops(tmp_path, generation=generation, iterations=2)
 
 
 # -- Episodes of an evaluation whose environments die
