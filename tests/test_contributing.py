@@ -94,7 +94,7 @@ def task(rng, split):
 '''
 
 
-def test_the_files_to_touch_are_there() -> None:
+def test_the_files_to_touch_are_there_and_the_page_shows_its_examples(root: Path) -> None:
     section = Path("CONTRIBUTING.md").read_text().partition("## Adding something")[2].partition("\n## ")[0]
     named = [name for name in re.findall(r"`([\w./]+/[\w./]*)`", section) if not {"NAME", "KIND"} & {*name.split("/")}]
     assert len(named) > 12 and [name for name in named if not Path(name).exists()] == []
@@ -103,6 +103,11 @@ def test_the_files_to_touch_are_there() -> None:
         for name in built_in_names(kind):  # type: ignore[arg-type]
             folder = Path(f"genrl/{kind}/methods/{name}")
             assert (folder / "settings.py").is_file() and (folder / "train.py").is_file()
+    page = (root / "docs" / "extending.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.DOTALL)
+    for name in ("example_method.py", "example_method.yaml"):
+        assert (root / "docs" / name).read_text(encoding="utf-8") in shown
+    assert len((root / "docs" / "example_method.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 def test_one_of_each_is_added_from_outside(tmp_path: Path) -> None:
@@ -186,7 +191,6 @@ class Linear(EmbeddedPolicy):
         told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
         return self.body(told).view(x.shape)
 """
-"""Name -> kind of run, source, and the sections that name it."""
 
 
 def example(*changes: str) -> RunConfig:
@@ -204,14 +208,6 @@ def trains_resumes_and_replays(config: Callable[..., RunConfig], monkeypatch: py
     assert differences(whole, parts) == []
     replayed(config("planted", 2), monkeypatch)
     return whole
-
-
-def test_the_page_shows_the_files(root: Path) -> None:
-    page = (root / "docs" / "extending.md").read_text(encoding="utf-8")
-    shown = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.DOTALL)
-    for name in ("example_method.py", "example_method.yaml"):
-        assert (root / "docs" / name).read_text(encoding="utf-8") in shown
-    assert len((root / "docs" / "example_method.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 @pytest.mark.slow

@@ -13,7 +13,11 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LINE_END = re.compile(rb"\r\n|\r|\n")
 MAX_CHARACTERS = 10_000
@@ -178,3 +182,22 @@ def _inside(name: str, value: Any, folder: Path) -> str | None:
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+def flag(told: Any, what: str, refused: type[ValueError] = ValueError) -> bool:
+    """True or false as programs and files from outside tell it (0.3, NaN and a text are neither), whatever number or
+    array of one it stands in. Raises `refused`, naming it, for all else."""
+    import numpy as np  # here: `genrl check` starts without
+
+    array = np.asarray(told)
+    if array.size != 1:
+        raise refused(f"{what} is {told!r:.60}, and it is true or false")
+    return bool(flags(array, what, refused).item())
+
+
+def flags(told: NDArray[Any], what: str, refused: type[ValueError] = ValueError) -> NDArray[np.bool_]:
+    """An array of them, as bool. Raises `refused`, naming the first that is neither."""
+    odd = [] if told.dtype == bool else [one for one in told.reshape(-1).tolist() if one not in (0, 1)]
+    if odd:
+        raise refused(f"{what} is {odd[0]!r}, and it is true or false")
+    return told.astype(bool)

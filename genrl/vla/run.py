@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.gae import normalise_advantages
+from genrl.objectives.episodes import normalise_advantages
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.ahead import Advance, Ahead
 from genrl.runtime.loop.frame import halvings, say_result

@@ -4,11 +4,13 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks import gpu, gpu_checks, gpu_page
+from benchmarks import drills, gpu, gpu_checks, gpu_page
+from benchmarks.drills import DRILLS, run_drill
 from benchmarks.gpu import PLAN, Check
 from genrl.config import load
 
@@ -18,9 +20,7 @@ ONE_OF_EACH += ["compiled:sd15"]
 `python -m benchmarks.gpu --dry-run --out FOLDER` runs the whole plan."""
 
 
-def test_every_check_has_its_function_and_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_check_has_its_function_and_is_told(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {check.name.partition(":")[0] for check in PLAN} == set(gpu_checks.CHECKS)
     monkeypatch.setattr(sys, "argv", ["gpu", "--plan"])
     gpu.main()
@@ -72,9 +72,8 @@ def test_what_checks_start_is_there(root: Path, monkeypatch: pytest.MonkeyPatch)
 def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A check is this program."""
     (tmp_path / "check.py").write_text(text)
-    monkeypatch.setattr(
-        gpu, "command_of", lambda check, found: [sys.executable, str(tmp_path / "check.py"), str(found)]
-    )
+    command = [sys.executable, str(tmp_path / "check.py")]
+    monkeypatch.setattr(gpu, "command_of", lambda check, found: [*command, str(found)])
 
 
 def test_one_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +89,8 @@ def test_one_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path, monke
     assert "Nothing was measured" in gpu_page.page(gpu.results(tmp_path)["card"])
 
 
-def test_one_that_fails_stops_no_other_and_one_that_does_not_fit_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_one_that_fails_stops_no_other_and_a_long_one_is_left_out(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     sleeper(tmp_path, monkeypatch, "import sys\nsys.exit('broken' if 'bad' in sys.argv[1] else 0)\n")
     checks = [Check("bad", "", 9, gigabytes=1), Check("good", "", 9), Check("long", "", 900)]
@@ -113,18 +112,14 @@ def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, monkeypatch
     assert gpu.is_done(tmp_path, "card", "peer") and list(gpu.results(tmp_path)) == ["another", "card"]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "begins"), [(5, 4, True), (5, 6, False), (None, 1, False), (1, None, False)]
-)
-def test_what_fits_into_the_card_runs_side_by_side(first: int | None, second: int | None, begins: bool) -> None:
-    running = [SimpleNamespace(check=Check("a", "", 1, gigabytes=first))]
-    assert gpu._may_begin(Check("b", "", 1, gigabytes=second), running, 10) is begins  # type: ignore[arg-type]
-    assert gpu._may_begin(Check("b", "", 1, gigabytes=second), [], 0.5)
+def test_what_fits_into_the_card_runs_side_by_side() -> None:
+    for first, second, begins in ((5, 4, True), (5, 6, False), (None, 1, False), (1, None, False)):
+        running = [SimpleNamespace(check=Check("a", "", 1, gigabytes=first))]
+        assert gpu._may_begin(Check("b", "", 1, gigabytes=second), running, 10) is begins  # type: ignore[arg-type]
+        assert gpu._may_begin(Check("b", "", 1, gigabytes=second), [], 0.5)
 
 
-def test_a_deviation_or_a_failure_is_not_done_and_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deviation_or_a_failure_is_not_done_and_tried_again(tmp_path: Path, monkeypatch: Any) -> None:
     found = gpu_checks.Found(tmp_path / "found.json")
     found.put("fine", {"max_abs_dev": 0.0})
     found.fail("broken", RuntimeError("no"))
@@ -142,3 +137,23 @@ def test_the_page_is_that_of_the_results(root: Path) -> None:
     newest = list(gpu.results(root / "benchmarks" / "results").values())[-1]
     assert (root / "docs" / "gpu.md").read_text() == gpu_page.page(newest)
     assert "Nothing was measured on a GPU yet" in gpu_page.page({})
+
+
+# -- A short form of every drill on runs: nothing is lost, nothing is wrong
+
+
+FEW = {name: 1 for name in ("killed at random", "stopped", "two starters", "NaN")}
+FEW |= {"bits of a manifest flipped": 20, "mutated requests": 30}
+KIND = "policy in simulation"  # the lightest
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+@pytest.mark.parametrize("name", [name for name in DRILLS if name != "killed on Ray"])  # diffusion/rollout kills there
+def test_a_short_drill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(drills.ROOT)
+    monkeypatch.setattr(drills, "KINDS", {KIND: drills.KINDS[KIND]})
+    for row in run_drill(name, FEW.get(name)):
+        if not row.tries:
+            pytest.skip(row.drill)
+        assert row.survived == row.tries, row

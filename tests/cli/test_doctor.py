@@ -43,13 +43,9 @@ def test_doctor_lists_accelerators_of_any_kind(monkeypatch: pytest.MonkeyPatch) 
 def test_doctor_says_what_to_do() -> None:
     from genrl.cli.doctor import advice
 
-    report = {
-        "system": {"free_disk_gb": 1.5},
-        "packages": {"torch": "2", "peft": None},
-        "torch": {"device": "cpu", "torchvision": "declared"},
-        "threads": {"torch_threads": 4, "usable_cores": 4},
-        "simulators": {"libero": "LIBERO lacks bddl: pip"},
-    }
+    report = {"system": {"free_disk_gb": 1.5}, "packages": {"torch": "2", "peft": None}}
+    report |= {"torch": {"device": "cpu", "torchvision": "declared"}}
+    report |= {"threads": {"torch_threads": 4, "usable_cores": 4}, "simulators": {"libero": "LIBERO lacks bddl: pip"}}
     text = "\n".join(advice(report))
     for part in ("pip install peft", "torchvision does not fit", "OMP_NUM_THREADS=1", "1.5 GB of disk", "lacks bddl"):
         assert part in text

@@ -150,7 +150,7 @@ def test_exit_codes(what: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_the_saving_waited_for(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Longer than a failure would be."""
     monkeypatch.chdir(tmp_path)

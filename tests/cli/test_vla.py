@@ -64,20 +64,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class TestCheck:
-    def test_says_what_an_iteration_does(self, folder: Path) -> None:
+    def test_says_what_an_iteration_does_and_that_a_folder_is_in_use(self, folder: Path) -> None:
         text = words(run("check", "small.yaml", "output=elsewhere"))
         assert text.startswith("valid") and "optimiser steps 3 of 16 frames" in text
         assert "evaluations 3 of 16 episodes" in text and "iterations 2" in text
-
-    def test_of_reinforcement(self, folder: Path) -> None:
         text = words(run("check", "ppo.yaml", "--explain"))
         assert "environments 16 in groups of 1" in text and "decisions 32 at most 2 of each environment" in text
         assert "denoising steps 2 of a decision, flow_sde" in text and "evaluations 0 off" in text
         for key in ("trainer.critic_warmup", "environment.num_envs", "sampler.noise_level", "policy.keep_features"):
             assert key in text
         assert "sampling.group_size" not in text
-
-    def test_a_folder_in_use_is_noted_and_not_overwritten(self, folder: Path) -> None:
         assert "is in use; continue it by `genrl resume runs/small`" in words(run("check", "small.yaml"))
         refusal = words(run("train", "small.yaml", code=2))  # with the whole path
         assert "go on with it by `genrl resume" in refusal and "runs/small`" in refusal
@@ -172,14 +168,12 @@ class TestEval:
         genrl.evaluate("runs/small/policy", config={**yaml.safe_load(REINFORCED), "tf32": True})
         assert seen == [True, False, True] and not torch.backends.cuda.matmul.allow_tf32
 
-    def test_episodes_seed_and_films(self, folder: Path) -> None:
+    def test_episodes_seed_and_films_and_a_folder_in_the_environment_of_a_file(self, folder: Path) -> None:
         options = ("--episodes", "5", "--seed", "7", "--videos", "films", "--out", "b.json")
         text = words(run("eval", "runs/small", *options))
         scores = json.loads((folder / "b.json").read_text())
         assert (scores["episodes"], scores["seed"]) == (5, 7) and "films and pictures in films" in text
         assert len(list((folder / "films").iterdir())) >= 2
-
-    def test_a_folder_in_the_environment_of_a_file(self, folder: Path) -> None:
         assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
 
     @pytest.mark.parametrize(
@@ -191,10 +185,7 @@ class TestEval:
             (["runs/smal", "--config", "ppo.yaml"], "did you mean runs/small?"),
             (["runs/smal"], "did you mean runs/small?"),
             (["runs", "--config", "ppo.yaml"], "runs is neither a policy's folder nor the run of one"),
-            (
-                ["runs/small", "--reward", "shapes", "--num-prompts", "3"],
-                "--reward, --num-prompts are not for a policy",
-            ),
+            (["runs/small", "--reward", "shapes", "--num-prompts", "3"], "--reward, --num-prompts are not for a polic"),
             ([str(ROOT / "assets/tiny-t2i"), "--episodes", "3", "--reward", "shapes"], "is not for a pipeline"),
         ],
     )

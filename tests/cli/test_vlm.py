@@ -42,9 +42,6 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
 def test_a_folder_is_evaluated_by_a_configuration(tmp_path: Path) -> None:
     assert "8 questions" in words(run("eval", str(vlm_runs.MODEL), "--config", written(tmp_path)))
     assert "say what it is asked by --config FILE.yaml" in words(run("eval", str(vlm_runs.MODEL), code=2))
-
-
-def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path)
     for option in (["--reward", "shapes"], ["--seed", "3"], ["--episodes", "4"], ["--height", "64"]):
         text = words(run("eval", str(vlm_runs.MODEL), "--config", file, *option, code=2))

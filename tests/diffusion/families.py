@@ -4,9 +4,8 @@
 what their `inputs` are made for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -57,6 +56,13 @@ _EVERY = _table(
     image_families, editing_families, further_families, starting_families, video_families, further_video_families
 )
 _NOT_FITTING = ("chroma_inpaint", "sd_latent_upscaler", "ltx_i2v", "stable_audio", "ace_step_guided")
+
+
+def saved(name: str, folder: Path) -> Path:
+    """A family's pipeline on disk, below this folder."""
+    FAMILIES[name]().pipe.save_pretrained(folder / name)
+    return folder / name
+
 
 FAMILIES = {name: build for name, build in _EVERY.items() if name not in _NOT_FITTING}
 REFUSED = {name: _EVERY[name] for name in _NOT_FITTING}

@@ -11,6 +11,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import yaml
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import KIND, train
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.weights.weights import Weights
 from tests import opened as opening
 from tests.run_folders import differences, last_state, rows, start, start_ranks, wait
 
@@ -27,6 +30,9 @@ __all__ = ["differences", "last_state", "rows", "start", "start_ranks", "wait"] 
 
 PROMPTS = ["a red star", "two blue dogs", "one green square", "a cat"]
 HELD_OUT = ["three stars", "a yellow dog"]
+CALL: dict[str, Any] = {"guidance_scale": 1.0, "height": 16, "width": 16, "max_sequence_length": 4}
+"""Of the pipeline of `settings`, but for the number of steps."""
+QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
 
 REWARDS = '''\
 import random
@@ -94,13 +100,8 @@ def settings(folder: Path, model: Path, /, *, lora: dict[str, Any] | None = LORA
         "prompts": {"train": str(folder / "train.txt"), "eval": str(folder / "eval.txt")},
         "rewards": [{"name": f"{folder / 'rewards.py'}:brightness"}],
         "sampling": {
-            "num_inference_steps": 3,
-            "guidance_scale": 1.0,
-            "height": 16,
-            "width": 16,
-            "prompts_per_iteration": 2,
-            "group_size": 2,
-            "batch_size": 2,
+            **{"num_inference_steps": 3, "guidance_scale": 1.0, "height": 16, "width": 16},
+            **{"prompts_per_iteration": 2, "group_size": 2, "batch_size": 2},
             "pipeline_args": {"max_sequence_length": 4},
         },
         "trainer": {"algorithm": "flow_grpo"},
@@ -126,6 +127,34 @@ def config(folder: Path, model: Path, /, **changes: Any) -> Config:
 
 
 NFT = {"algorithm": "diffusion_nft"}
+
+
+def unloaded(**sections: Any) -> Config:
+    """Settings of a model and files that are not there; sections are merged key by key but for the trainer."""
+    tree: dict[str, Any] = {
+        **{"model": {"path": "org/model"}, "prompts": {"train": "a.txt"}, "rewards": [{"name": "shapes"}]},
+        **{"trainer": {"algorithm": "flow_grpo"}, "evaluation": {"every": 0}},
+    }
+    for name, section in sections.items():
+        merged = isinstance(section, dict) and name != "trainer"
+        tree[name] = {**tree.get(name, {}), **section} if merged else section
+    return Config.model_validate(tree)
+
+
+def picture(pipe: Any, seed: int = 3, prompt: str = PROMPTS[0], **call: Any) -> np.ndarray:
+    """By a plain call of the pipeline, as a script without genrl would: [height, width, 3], 0 to 1."""
+    pipe.set_progress_bar_config(disable=True)
+    arguments = {"num_inference_steps": 3, **CALL, **call}
+    drawn = pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), output_type="np", **arguments)
+    return np.asarray(drawn.images[0])
+
+
+@torch.no_grad()
+def move(weights: Weights, seed: int = 0, size: float = 0.1) -> None:
+    """Far from the start, where the second half of an adapter is 0."""
+    source = torch.Generator().manual_seed(seed)
+    for p in weights.parameters:
+        p.add_(size * torch.randn(p.shape, generator=source))
 
 
 def reward(folder: Path, name: str, **extra: Any) -> dict[str, Any]:
@@ -167,6 +196,8 @@ def resumed(run: Path, folder: Path, done: int) -> Path:
 
 # -- runs in processes of their own ------------------------------------------------------------------------------
 
+Target = Callable[..., None]
+
 
 def written(folder: Path, model: Path, name: str, /, **changes: Any) -> Path:
     """The YAML file of a run in `folder/name/run`."""
@@ -175,9 +206,7 @@ def written(folder: Path, model: Path, name: str, /, **changes: Any) -> Path:
     return (folder / "tiny.yaml").rename(folder / f"{name}.yaml")
 
 
-def launch(
-    file: Path, count: int, target: Callable[..., None], *arguments: Any, machines: int = 1
-) -> list[BaseProcess]:
+def launch(file: Path, count: int, target: Target, *arguments: Any, machines: int = 1) -> list[BaseProcess]:
     """`target(file, *arguments)` in so many processes; what they print goes beside the file."""
     log = file.with_suffix(".log")
     if count == 1:
@@ -190,7 +219,7 @@ def printed(file: Path) -> str:
     return "\n".join(path.read_text()[-3000:] for path in sorted(file.parent.glob(f"{file.stem}*.log")))
 
 
-def finish(file: Path, count: int, target: Callable[..., None], *arguments: Any, machines: int = 1) -> None:
+def finish(file: Path, count: int, target: Target, *arguments: Any, machines: int = 1) -> None:
     """`launch`, until all have ended well."""
     assert wait(launch(file, count, target, *arguments, machines=machines), 500) == [0] * count, printed(file)
 

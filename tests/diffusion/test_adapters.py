@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from diffusers import DiffusionPipeline
 
 from genrl.config import load
@@ -28,21 +28,6 @@ def check_resumed(run: Path) -> None:
     assert [row["ratio/max_abs_dev"] for row in runs.rows(run)[1:]] == [0.0, 0.0]
 
 
-def picture(pipe: Any) -> torch.Tensor:
-    pipe.set_progress_bar_config(disable=True)
-    return torch.as_tensor(
-        pipe(
-            "a red star",
-            generator=torch.Generator().manual_seed(3),
-            num_inference_steps=3,
-            height=16,
-            width=16,
-            max_sequence_length=4,
-            output_type="np",
-        ).images
-    )
-
-
 @pytest.mark.parametrize(
     "kind", [pytest.param("dora", marks=pytest.mark.slow), pytest.param("rslora", marks=pytest.mark.slow), "lokr"]
 )
@@ -54,11 +39,11 @@ def test_each_type(folder: Path, model: Path, kind: str) -> None:
     assert trained_parameters(config, read_components(model)) == sum(t.numel() for t in weights.values())  # type: ignore[arg-type]
 
     plain = DiffusionPipeline.from_pretrained(model)
-    base = picture(plain)
+    base = runs.picture(plain)
     load_lora(plain, str(run / "lora"))
     merged = DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True))
-    torch.testing.assert_close(picture(merged), picture(plain), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(picture(plain), base, atol=1e-3)
+    np.testing.assert_allclose(runs.picture(merged), runs.picture(plain), rtol=1e-4, atol=1e-4)
+    assert not np.allclose(runs.picture(plain), base, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -77,4 +62,4 @@ def test_from_another_beside_a_frozen_one(folder: Path, model: Path, finished: P
         load_lora(pipe, str(source / "lora"), name)
     pipe.set_adapters(["trained", "frozen_0"])
     merged = DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True))
-    torch.testing.assert_close(picture(merged), picture(pipe), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(runs.picture(merged), runs.picture(pipe), rtol=1e-4, atol=1e-4)

@@ -17,6 +17,7 @@ from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
+from tests.diffusion.methods.watched import equal
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
@@ -42,13 +43,10 @@ def _scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(folder: Path, model: Path, **changes: Any) -> Config:
     """A run whose second scorer, which nobody trains on, is watched."""
-    common: dict[str, Any] = {
-        "rewards": [runs.reward(folder, "brightness"), runs.reward(folder, "redness", weight=0)],
-        "evaluation": {"every": 1, "monitor": {**WATCH, **changes.pop("monitor", {})}, "on_collapse": "stop"},
-        "checkpoint": {"every": 1, "keep": 2},
-        "iterations": 7,
-        "ema": {"decay": 0.5},
-    }
+    monitor = {**WATCH, **changes.pop("monitor", {})}
+    common: dict[str, Any] = {"checkpoint": {"every": 1, "keep": 2}, "iterations": 7, "ema": {"decay": 0.5}}
+    common["rewards"] = [runs.reward(folder, "brightness"), runs.reward(folder, "redness", weight=0)]
+    common["evaluation"] = {"every": 1, "monitor": monitor, "on_collapse": "stop"}
     return runs.config(folder, model, **{**common, **changes})
 
 
@@ -64,10 +62,6 @@ def ended(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def adapter(folder: Path | str) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "pytorch_lora_weights.safetensors")
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_the_best_is_kept_and_written_beside_the_last(ended: Path) -> None:
@@ -114,14 +108,10 @@ BACK: dict[str, Any] = {"evaluation": {"every": 1, "monitor": {**WATCH, "patienc
 def test_a_rewriter_goes_back_with_the_model(folder: Path, model: Path) -> None:
     """The two are saved as they were evaluated together; also where the run was left after the best evaluation."""
     rewriter = {"path": str(TINY_LM), "instruction": "{prompt}", "max_new_tokens": 16, "lr": 1e-2}
-    changes: dict[str, Any] = BACK | {
-        "trainer": {"algorithm": "prompt_rl", "retained": 1, "rewriter": rewriter, "clip_range": 1e-2},
-        "sampling": {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4},
-        "iterations": 2,
-    }
-    straight = train(config(folder, model, **changes))
-    again = runs.resumed(straight, folder, 1)
-    assert runs.differences(straight, again) == []
+    trainer = {"algorithm": "prompt_rl", "retained": 1, "rewriter": rewriter, "clip_range": 1e-2}
+    sampling = {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4}
+    straight = train(config(folder, model, **BACK | {"trainer": trainer, "sampling": sampling, "iterations": 2}))
+    assert runs.differences(straight, runs.resumed(straight, folder, 1)) == []
     end, best = (checkpoint.load(Run(straight).checkpoints / f"step-00000{step}").tensors for step in (2, 1))
     assert equal(end["weights"], best["weights"]) and equal(end["kept-rewriter"], best["kept-rewriter"])
     assert runs.rows(straight)[2]["rewriter/grad_norm"] > 0  # it had learnt since

@@ -62,9 +62,7 @@ def test_micro_batches_are_whole_groups_of_one_size(folder: Path, model: Path) -
 
 def test_a_size_with_too_few_prompts_is_refused_before_the_model_is_loaded(folder: Path, model: Path) -> None:
     few = settings(folder, model, sampling={"buckets": [*SIZES, [24, 16]]})
-    with pytest.raises(
-        ValueError, match=r"sampling\.buckets: 16 x 24 has 1 of the 4 prompts, and a micro-batch is of 2"
-    ):
+    with pytest.raises(ValueError, match=r"sampling\.buckets: 16 x 24 has 1 of the 4 prompts, and a micro-batch is"):
         train(few)
 
 
@@ -129,18 +127,15 @@ def test_evaluations_draw_each_prompt_in_its_size(folder: Path, kind: Callable[[
 @pytest.mark.slow
 def test_two_processes_draw_the_same_sizes(folder: Path) -> None:
     """Samples and held-out pictures to the bit."""
+    drawn, shown = [], []
     for count in (1, 2):
-        (folder / str(count)).mkdir()
-        sized(folder, kontext, output=str(folder / f"run-{count}"))
-        arguments = (ranks.record, str(folder / "tiny.yaml"), str(folder / str(count)))
-        processes = runs.start_ranks(count, *arguments, log=folder / f"{count}.log")
-        assert runs.wait(processes, 300) == [0] * count, (folder / f"{count}-rank-0.log").read_text()[-3000:]
-    (alone,) = (load_file(path) for path in (folder / "1").glob("*.safetensors"))
-    shared = [load_file(path) for path in sorted((folder / "2").glob("*.safetensors"))]
-    drawn = sorted(key for key in alone if key.startswith("position/"))
-    assert sorted(key for part in shared for key in part if key.startswith("position/")) == drawn
+        out, run = folder / str(count), folder / f"run-{count}"
+        out.mkdir()
+        sized(folder, kontext, output=str(run))
+        runs.finish(folder / "tiny.yaml", count, ranks.record, str(out))
+        drawn.append([load_file(path) for path in sorted(out.glob("*.safetensors"))])
+        shown.append({p.name: p.read_bytes() for p in (run / "samples" / "step-000000").iterdir()})
+    ((alone,), shared), places = drawn, sorted(key for key in drawn[0][0] if key.startswith("position/"))
+    assert sorted(key for part in shared for key in part if key.startswith("position/")) == places
     assert all(torch.equal(alone[key], part[key]) for part in shared for key in part if "gradient" not in key)
-    one, two = (
-        {p.name: p.read_bytes() for p in (folder / f"run-{n}" / "samples" / "step-000000").iterdir()} for n in (1, 2)
-    )
-    assert one == two and len(one) == 4
+    assert shown[0] == shown[1] and len(shown[0]) == 4

@@ -22,13 +22,7 @@ from genrl.runtime.show.mp4 import import_av
 from tests.diffusion import families, runs
 from tests.runtime.show.compare import pages
 
-ARGUMENTS: dict[str, Any] = {
-    "num_inference_steps": 2,
-    "guidance_scale": 1.0,
-    "height": 16,
-    "width": 16,
-    "max_sequence_length": 4,
-}
+ARGUMENTS: dict[str, Any] = {**runs.CALL, "num_inference_steps": 2}
 ROWS = [Prompt("a red star"), Prompt("two blue circles"), Prompt("a cat")]
 
 

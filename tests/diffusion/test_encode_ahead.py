@@ -1,7 +1,5 @@
 """Prompts encoded before training: what is drawn is the same, the encoders are gone, and the disk serves other runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,6 @@ from genrl.diffusion.train import encode, open_policy, train
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 AHEAD = {"text_encoders": "encode_then_free"}
 

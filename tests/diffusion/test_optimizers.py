@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from genrl.config.optimizers import OPTIMIZERS
+from genrl.config.sections import OPTIMIZERS
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 

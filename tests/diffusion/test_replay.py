@@ -22,7 +22,7 @@ QUIET = {"evaluation": {"every": 0}}
 pytestmark = pytest.mark.usefixtures("traced")
 KERNELS = {"window": {"fused": True, "attention": "math"}}
 TRAINERS: dict[str, dict[str, Any]] = {
-    "flow_grpo": {"algorithm": "flow_grpo", "kernel": "flow_cps", "noise_level": 0.8, "kl_weight": 0.1},
+    "flow_grpo": {"algorithm": "flow_grpo", "kernel": "flow_cps", "noise_level": 0.8, "kl_weight": 0.1, "kl": "k2"},
     "window": {"algorithm": "flow_grpo", "window": {"size": 1, "low": 1}, "guidance_in_training": False},
     "diffusion_nft": {**runs.NFT, "kl_weight": 0.1, "updates_per_iteration": 2, "inner_epochs": 2},
 }
@@ -48,38 +48,23 @@ def stopped(config: Config, call: int, spoil: float = math.nan) -> tuple[Path, t
 def test_it_computes_what_the_run_computed(folder: Path, model: Path, name: str, lora: dict[str, Any] | None) -> None:
     """To the bit: the adapter is in the dump, other weights in the checkpoint of the iteration that was stopped."""
     last = {"flow_grpo": 5, "window": 3, "diffusion_nft": 10}[name]
-    config = runs.config(
-        folder,
-        model,
-        lora=lora,
-        trainer=TRAINERS[name],
-        sampling={"guidance_scale": 3.0, "same_initial_noise": name != "diffusion_nft"},
-        kernels=KERNELS.get(name, {}),
-        **QUIET,
-    )
-    dump, loss = stopped(config, last)
+    changes = {"trainer": TRAINERS[name], "kernels": KERNELS.get(name, {}), **QUIET}
+    changes["sampling"] = {"guidance_scale": 3.0, "same_initial_noise": name != "diffusion_nft"}
+    dump, loss = stopped(runs.config(folder, model, lora=lora, **changes), last)
     again = replay(dump)
     assert again.dump.step == 1 and again.weights.startswith("the dump's" if lora else "step-000001's: as")
     assert torch.equal(again.tensors["loss"], loss)
-    assert torch.equal(again.tensors["model_output"], again.recorded["model_output"])
-    if name != "diffusion_nft":
-        assert torch.equal(again.tensors["log_prob"], again.recorded["log_prob"])
+    for key in ("model_output",) if name == "diffusion_nft" else ("model_output", "log_prob"):
+        assert torch.equal(again.tensors[key], again.recorded[key])
     assert not non_finite(again.tensors) and not again.module and not again.gradients
     assert "everything is finite this time" in next(replay_verdict(again))
 
 
 def test_the_first_bad_module_is_named(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights blown up by the first of two updates: attention overflows in the second's forward pass."""
-    config = runs.config(
-        folder,
-        model,
-        trainer={"algorithm": "flow_grpo", "updates_per_iteration": 2},
-        optimizer={"lr": 1e25, "weight_decay": 0},
-        iterations=1,
-        **QUIET,
-    )
-    dump, _ = stopped(config, 0, spoil=1.0)
-    again = replay(dump)
+    changes = {"trainer": {"algorithm": "flow_grpo", "updates_per_iteration": 2}, "iterations": 1, **QUIET}
+    config = runs.config(folder, model, optimizer={"lr": 1e25, "weight_decay": 0}, **changes)
+    again = replay(stopped(config, 0, spoil=1.0)[0])
     assert again.recorded["state"].isfinite().all() and again.recorded["next_state"].isfinite().all()
     assert non_finite(again.tensors)[0] == "model_output"
     assert again.module is not None and again.module.startswith("transformer.transformer_blocks.0.attn.")

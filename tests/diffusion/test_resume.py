@@ -19,14 +19,8 @@ from tests.diffusion import runs
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
-GRPO = {
-    "algorithm": "flow_grpo",
-    "window": {"size": 1, "low": 0, "high": 3},
-    "kl_weight": 0.01,
-    "clip_range": 1e-2,
-    "inner_epochs": 2,
-    "updates_per_iteration": 2,
-}
+GRPO = {"algorithm": "flow_grpo", "window": {"size": 1, "low": 0, "high": 3}, "kl_weight": 0.01, "clip_range": 1e-2}
+GRPO |= {"inner_epochs": 2, "updates_per_iteration": 2}
 RAMP = {"algorithm": "diffusion_nft", "old_policy_decay": "ramp", "kl_weight": 1e-3, "updates_per_iteration": 2}
 LORAS = {"flow_grpo": runs.LORA, "diffusion_nft": None}
 """What the first trains is an adapter, what the second trains is all weights."""
@@ -34,20 +28,14 @@ LORAS = {"flow_grpo": runs.LORA, "diffusion_nft": None}
 
 def resumable(folder: Path, model: Path, name: str, output: Path | None = None) -> Config:
     """Three iterations of several updates each, by a reward that draws from the global generators."""
-    return runs.config(
-        folder,
-        model,
-        trainer=GRPO if name == "flow_grpo" else RAMP,
-        lora=LORAS[name],
-        sampling={"num_inference_steps": 4, "guidance_scale": 2.0},
-        optimizer={"lr": 1e-2 if LORAS[name] else 1e-4, "schedule": "cosine", "warmup_steps": 1},
-        rewards=[runs.reward(folder, "Interrupt", args={"number": 0, "call": 10**9})],
-        evaluation={"every": 2, "batch_size": 1},
-        checkpoint={"every": 1, "keep": 5},
-        iterations=3,
-        ema={"decay": 0.5},
-        output=str(output or folder / "run"),
-    )
+    changes: dict[str, Any] = {
+        **{"trainer": GRPO if name == "flow_grpo" else RAMP, "lora": LORAS[name], "iterations": 3},
+        "sampling": {"num_inference_steps": 4, "guidance_scale": 2.0},
+        "optimizer": {"lr": 1e-2 if LORAS[name] else 1e-4, "schedule": "cosine", "warmup_steps": 1},
+        "rewards": [runs.reward(folder, "Interrupt", args={"number": 0, "call": 10**9})],
+        **{"evaluation": {"every": 2, "batch_size": 1}, "checkpoint": {"every": 1, "keep": 5}, "ema": {"decay": 0.5}},
+    }
+    return runs.config(folder, model, output=str(output or folder / "run"), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +58,8 @@ def test_gone_on_with_from_a_checkpoint(straight: Callable[[str], Path], tmp_pat
     """Weights, snapshots, optimiser, random numbers and metrics to the bit."""
     again = runs.resumed(straight(name), tmp_path, 2)
     assert runs.differences(straight(name), again) == []
-    names = {"weights", "optimizer", "snapshot-average", "kept-before"} | (
-        {"snapshot-old"} if name == "diffusion_nft" else set()
-    )
-    assert runs.last_state(again).tensors.keys() == names
+    old = {"snapshot-old"} if name == "diffusion_nft" else set()
+    assert runs.last_state(again).tensors.keys() == {"weights", "optimizer", "snapshot-average", "kept-before"} | old
 
 
 Place = tuple[str, int, int]
@@ -156,9 +142,8 @@ def test_a_finished_run_can_be_asked_for_more_and_not_for_something_else(copied:
     assert [row["step"] for row in runs.rows(run)] == [0, 1, 2, 3] and runs.rows(run)[:2] == before[:2]
     lora = copied.model.lora
     assert lora is not None
-    other = copied.model_copy(
-        update={"model": copied.model.model_copy(update={"lora": lora.model_copy(update={"rank": 8})})}
-    )
+    ranked = copied.model.model_copy(update={"lora": lora.model_copy(update={"rank": 8})})
+    other = copied.model_copy(update={"model": ranked})
     with pytest.raises(ValueError, match=r"cannot resume .* with another value of model\.lora\.rank"):
         train(other, run)
     Run(run).config.write_text(dump(other))  # and where the file was edited as well

@@ -20,13 +20,7 @@ from genrl.diffusion.rollout.scoring import plain
 from genrl.diffusion.sample import evaluate_pipeline, load, sample
 from tests.diffusion import runs
 
-ARGUMENTS: dict[str, Any] = {
-    "num_inference_steps": 3,
-    "guidance_scale": 1.0,
-    "height": 16,
-    "width": 16,
-    "max_sequence_length": 4,
-}
+ARGUMENTS: dict[str, Any] = {**runs.CALL, "num_inference_steps": 3}
 PROMPTS = ["a red star", "two blue dogs", "a cat"]
 
 

@@ -23,20 +23,11 @@ from genrl.runtime.folder import run as run_folder
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from tests.diffusion import runs
-
-QUIET = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
+from tests.diffusion.methods.watched import equal
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return runs.last_state(run).tensors["weights"]
-
-
-def equal(one: Path, other: Path) -> bool:
-    left, right = weights(one), weights(other)
-    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
-
-
-# -- the run folder --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_folder_is_complete(finished: Path) -> None:
@@ -68,35 +59,24 @@ def test_a_folder_in_use_is_refused(copied: Config) -> None:
     lock.release()
 
 
-# -- what may not change the numbers ---------------------------------------------------------------------------------
-
 Runs = Callable[[str], Path]
 BASES: dict[str, dict[str, Any]] = {
     "flow_grpo": {"trainer": {"algorithm": "flow_grpo", "kl_weight": 0.01}},
     "nft": {"trainer": runs.NFT},
     "full": {"lora": None},
 }
-BUSY = {
-    "evaluation": {"every": 1, "num_inference_steps": 5, "guidance_scale": 3.0},
-    "checkpoint": {"every": 1},
-    "ema": {"decay": 0.5},
+BUSY: dict[str, Any] = {"evaluation": {"every": 1, "num_inference_steps": 5, "guidance_scale": 3.0}}
+BUSY |= {"checkpoint": {"every": 1}, "ema": {"decay": 0.5}}
+CHECKPOINTED: dict[str, Any] = {"gradient_checkpointing": True}
+AHEAD: dict[str, Any] = {"offload": {"text_encoders": "encode_then_free"}}
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "evaluated, saved and averaged": ("flow_grpo", {"sampling": {"score_in_background": True}} | BUSY),
+    "nft, evaluated, saved and averaged": ("nft", BUSY),
+    "checkpointing": ("flow_grpo", {"model": CHECKPOINTED}),
+    "between": ("flow_grpo", {"model": CHECKPOINTED | {"offload": {"text_encoders": "between"}}}),
+    "encode_then_free": ("flow_grpo", {"model": AHEAD}),
+    "all weights": ("full", {"model": CHECKPOINTED | AHEAD}),
 }
-SAME: list[Any] = [
-    pytest.param("flow_grpo", {"sampling": {"score_in_background": True}} | BUSY, id="evaluated, saved and averaged"),
-    pytest.param("nft", BUSY, id="nft, evaluated, saved and averaged"),
-    pytest.param("flow_grpo", {"model": {"gradient_checkpointing": True}}, id="checkpointing"),
-    pytest.param(
-        "flow_grpo",
-        {"model": {"gradient_checkpointing": True, "offload": {"text_encoders": "between"}}},
-        id="between",
-    ),
-    pytest.param("flow_grpo", {"model": {"offload": {"text_encoders": "encode_then_free"}}}, id="encode_then_free"),
-    pytest.param(
-        "full",
-        {"model": {"gradient_checkpointing": True, "offload": {"text_encoders": "encode_then_free"}}},
-        id="all weights",
-    ),
-]
 
 
 @pytest.fixture(scope="module")
@@ -108,29 +88,30 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             runs.write_folder(folder)
-            made[name] = train(runs.config(folder, model, **QUIET, ema=None, **BASES[name]))
+            made[name] = train(runs.config(folder, model, **runs.QUIET, ema=None, **BASES[name]))
         return made[name]
 
     return base
 
 
 @pytest.mark.usefixtures("unproven")
-@pytest.mark.parametrize(("base", "changes"), SAME)
+@pytest.mark.parametrize(("base", "changes"), SAME.values(), ids=SAME)
 def test_the_numbers_stay_the_same(folder: Path, model: Path, plain: Runs, base: str, changes: dict[str, Any]) -> None:
     assert "snapshot-average" not in runs.last_state(plain(base)).tensors
-    assert equal(plain(base), train(runs.config(folder, model, **(QUIET | {"ema": None} | BASES[base] | changes))))
+    run = train(runs.config(folder, model, **(runs.QUIET | {"ema": None} | BASES[base] | changes)))
+    assert equal(weights(plain(base)), weights(run))
 
 
 @pytest.mark.usefixtures("unproven")
 def test_a_seed_decides_and_a_reward_of_weight_zero_does_not(folder: Path, model: Path, plain: Runs) -> None:
     both = [runs.reward(folder, "redness", weight=0.0), runs.reward(folder, "brightness")]
-    common = QUIET | {"ema": None} | BASES["flow_grpo"]
+    common = runs.QUIET | {"ema": None} | BASES["flow_grpo"]
     one = train(runs.config(folder, model, output=str(folder / "two"), rewards=both, **common))
-    assert equal(plain("flow_grpo"), one)
+    assert equal(weights(plain("flow_grpo")), weights(one))
     first = runs.rows(plain("flow_grpo"))
     assert [{key: row[key] for key in first[k]} for k, row in enumerate(runs.rows(one))] == first
     other = train(runs.config(folder, model, output=str(folder / "other"), seed=1, **common))
-    assert not equal(plain("flow_grpo"), other)
+    assert not equal(weights(plain("flow_grpo")), weights(other))
 
 
 @pytest.mark.parametrize("precision", [{"dtype": "bfloat16"}, {"autocast": "bfloat16"}], ids=["held", "autocast"])
@@ -142,7 +123,7 @@ def test_low_precision_trains_on_policy(folder: Path, model: Path, precision: di
 
 @pytest.mark.parametrize("limit", [1e-4, 1e3])
 def test_gradients_are_scaled_down_to_the_norm_and_never_up(folder: Path, model: Path, limit: float) -> None:
-    config = runs.config(folder, model, optimizer={"max_grad_norm": limit}, iterations=1, **QUIET)
+    config = runs.config(folder, model, optimizer={"max_grad_norm": limit}, iterations=1, **runs.QUIET)
     norms: list[float] = []
     with runs.opened(config) as run:
         step = run.loop.optimizer.step
@@ -158,12 +139,9 @@ def test_gradients_are_scaled_down_to_the_norm_and_never_up(folder: Path, model:
     assert norms == pytest.approx([min(limit, row["grad_norm"])], rel=1e-2)
 
 
-# -- stops -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_what_is_not_finite_stops_before_the_step(folder: Path, model: Path, where: str) -> None:
-    config = runs.config(folder, model, iterations=1, **QUIET)
+    config = runs.config(folder, model, iterations=1, **runs.QUIET)
     with runs.opened(config) as run:
         if where == "loss":
             runs.spoil(run, lambda number: True, math.inf)
@@ -216,14 +194,14 @@ def test_a_row_that_a_reward_cannot_read_is_named(folder: Path, model: Path) -> 
 def test_what_fails_later_is_named(folder: Path, model: Path) -> None:
     """The model that is not there, a key that its pipeline does not take (the next start is not blocked), a reward."""
     with pytest.raises(ValueError, match=r"model\.path: .* could not be loaded as a diffusers pipeline"):
-        train(runs.config(folder, folder / "nowhere", **QUIET))
-    misspelt = runs.config(folder, model, sampling={"pipeline_args": {"max_sequence_lenght": 4}}, **QUIET)
+        train(runs.config(folder, folder / "nowhere", **runs.QUIET))
+    misspelt = runs.config(folder, model, sampling={"pipeline_args": {"max_sequence_lenght": 4}}, **runs.QUIET)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"args\.max_sequence_lenght: .* did you mean max_sequence_length"):
             train(misspelt)
     (folder / "bad.py").write_text("def bad(images):\n    raise OSError('the scorer is gone')\n")
     with pytest.raises(Exception, match="(?s)reward 'bad' raised for .*the scorer is gone"):
-        train(runs.config(folder, model, rewards=[{"name": f"{folder}/bad.py:bad"}], **QUIET))
+        train(runs.config(folder, model, rewards=[{"name": f"{folder}/bad.py:bad"}], **runs.QUIET))
 
 
 SECRETS = {"HF_TOKEN": "hf_PlantedTokenOne", "WANDB_API_KEY": "PlantedTokenTwo", "HOME_OF_SECRETS": "PlantedThree"}
@@ -243,9 +221,6 @@ def test_nothing_of_the_environment_is_written(
     for text in (*SECRETS, *SECRETS.values()):
         assert text.encode() not in printed
         assert not [path for path, content in files.items() if text.encode() in content]
-
-
-# -- a newcomer's reward, and that it learns -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -276,24 +251,13 @@ def test_a_newcomers_reward_trains_by_one_changed_line(
 def test_the_reward_rises(folder: Path, model: Path) -> None:
     """Brightness of a random decoder's pictures: by more than the spread of the first samples, in 20 iterations."""
     trainer = {"algorithm": "flow_grpo", "clip_range": 1e-2, "inner_epochs": 2, "updates_per_iteration": 2}
-    config = runs.config(
-        folder,
-        model,
-        trainer=trainer,
-        sampling={"prompts_per_iteration": 2, "group_size": 16, "batch_size": 16},
-        optimizer={"lr": 2e-2, "weight_decay": 0},
-        evaluation={"every": 20},
-        checkpoint={"every": 100},
-        iterations=20,
-    )
-    rows = runs.rows(train(config))
+    changes = {"sampling": {"group_size": 16, "batch_size": 16}, "evaluation": {"every": 20}, "iterations": 20}
+    changes |= {"optimizer": {"lr": 2e-2, "weight_decay": 0}, "checkpoint": {"every": 100}}
+    rows = runs.rows(train(runs.config(folder, model, trainer=trainer, **changes)))
     spread = rows[1]["reward/total_std"]
     first, last = (sum(row["reward/total_mean"] for row in part) / 5 for part in (rows[1:6], rows[-5:]))
     assert last - first > spread
     assert rows[-1]["eval/total_mean"] - rows[0]["eval/total_mean"] > spread
-
-
-# -- What methods share: how far a phase is, as the progress bar shows it
 
 
 @pytest.mark.parametrize(
@@ -322,9 +286,6 @@ def test_the_bar_of_training_fills_up(folder: Path, model: Path, trainer: dict[s
         code_of(config.trainer).train(run, config.trainer)
     assert progress.total == 5 and counts[-1] == pytest.approx(5)
     assert all(0 < b - a <= 2 for a, b in zip([0.0, *counts], counts, strict=False)) and len(counts) >= 3
-
-
-# -- Figures of held-out pictures that no reward has
 
 
 def test_confetti_has_high_frequencies_and_a_slope_has_none() -> None:

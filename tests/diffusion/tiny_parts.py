@@ -4,8 +4,6 @@ Nothing here reads a file or the network. Tokenizers work on bytes or characters
 has tokens; encoders have one or two layers of 16 to 32 channels.
 """
 
-from __future__ import annotations
-
 import inspect
 import string
 from dataclasses import dataclass, field
@@ -21,17 +19,15 @@ from torch import nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
+from genrl.diffusion.policy.trajectory import Batch
+
 Network = TypeVar("Network", bound=nn.Module)
 BYTES = sorted(ByteLevel.alphabet())
+PROMPTS = ("a red star", "two blue dogs")
+KEYS = ((7, 0, 0), (7, 0, 1))
 QWEN_SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 ]
 
 
@@ -52,15 +48,17 @@ class Family:
     inputs: dict[str, list[object]] = field(default_factory=dict)
     """Further arguments with one entry per prompt; they fit two prompts."""
 
+    def batch(self, **changes: object) -> Batch:
+        """Two prompts in four steps, with `changes` of the arguments."""
+        sampling = {"num_inference_steps": 4, **self.call, **changes}
+        return Batch([*PROMPTS], [*KEYS], sampling, inputs=self.inputs)
 
+
+_TEXTS = ("joint_attention_dim", "pooled_projection_dim", "text_embed_dim", "text_embed_2_dim", "text_dim")
 SMALL = {
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "num_refiner_layers": 1,
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "in_channels": 4,
-    "sample_size": 8,
+    **dict.fromkeys(("num_layers", "num_single_layers", "num_refiner_layers"), 1),
+    **{"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "sample_size": 8},
+    **dict.fromkeys((*_TEXTS, "caption_channels", "caption_projection_dim"), 32),  # as the text encoders below
 }
 
 
@@ -98,17 +96,9 @@ def clip_tokenizer(max_length: int = 77) -> transformers.CLIPTokenizer:
 
 def clip_config(hidden: int = 32, max_length: int = 77) -> transformers.CLIPTextConfig:
     return transformers.CLIPTextConfig(
-        vocab_size=514,
-        bos_token_id=512,
-        eos_token_id=513,
-        pad_token_id=513,
-        hidden_size=hidden,
-        projection_dim=hidden,
-        intermediate_size=37,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=max_length,
-    )
+        vocab_size=514, bos_token_id=512, eos_token_id=513, pad_token_id=513, hidden_size=hidden, projection_dim=hidden,
+        intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=max_length,
+    )  # fmt: skip
 
 
 def clip_encoder(hidden: int = 32) -> transformers.CLIPTextModel:
@@ -156,36 +146,21 @@ def byte_tokenizer(truncation_side: str = "right", first_token: bool = False) ->
     """
     vocab = {token: index for index, token in enumerate([*BYTES, *QWEN_SPECIAL])}
     tokenizer = transformers.Qwen2Tokenizer(
-        vocab=vocab,
-        merges=[],
-        additional_special_tokens=QWEN_SPECIAL[1:],
-        model_max_length=512,
-        chat_template=CHAT_TEMPLATE,
-        truncation_side=truncation_side,
-    )
+        vocab=vocab, merges=[], additional_special_tokens=QWEN_SPECIAL[1:], model_max_length=512,
+        chat_template=CHAT_TEMPLATE, truncation_side=truncation_side,
+    )  # fmt: skip
     if first_token:
-        special = [("<|im_start|>", vocab["<|im_start|>"])]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<|im_start|> $A", special_tokens=special
-        )
-        tokenizer.padding_side = "left"
+        first = ("<|im_start|>", vocab["<|im_start|>"])
+        processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[first])
+        tokenizer.backend_tokenizer.post_processor, tokenizer.padding_side = processor, "left"
     return tokenizer
 
 
 def decoder_sizes(hidden: int, layers: int) -> dict[str, int]:
     """Sizes shared by the decoder-only text encoders; ids are those of `byte_tokenizer`."""
-    return {
-        "vocab_size": 264,
-        "hidden_size": hidden,
-        "intermediate_size": 32,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "bos_token_id": 256,
-        "eos_token_id": 258,
-        "pad_token_id": 256,
-    }
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 32, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return sizes | {"vocab_size": 264, "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256}
 
 
 def gemma2_encoder(hidden: int = 32) -> transformers.Gemma2Model:
@@ -211,16 +186,8 @@ def qwen3_encoder(hidden: int = 32) -> transformers.Qwen3Model:
 
 
 def mistral3_encoder(hidden: int = 32) -> transformers.Mistral3ForConditionalGeneration:
-    vision = {
-        "model_type": "pixtral",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-        "image_size": 28,
-        "patch_size": 14,
-    }
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}
     text = {"model_type": "mistral", **decoder_sizes(hidden, layers=2)}
     config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=262)
     return transformers.Mistral3ForConditionalGeneration(config).eval()
@@ -229,25 +196,15 @@ def mistral3_encoder(hidden: int = 32) -> transformers.Mistral3ForConditionalGen
 def qwen_vl_encoder(hidden: int = 32, layers: int = 1) -> transformers.Qwen2_5_VLForConditionalGeneration:
     ids = {token: 256 + index for index, token in enumerate(QWEN_SPECIAL)}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": hidden,
-        "patch_size": 14,
-        "fullatt_block_indexes": [0],
-    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
+    vision |= {"out_hidden_size": hidden, "fullatt_block_indexes": [0]}
+    # its heads have the width of hidden / heads, whatever head_dim says, and rope's three parts are half of 8
+    heads = {"num_attention_heads": hidden // 8, "num_key_value_heads": hidden // 16, "rope_parameters": rope}
     config = transformers.Qwen2_5_VLConfig(
-        # its heads have the width of hidden / heads, whatever head_dim says, and rope's three parts are half of 8
-        text_config=decoder_sizes(hidden, layers=layers)
-        | {"num_attention_heads": hidden // 8, "num_key_value_heads": hidden // 16, "rope_parameters": rope},
-        vision_config=vision,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-    )
+        text_config=decoder_sizes(hidden, layers=layers) | heads, vision_config=vision,
+        image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
+    )  # fmt: skip
     return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
@@ -268,48 +225,28 @@ def qwen_vl_processor() -> PictureProcessor:
 
 def kl_autoencoder(latent_channels: int = 4, blocks: int = 2, **config: object) -> diffusers.AutoencoderKL:
     """Image autoencoder which shrinks each side by `2 ** (blocks - 1)`."""
-    channels = (8, 16, 16, 16)[:blocks]
-    vae = diffusers.AutoencoderKL(
-        in_channels=3,
-        out_channels=3,
-        latent_channels=latent_channels,
-        block_out_channels=channels,
-        down_block_types=("DownEncoderBlock2D",) * blocks,
-        up_block_types=("UpDecoderBlock2D",) * blocks,
-        layers_per_block=1,
-        norm_num_groups=4,
-        **config,
-    )
-    return vae.eval()
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * blocks, "up_block_types": ("UpDecoderBlock2D",) * blocks}
+    config |= {"latent_channels": latent_channels, "block_out_channels": (8, 16, 16, 16)[:blocks], **kinds}
+    return diffusers.AutoencoderKL(layers_per_block=1, norm_num_groups=4, **config).eval()
 
 
 def flux2_autoencoder() -> diffusers.AutoencoderKLFlux2:
-    vae = diffusers.AutoencoderKLFlux2(
-        latent_channels=4,
-        block_out_channels=(8, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        layers_per_block=1,
-        norm_num_groups=4,
-    )
-    return vae.eval()
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    return diffusers.AutoencoderKLFlux2(
+        latent_channels=4, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, **kinds
+    ).eval()
 
 
 def dc_autoencoder() -> diffusers.AutoencoderDC:
-    vae = diffusers.AutoencoderDC(
-        latent_channels=4,
-        attention_head_dim=2,
-        encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"),
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)),
-        encoder_layers_per_block=(1, 1),
-        decoder_layers_per_block=(1, 1),
-        scaling_factor=0.41407,
-    )
-    return vae.eval()
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in {
+            **{"block_types": ("ResBlock", "EfficientViTBlock"), "block_out_channels": (8, 8)},
+            **{"qkv_multiscales": ((), (5,)), "layers_per_block": (1, 1)},
+        }.items()
+    }
+    return diffusers.AutoencoderDC(latent_channels=4, attention_head_dim=2, scaling_factor=0.41407, **sides).eval()
 
 
 _WAN_SIZES = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
@@ -326,55 +263,70 @@ def qwen_autoencoder() -> diffusers.AutoencoderKLQwenImage:
 
 def ltx_autoencoder() -> diffusers.AutoencoderKLLTXVideo:
     """2 x 2 pixels per patch and one halving of each side and of time: 4 x 4 pixels, 2 frames per latent."""
-    vae = diffusers.AutoencoderKLLTXVideo(
-        latent_channels=8,
-        block_out_channels=(8, 8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1, 1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1, 1, 1),
-        spatio_temporal_scaling=(True, False, False, False),
-        decoder_spatio_temporal_scaling=(True, False, False, False),
-        patch_size=2,
-    )
-    return vae.eval()
+    halved = (True, False, False, False)
+    return diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8, patch_size=2, block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4,
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
+        spatio_temporal_scaling=halved, decoder_spatio_temporal_scaling=halved,
+    ).eval()  # fmt: skip
 
 
 def hunyuan_video_autoencoder() -> diffusers.AutoencoderKLHunyuanVideo:
-    vae = diffusers.AutoencoderKLHunyuanVideo(
-        latent_channels=4,
-        down_block_types=("HunyuanVideoDownBlock3D",) * 4,
-        up_block_types=("HunyuanVideoUpBlock3D",) * 4,
-        block_out_channels=(8, 8, 8, 8),
-        layers_per_block=1,
-        norm_num_groups=4,
-    )
-    return vae.eval()
+    kinds = {"down_block_types": ("HunyuanVideoDownBlock3D",) * 4, "up_block_types": ("HunyuanVideoUpBlock3D",) * 4}
+    return diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4, **kinds
+    ).eval()
 
 
 def mochi_autoencoder() -> diffusers.AutoencoderKLMochi:
-    vae = diffusers.AutoencoderKLMochi(
-        encoder_block_out_channels=(32, 32, 32, 32),
-        decoder_block_out_channels=(32, 32, 32, 32),
-        layers_per_block=(1, 1, 1, 1, 1),
-    )
-    return vae.eval()
+    widths = {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4}
+    return diffusers.AutoencoderKLMochi(**widths, layers_per_block=(1,) * 5).eval()
 
 
 def cogvideox_autoencoder() -> diffusers.AutoencoderKLCogVideoX:
-    vae = diffusers.AutoencoderKLCogVideoX(
-        block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2
-    )
-    return vae.eval()
+    return diffusers.AutoencoderKLCogVideoX(
+        block_out_channels=(8,) * 4, latent_channels=4, layers_per_block=1, norm_num_groups=2
+    ).eval()
 
 
 def oobleck_autoencoder(latent_channels: int, sampling_rate: int) -> diffusers.AutoencoderOobleck:
     """Stereo sound autoencoder: 8 samples per latent."""
-    vae = diffusers.AutoencoderOobleck(
-        encoder_hidden_size=6,
-        downsampling_ratios=[2, 4],
-        channel_multiples=[2, 4],
-        decoder_channels=3,
-        decoder_input_channels=latent_channels,
-        sampling_rate=sampling_rate,
-    )
-    return vae.eval()
+    ways = {"downsampling_ratios": [2, 4], "channel_multiples": [2, 4], "sampling_rate": sampling_rate}
+    return diffusers.AutoencoderOobleck(
+        encoder_hidden_size=6, decoder_channels=3, decoder_input_channels=latent_channels, **ways
+    ).eval()
+
+
+# -- What pipelines are put together from ----------------------------------------------------------------------------
+
+
+def flow(shift: float = 1.0, **settings: object) -> diffusers.FlowMatchEulerDiscreteScheduler:
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift, **settings)
+
+
+def shifting() -> diffusers.FlowMatchEulerDiscreteScheduler:
+    """By the number of tokens, as FLUX's."""
+    return flow(3.0, use_dynamic_shifting=True)
+
+
+def texts(encoder: nn.Module, tokenizer: object, number: str = "") -> dict[str, object]:
+    """A text encoder and its tokenizer under their names in a pipeline."""
+    return {f"text_encoder{number}": encoder, f"tokenizer{number}": tokenizer}
+
+
+def clip(number: str = "") -> dict[str, object]:
+    return texts(clip_encoder(), clip_tokenizer(), number)
+
+
+def clip_projection(number: str = "") -> dict[str, object]:
+    return texts(clip_projection_encoder(), clip_tokenizer(), number)
+
+
+def t5(number: str = "", hidden: int = 32) -> dict[str, object]:
+    return texts(t5_encoder(hidden), t5_tokenizer(), number)
+
+
+def byt5() -> dict[str, object]:
+    """The second encoder of Hunyuan's: of the letters that are to be drawn."""
+    config = transformers.T5Config(vocab_size=384, d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
+    return texts(transformers.T5EncoderModel(config), transformers.ByT5Tokenizer(), "_2")

@@ -12,35 +12,20 @@ from tests.diffusion.tiny_parts import Family
 
 SIZE = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 16}
 UNGUIDED: dict[str, object] = {"guidance_scale": 1.0}
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 
 
 def _wan_transformer(in_channels: int = 16) -> diffusers.WanTransformer3DModel:
     return parts.small(
-        diffusers.WanTransformer3DModel,
-        patch_size=(1, 2, 2),
-        attention_head_dim=12,
-        in_channels=in_channels,
-        out_channels=16,
-        text_dim=32,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32,
-    )
+        diffusers.WanTransformer3DModel, attention_head_dim=12, in_channels=in_channels, out_channels=16, freq_dim=16,
+        ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
+    )  # fmt: skip
 
 
 def _wan_parts() -> dict[str, object]:
-    scheduler = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-    )
-    return {
-        "tokenizer": parts.t5_tokenizer(),
-        "text_encoder": parts.umt5_encoder(),
-        "vae": parts.wan_autoencoder(),
-        "scheduler": scheduler,
-    }
+    scheduler = diffusers.UniPCMultistepScheduler(**FLOW, flow_shift=3.0)
+    made = parts.texts(parts.umt5_encoder(), parts.t5_tokenizer())
+    return made | {"vae": parts.wan_autoencoder(), "scheduler": scheduler}
 
 
 def wan_t2v() -> Family:
@@ -51,10 +36,7 @@ def wan_t2v() -> Family:
 def wan22() -> Family:
     """Two experts: one transformer above the boundary noise level, the other below."""
     pipe = diffusers.WanPipeline(
-        **_wan_parts(),
-        transformer=_wan_transformer(),
-        transformer_2=_wan_transformer(),
-        boundary_ratio=0.875,
+        **_wan_parts(), transformer=_wan_transformer(), transformer_2=_wan_transformer(), boundary_ratio=0.875
     )
     call = {**SIZE, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
     unguided = {**UNGUIDED, "guidance_scale_2": 1.0}
@@ -71,22 +53,11 @@ def wan_i2v() -> Family:
 
 def ltx() -> Family:
     transformer = parts.small(
-        diffusers.LTXVideoTransformer3DModel, in_channels=8, out_channels=8, cross_attention_dim=16, caption_channels=32
+        diffusers.LTXVideoTransformer3DModel, in_channels=8, out_channels=8, cross_attention_dim=16
     )
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
-        use_dynamic_shifting=True,
-        base_shift=0.95,
-        max_shift=2.05,
-        base_image_seq_len=1024,
-        shift_terminal=0.1,
-    )
-    pipe = diffusers.LTXPipeline(
-        scheduler=scheduler,
-        vae=parts.ltx_autoencoder(),
-        text_encoder=parts.t5_encoder(),
-        tokenizer=parts.t5_tokenizer(),
-        transformer=transformer,
-    )
+    shifts = {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024, "shift_terminal": 0.1}
+    made = {"scheduler": parts.flow(use_dynamic_shifting=True, **shifts), "vae": parts.ltx_autoencoder()}
+    pipe = diffusers.LTXPipeline(**made, **parts.t5(), transformer=transformer)
     call = {**SIZE, "height": 32, "width": 32, "guidance_scale": 3.0}
     return Family("ltx", pipe, call, media="video", unguided=UNGUIDED)
 
@@ -100,23 +71,12 @@ def ltx_i2v() -> Family:
 
 
 def hunyuan_video() -> Family:
-    transformer = parts.small(
-        diffusers.HunyuanVideoTransformer3DModel,
-        out_channels=4,
-        attention_head_dim=16,
-        text_embed_dim=32,
-        pooled_projection_dim=32,
-        rope_axes_dim=(4, 6, 6),
-    )
+    sizes = {"out_channels": 4, "attention_head_dim": 16, "rope_axes_dim": (4, 6, 6)}
+    transformer = parts.small(diffusers.HunyuanVideoTransformer3DModel, **sizes)
     pipe = diffusers.HunyuanVideoPipeline(
-        text_encoder=parts.llama_encoder(),
-        tokenizer=parts.byte_tokenizer(),
-        transformer=transformer,
-        vae=parts.hunyuan_video_autoencoder(),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
-        text_encoder_2=parts.clip_encoder(),
-        tokenizer_2=parts.clip_tokenizer(),
-    )
+        **parts.texts(parts.llama_encoder(), parts.byte_tokenizer()), transformer=transformer,
+        vae=parts.hunyuan_video_autoencoder(), scheduler=parts.flow(7.0), **parts.clip("_2"),
+    )  # fmt: skip
     call = {**SIZE, "guidance_scale": 6.0, "max_sequence_length": 32}
     call |= {"prompt_template": {"template": "{}", "crop_start": 0}}
     return Family("hunyuan_video", pipe, call, media="video")
@@ -124,90 +84,43 @@ def hunyuan_video() -> Family:
 
 def mochi() -> Family:
     """Time runs the other way: 0 is noise, 1 is data, and the model predicts data - noise."""
-    transformer = parts.small(
-        diffusers.MochiTransformer3DModel,
-        num_layers=2,
-        pooled_projection_dim=16,
-        in_channels=12,
-        text_embed_dim=32,
-        time_embed_dim=4,
-        max_sequence_length=16,
-    )
-    pipe = diffusers.MochiPipeline(
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
-        vae=parts.mochi_autoencoder(),
-        text_encoder=parts.t5_encoder(),
-        tokenizer=parts.t5_tokenizer(),
-        transformer=transformer,
-    )
+    sizes = {"num_layers": 2, "pooled_projection_dim": 16, "in_channels": 12, "time_embed_dim": 4}
+    transformer = parts.small(diffusers.MochiTransformer3DModel, **sizes, max_sequence_length=16)
+    made = {"scheduler": parts.flow(invert_sigmas=True), "vae": parts.mochi_autoencoder()}
+    pipe = diffusers.MochiPipeline(**made, **parts.t5(), transformer=transformer)
     call = {**SIZE, "num_frames": 7, "guidance_scale": 4.5}
     return Family("mochi", pipe, call, media="video", unguided=UNGUIDED)
 
 
 def cogvideox() -> Family:
-    transformer = parts.small(
-        diffusers.CogVideoXTransformer3DModel,
-        out_channels=4,
-        time_embed_dim=2,
-        text_embed_dim=32,
-        sample_width=2,
-        sample_height=2,
-        sample_frames=5,
-        max_text_seq_length=16,
-    )
+    sizes = {"out_channels": 4, "time_embed_dim": 2, "sample_width": 2, "sample_height": 2, "sample_frames": 5}
+    transformer = parts.small(diffusers.CogVideoXTransformer3DModel, **sizes, max_text_seq_length=16)
     scheduler = diffusers.CogVideoXDDIMScheduler(
-        beta_schedule="scaled_linear",
-        beta_start=0.00085,
-        beta_end=0.012,
-        clip_sample=False,
-        prediction_type="v_prediction",
-        rescale_betas_zero_snr=True,
-        snr_shift_scale=3.0,
-        timestep_spacing="trailing",
-    )
-    pipe = diffusers.CogVideoXPipeline(
-        tokenizer=parts.t5_tokenizer(),
-        text_encoder=parts.t5_encoder(),
-        vae=parts.cogvideox_autoencoder(),
-        transformer=transformer,
-        scheduler=scheduler,
-    )
+        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, prediction_type="v_prediction",
+        rescale_betas_zero_snr=True, snr_shift_scale=3.0, timestep_spacing="trailing", clip_sample=False,
+    )  # fmt: skip
+    made = parts.t5() | {"vae": parts.cogvideox_autoencoder(), "transformer": transformer, "scheduler": scheduler}
     call = {**SIZE, "guidance_scale": 6.0}
+    pipe = diffusers.CogVideoXPipeline(**made)
     return Family("cogvideox", pipe, call, kind="epsilon", media="video", unguided=UNGUIDED)
 
 
 def ace_step() -> Family:
     """Music from a description and lyrics; without guidance, as its distilled (turbo) checkpoints run."""
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     transformer = diffusers.AceStepTransformer1DModel(
-        **sizes,
-        num_hidden_layers=2,
-        in_channels=24,
-        audio_acoustic_hidden_dim=8,
+        **sizes, head_dim=8, num_hidden_layers=2, in_channels=24, audio_acoustic_hidden_dim=8,
         layer_types=["sliding_attention", "full_attention"],
-    )
+    )  # fmt: skip
     condition_encoder = AceStepConditionEncoder(
-        **sizes,
-        text_hidden_dim=32,
-        timbre_hidden_dim=8,
-        num_lyric_encoder_hidden_layers=1,
-        num_timbre_encoder_hidden_layers=1,
-        layer_types=["full_attention"],
-    )
+        **sizes, head_dim=8, text_hidden_dim=32, timbre_hidden_dim=8, num_lyric_encoder_hidden_layers=1,
+        num_timbre_encoder_hidden_layers=1, layer_types=["full_attention"],
+    )  # fmt: skip
     pipe = diffusers.AceStepPipeline(
         vae=parts.oobleck_autoencoder(latent_channels=8, sampling_rate=80),
-        text_encoder=parts.qwen3_encoder(),
-        tokenizer=parts.byte_tokenizer(),
-        transformer=transformer,
-        condition_encoder=condition_encoder,
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(num_train_timesteps=1),
-    )
+        **parts.texts(parts.qwen3_encoder(), parts.byte_tokenizer()), transformer=transformer,
+        condition_encoder=condition_encoder, scheduler=parts.flow(num_train_timesteps=1),
+    )  # fmt: skip
     call = {"audio_duration": 1.0, "guidance_scale": 1.0}
     return Family("ace_step", pipe, call, media="audio", inputs={"lyrics": ["la la", "lo"]})
 
@@ -222,27 +135,14 @@ def ace_step_guided() -> Family:
 def stable_audio() -> Family:
     """An EDM scheduler: neither a flow nor a table of betas."""
     transformer = diffusers.StableAudioDiTModel(
-        sample_size=4,
-        in_channels=3,
-        num_layers=2,
-        attention_head_dim=4,
-        num_key_value_attention_heads=2,
-        out_channels=3,
-        cross_attention_dim=4,
-        time_proj_dim=8,
-        global_states_input_dim=8,
-        cross_attention_input_dim=4,
-    )
-    projection = diffusers.StableAudioProjectionModel(
-        text_encoder_dim=32, conditioning_dim=4, min_value=0, max_value=32
-    )
-    pipe = diffusers.StableAudioPipeline(
-        vae=parts.oobleck_autoencoder(latent_channels=3, sampling_rate=4),
-        text_encoder=parts.t5_encoder(),
-        projection_model=projection,
-        tokenizer=parts.t5_tokenizer(16),
-        transformer=transformer,
-        scheduler=diffusers.EDMDPMSolverMultistepScheduler(prediction_type="v_prediction", sigma_data=1.0),
-    )
+        sample_size=4, in_channels=3, num_layers=2, attention_head_dim=4, num_key_value_attention_heads=2,
+        out_channels=3, cross_attention_dim=4, time_proj_dim=8, global_states_input_dim=8, cross_attention_input_dim=4,
+    )  # fmt: skip
+    sizes = {"text_encoder_dim": 32, "conditioning_dim": 4, "min_value": 0, "max_value": 32}
+    projection = diffusers.StableAudioProjectionModel(**sizes)
+    made = {"vae": parts.oobleck_autoencoder(latent_channels=3, sampling_rate=4), "projection_model": projection}
+    made |= parts.texts(parts.t5_encoder(), parts.t5_tokenizer(16)) | {"transformer": transformer}
+    scheduler = diffusers.EDMDPMSolverMultistepScheduler(prediction_type="v_prediction", sigma_data=1.0)
+    pipe = diffusers.StableAudioPipeline(**made, scheduler=scheduler)
     call = {"guidance_scale": 7.0, "audio_end_in_s": 1.0}
     return Family("stable_audio", pipe, call, kind="epsilon", media="audio", unguided=UNGUIDED)

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp import ddpm, gaussian, kernels, noise_levels, schedules, windows
+from genrl.mdp import ddpm, forward, kernels, plan, schedules
 from genrl.mdp.dpm import Prediction, dpm_solver, predict
-from genrl.mdp.plan import compress_tail, make_plan
-from genrl.mdp.windows import moving_window
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.mdp.plan import compress_tail, make_plan, moving_window
+from genrl.objectives.groups import group_advantages
 from tests.golden_cases import Arrays, Case, check_all, error, through
 from tests.reference.grids import is_truncated, shifted_grid
 from tests.reference.released_windows import released_points
@@ -64,7 +63,7 @@ def test_a_window_is_never_empty_and_lies_inside(size: int, low: int, extra: int
 def test_early_starts_of_a_geometric_window_are_more_likely() -> None:
     draw = partial(schedules.geometric_window, 3, 1, 8, ratio=0.5, seed=3)
     starts = torch.tensor([draw(iteration=i).start for i in range(2000)])
-    law = torch.tensor(windows.geometric_start_probabilities(5, 0.5))
+    law = torch.tensor(plan.geometric_start_probabilities(5, 0.5))
     counts = torch.bincount(starts, minlength=6)
     assert counts[0] == 0 and len(counts) == 6
     assert ((counts[1:] - 2000 * law).abs() < 5 * (2000 * law * (1 - law)).sqrt()).all()
@@ -92,7 +91,7 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
     for schedule in (
         partial(schedules.window_steps, seed=0),
         partial(schedules.geometric_window, ratio=0.5, seed=0),
-        partial(windows.moving_window, every=3),
+        partial(plan.moving_window, every=3),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             schedule(size, low, high, iteration=0)
@@ -102,30 +101,30 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 12), st.integers(1, 5), st.integers(0, 200))
 def test_a_moving_window_is_always_full(size: int, low: int, extra: int, every: int, iteration: int) -> None:
     high = low + size + extra
-    window = windows.moving_window(size, low, high, iteration=iteration, every=every)
+    window = plan.moving_window(size, low, high, iteration=iteration, every=every)
     assert len(window) == size and low <= window[0] and window[-1] < high
     if iteration:
-        before = windows.moving_window(size, low, high, iteration=iteration - 1, every=every).start
+        before = plan.moving_window(size, low, high, iteration=iteration - 1, every=every).start
         assert 0 <= window.start - before <= 1
 
 
 def test_a_draw_near_1_is_the_last_start() -> None:
-    assert windows.draw_start([0.25] * 4, 1.0 - 1e-17) == 3
+    assert plan.draw_start([0.25] * 4, 1.0 - 1e-17) == 3
     for starts, ratio in ((0, 0.5), (3, 0.0), (3, 1.1)):
         with pytest.raises(ValueError, match="at least one start"):
-            windows.geometric_start_probabilities(starts, ratio)
+            plan.geometric_start_probabilities(starts, ratio)
 
 
 def test_the_backward_interval_stays_at_the_longest() -> None:
-    interval = windows.backward_interval(20, shortest=14, longest=18, stages=10, stage=14)
+    interval = plan.backward_interval(20, shortest=14, longest=18, stages=10, stage=14)
     assert interval == range(2, 20)
     with pytest.raises(ValueError, match="1 <= shortest <= longest <= steps"):
-        windows.backward_interval(10, shortest=4, longest=11, stages=5, stage=0)
+        plan.backward_interval(10, shortest=4, longest=11, stages=5, stage=0)
 
 
 def test_the_noise_of_one_depth_does_not_grow() -> None:
-    assert windows.growing_noise(0.7, 0.5, 1) == (0.7,)
-    assert windows.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
+    assert plan.growing_noise(0.7, 0.5, 1) == (0.7,)
+    assert plan.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
 
 
 # -- MixGRPO as released: windows, tails, transitions, sums of advantages (golden tree_mixgrpo)
@@ -194,23 +193,23 @@ def test_golden_times(golden) -> None:
 
     for kind, stratified in (("stratified", True), ("iid", False)):
         count = len(a.given(f"out_ff_logit_normal_{kind}"))
-        draws = noise_levels.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
+        draws = forward.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
         check(f"out_ff_logit_normal_{kind}", 1000 * (1 - 0.9 * draws))
     for found in a.matches(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)"):
         lowest = 1000 * (1 - float(found[2].replace("p", ".")))
         last, count = int((grid >= lowest - 1e-3).nonzero().max()), len(a.given(found[0]))
         if found[1] == "_with_init":  # the first step always, the others from the rest
-            steps = noise_levels.stratified_steps(count - 1, 1, last, source())
+            steps = forward.stratified_steps(count - 1, 1, last, source())
             check(found[0], torch.cat([grid[:1], grid[steps]]))
         else:
             first = int(found[1] == "_wo_init")
-            check(found[0], grid[noise_levels.stratified_steps(count, first, last, source())])
+            check(found[0], grid[forward.stratified_steps(count, first, last, source())])
     a.all_used("out_ff_(discrete|logit_normal).*")
 
 
 @given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
 def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
-    steps = noise_levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
+    steps = forward.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
     assert len(steps) == count and (steps.diff() >= 0).all()
     assert steps[0] >= first and steps[-1] <= max(first, first + length - 1) + (length < count)
     if length >= count and length % count == 0:
@@ -221,9 +220,9 @@ def test_steps_ascend_inside_their_range(count: int, first: int, length: int, se
 def test_no_draw_is_refused() -> None:
     source = torch.Generator()
     with pytest.raises(ValueError, match="at least one draw"):
-        noise_levels.logit_normal_draws(0, source)
+        forward.logit_normal_draws(0, source)
     with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
-        noise_levels.stratified_steps(2, 3, 1, source)
+        forward.stratified_steps(2, 3, 1, source)
 
 
 # -- The multistep solver: golden samplers_ode_dpm; what it and DPPO's grids refuse
@@ -243,10 +242,10 @@ def solver_case(case: Case) -> Errors:
         used = history[-min(order - 1, most) :] if order > 1 else []
         step = dpm_solver(x, v, sigma, sigma_next, used, correction=correction, stochastic=stochastic)
         history.append(predict(x, v, sigma))
-        x = gaussian.sample(step.mean, step.std, case["Z"][i]) if stochastic else step.mean
+        x = kernels.sample(step.mean, step.std, case["Z"][i]) if stochastic else step.mean
         states.append(x)
         if stochastic and bool((step.std > 0).all()):
-            densities.append(gaussian.log_prob(case["X"][i + 1], step.mean, step.std))
+            densities.append(kernels.log_prob(case["X"][i + 1], step.mean, step.std))
             smallest = torch.minimum(smallest, step.std.min())
     result = {"states": (error(torch.stack(states), case["X"]), 4e-6)}
     if stochastic:
@@ -270,10 +269,10 @@ def window_case(case: Case) -> Errors:
             level = case.params["eta"]
             noisy = kernels.dance_sde if dance else partial(kernels.flow_sde, sigma_max=sigmas[1])
             step = noisy(*at, noise_level=level)
-            x = gaussian.sample(step.mean, step.std, noise)
-            density = gaussian.log_prob(case["X"][:, i + 1], step.mean, step.std)
+            x = kernels.sample(step.mean, step.std, noise)
+            density = kernels.log_prob(case["X"][:, i + 1], step.mean, step.std)
             if dance:  # released without its constants
-                density = density - gaussian.log_prob(step.mean, step.mean, step.std)
+                density = density - kernels.log_prob(step.mean, step.mean, step.std)
             worst = max(worst, error(density, case["logp"][:, i]) / through(step.std, 4e-6))
         states.append(x)
     return {"states": (error(torch.stack(states, dim=1), case["X"]), 4e-6), "logp": (worst, 1.0)}

@@ -1,7 +1,5 @@
 """One function opens pictures at every border: each is shown as it looks, or refused by name. No cast goes unsaid."""
 
-from __future__ import annotations
-
 import io
 import logging
 import struct
@@ -190,27 +188,17 @@ def test_no_bytes_raise_anything_else(junk: bytes, container: str, place: int) -
             assert "cannot be read" in str(error)
 
 
-@pytest.mark.parametrize(
-    "array, shape",
-    [
-        (np.zeros((4, 6), np.uint8), (4, 6, 3)),
-        (np.zeros((4, 6, 1), np.uint8), (4, 6, 3)),
-        (np.zeros((4, 6), bool), (4, 6, 3)),
-        (np.asfortranarray(SEEN), SEEN.shape),
-    ],
-)
-def test_arrays_of_pictures(array: np.ndarray, shape: tuple[int, ...]) -> None:
-    assert np.array(open_picture(array)).shape == shape
+def test_arrays_of_pictures() -> None:
+    grey = (np.zeros((4, 6), np.uint8), np.zeros((4, 6, 1), np.uint8), np.zeros((4, 6), bool))
+    assert {np.array(open_picture(array)).shape for array in grey} == {(4, 6, 3)}
+    assert np.array_equal(np.array(open_picture(np.asfortranarray(SEEN))), SEEN)
     assert (np.array(open_picture(np.zeros((2, 2, 4), np.uint8))) == 255).all()
 
 
 def test_only_pixels_of_eight_bits_are_observations() -> None:
     assert check_pixels(SEEN, "env") is SEEN
     for wrong, says in (
-        (
-            SEEN / 255,
-            r"env: pixels are float64 \[32, 48, 3\] from 0 to 0.98.*wanted is uint8 \[H, W, 3\].*255 \* pixels",
-        ),
+        (SEEN / 255, r"env: pixels are float64 \[32, 48, 3\] from 0 to 0.98.*wanted is uint8 \[H, W, 3\].*255 \* pi"),
         (SEEN.astype(np.int64), "int64"),
         (SEEN.transpose(2, 0, 1), "transpose"),
         (SEEN[..., :1], r"\[32, 48, 1\]"),
@@ -223,9 +211,7 @@ def test_only_pixels_of_eight_bits_are_observations() -> None:
             check_pixels(wrong, "env")
 
 
-def test_what_was_changed_is_said_once_and_one_colour_is_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_changed_is_said_once_and_one_colour_is_counted(tmp_path: Path, caplog: Any) -> None:
     frames = [Image.new("L", (4, 4), k) for k in (0, 100, 200)]
     for k in range(12):
         Image.new("RGB", (4, 4), (0, k, 0)).save(tmp_path / f"plain-{k}.png")
@@ -238,11 +224,11 @@ def test_what_was_changed_is_said_once_and_one_colour_is_counted(
     assert pictures.remarks() == {"animated": 12, "transparent": 12, "cmyk": 12, "plain": 24}
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 5  # each kind once, and the 10th of one colour
-    for word in (
+    words = (
         "several frames; the first is taken",
         "transparent; such",
         "print (CMYK)",
         "one single colour",
         "10 so far",
-    ):
-        assert sum(word in one for one in said) >= 1, word
+    )
+    assert [word for word in words if not any(word in one for one in said)] == []

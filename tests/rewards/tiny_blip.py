@@ -1,7 +1,5 @@
 """A random ImageReward in the true key format: a ViT of timm's naming, BERT with cross-attention, the linear head."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

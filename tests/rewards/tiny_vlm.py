@@ -1,7 +1,5 @@
 """A random Qwen2-VL of 70,000 numbers in the true format, whose vocabulary has Yes and No as single tokens."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from genrl.cli.app import app
 from genrl.config import dump, load
-from genrl.objectives.preferences.preference import pair_loss
+from genrl.objectives.preferences import pair_loss
 from genrl.runtime.show.compare.page import Page, key_path
 from genrl.vlm.evaluate import compare
 from genrl.vlm.methods.policy_loss import estimate, policy_loss

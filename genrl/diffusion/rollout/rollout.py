@@ -32,7 +32,7 @@ from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scoring
 from genrl.mdp.batches import bucketed_indices, prompt_indices
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.pruning import max_variance
+from genrl.objectives.credit import max_variance
 from genrl.runtime.loop.economy import NOTHING, Known, choose, looked_at
 from genrl_rewards import compose
 from genrl_rewards.compose import Running

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from genrl.config import RunConfig
-from genrl.config.kinds import KINDS, Kind
-from genrl.config.method import MetricDoc, built_in, headings, methods_of, metrics_of
+from genrl.config.method import KINDS, Kind, MetricDoc, built_in, headings, methods_of, metrics_of
 from genrl.runtime.folder import trackers
 from genrl.runtime.folder.run import Run, json_line
 

@@ -1,7 +1,5 @@
 """Adapters of a configuration: how `from` is written, what the disk tells, layers and ranks against the pipeline's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

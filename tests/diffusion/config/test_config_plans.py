@@ -1,7 +1,5 @@
 """What is accepted can be sampled: a plan for every iteration, and how often which plan comes."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any
@@ -11,26 +9,17 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.shares import most_processes
 from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.mdp.plan import unpruned_steps
+from tests.diffusion import runs
 
 
 def config(trainer: dict[str, Any], *, steps: int = 10, iterations: int = 40, **sampling: Any) -> Any:
-    return Config.model_validate(
-        {
-            "model": {"path": "org/model"},
-            "prompts": {"train": "a.txt"},
-            "rewards": [{"name": "shapes"}],
-            "sampling": {"num_inference_steps": steps, "prompts_per_iteration": 3, "batch_size": 4, **sampling},
-            "trainer": {"algorithm": "flow_grpo", **trainer},
-            "evaluation": {"every": 0},
-            "iterations": iterations,
-        }
-    )
+    chosen = {"num_inference_steps": steps, "prompts_per_iteration": 3, "batch_size": 4, **sampling}
+    return runs.unloaded(sampling=chosen, trainer={"algorithm": "flow_grpo", **trainer}, iterations=iterations)
 
 
 windows = st.fixed_dictionaries(
@@ -54,12 +43,7 @@ trees = st.fixed_dictionaries(
         "ways": st.integers(2, 3),
         "at": st.sampled_from(["window", "window_start"]) | st.lists(st.integers(0, 6), min_size=1, max_size=3),
     },
-    optional={
-        "spread": st.just(4.0),
-        "normalise": st.just("depth"),
-        "prune": prunes,
-        "contrast": st.just(True),
-    },
+    optional={"spread": st.just(4.0), "normalise": st.just("depth"), "prune": prunes, "contrast": st.just(True)},
 )
 trainers = st.fixed_dictionaries(
     {},

@@ -21,31 +21,18 @@ from genrl.diffusion.config.estimate import (
 )
 from genrl.diffusion.config.memory_estimate import memory
 from genrl.diffusion.config.schema import Config
+from tests.diffusion import runs
 
 FLOW_GRPO = {"algorithm": "flow_grpo"}
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 4}}
 
 
 def config(**sections: Any) -> Config:
-    tree = {
-        "model": {"path": "org/model"},
-        "prompts": {"train": "a.txt", "eval": "b.txt"},
-        "rewards": [{"name": "shapes"}],
-        "sampling": {
-            "prompts_per_iteration": 3,
-            "group_size": 4,
-            "batch_size": 4,
-            "num_inference_steps": 5,
-            "guidance_scale": 1.0,
-        },
-        "trainer": FLOW_GRPO,
-        "evaluation": {"every": 4, "num_prompts": 6},
-        "iterations": 10,
-    }
-    for name, section in sections.items():
-        merged = isinstance(section, dict) and name != "trainer" and name in tree
-        tree[name] = {**tree[name], **section} if merged else section
-    return Config.model_validate(tree)
+    of_sampling = {"prompts_per_iteration": 3, "group_size": 4, "batch_size": 4, "num_inference_steps": 5}
+    sampling = {**of_sampling, "guidance_scale": 1.0, **sections.pop("sampling", {})}
+    evaluation = {"every": 4, "num_prompts": 6, **sections.pop("evaluation", {})}
+    prompts = {"train": "a.txt", "eval": "b.txt"}
+    return runs.unloaded(prompts=prompts, sampling=sampling, evaluation=evaluation, **{"iterations": 10, **sections})
 
 
 @pytest.mark.parametrize(
@@ -168,17 +155,13 @@ def write_pipeline(folder: Path) -> None:
     settings = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 8, "patch_size": 2, "sample_size": 16}
     (folder / "transformer" / "config.json").write_text(json.dumps(settings))
     (folder / "vae" / "config.json").write_text(json.dumps({"block_out_channels": [1, 2, 3]}))
-    first = {
-        "blocks.0.attn.to_q.weight": np.zeros((32, 16), np.float32),
-        "blocks.0.attn.to_q.bias": np.zeros(32, np.float32),
-    }
-    second = {
-        "blocks.0.attn.to_out.0.weight": np.zeros((32, 32), np.float16),
-        "blocks.0.ff.weight": np.zeros((8, 8), np.float32),
-    }
-    save_file(first, folder / "transformer" / "diffusion_pytorch_model-00001-of-00002.safetensors", {"format": "pt"})
-    save_file(second, folder / "transformer" / "diffusion_pytorch_model-00002-of-00002.safetensors")
-    save_file({"x": np.zeros((3, 3), np.float16)}, folder / "transformer" / "diffusion_pytorch_model.fp16.safetensors")
+    q, to_out = "blocks.0.attn.to_q", "blocks.0.attn.to_out.0.weight"
+    first = {f"{q}.weight": np.zeros((32, 16), np.float32), f"{q}.bias": np.zeros(32, np.float32)}
+    second = {to_out: np.zeros((32, 32), np.float16), "blocks.0.ff.weight": np.zeros((8, 8), np.float32)}
+    file = folder / "transformer" / "diffusion_pytorch_model"
+    save_file(first, f"{file}-00001-of-00002.safetensors", {"format": "pt"})
+    save_file(second, f"{file}-00002-of-00002.safetensors")
+    save_file({"x": np.zeros((3, 3), np.float16)}, f"{file}.fp16.safetensors")
     save_file({"conv": np.zeros((2, 3, 1, 1), np.float32)}, folder / "vae" / "diffusion_pytorch_model.safetensors")
 
 
@@ -299,7 +282,6 @@ def test_the_formula_is_what_was_measured(root: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (b"", "not a safetensors file"),
         (b"\x80\x02}q\x00.", "not a safetensors file"),  # a pickle
         (struct.pack("<Q", 2**62) + b"{}", "not a safetensors file"),
         (struct.pack("<Q", 5) + b"{nope", "not JSON"),

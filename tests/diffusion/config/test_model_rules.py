@@ -1,7 +1,5 @@
 """Which samples several processes can compute together, by the sizes that a configuration names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

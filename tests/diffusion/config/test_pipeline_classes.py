@@ -1,7 +1,5 @@
 """What a check says of a pipeline's class, from diffusers' source: as training would, and without torch."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Networks of published pipelines that travel with the package, against their classes and what was published."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

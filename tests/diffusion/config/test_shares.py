@@ -1,7 +1,5 @@
 """Equal work for all processes: who waits, for how long, and what mends it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from genrl.config import LoRA, dump
+from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.files.export import ExportError, export, save_lora, write_card
 from genrl.diffusion.policy.adapters import loads_lora
@@ -31,39 +32,20 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, write_atomic
 from genrl.runtime.weights.weights import Weights
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
+from tests.diffusion.families import FAMILIES, saved
 
-ARGUMENTS: dict[str, Any] = {
-    "num_inference_steps": 3,
-    "guidance_scale": 2.0,
-    "height": 16,
-    "width": 16,
-    "max_sequence_length": 4,
-}
+ARGUMENTS: dict[str, Any] = {**runs.CALL, "num_inference_steps": 3, "guidance_scale": 2.0}
 PROBE = Batch(["a red star"], [("probe", 0)], ARGUMENTS)
 PROMPTS = ["a red star", "two blue dogs"]
 WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
-def moved(lora: LoRA | None = LoRA(rank=4, alpha=16.0), dtype: torch.dtype = torch.float32) -> tuple[Policy, Weights]:
-    """A policy whose trained weights are far from their start."""
-    policy = Policy(FAMILIES["sd3"]().pipe.to(dtype))
-    weights = trainable(policy.denoisers, lora)
-    source = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in weights.parameters:
-            p.add_(0.2 * p.std().nan_to_num() + 0.1 * torch.randn(p.shape, generator=source))
+def moved() -> tuple[Policy, Weights]:
+    """A policy whose adapter is far from its start."""
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    weights = trainable(policy.denoisers, LoRA(rank=4, alpha=16.0))
+    runs.move(weights, size=0.2)
     return policy, weights
-
-
-def picture(pipe: Any, seed: int, prompt: str = PROMPTS[0]) -> np.ndarray:
-    """By a plain call of the pipeline, as a script without genrl would."""
-    pipe.set_progress_bar_config(disable=True)
-    image = pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), **ARGUMENTS).images[0]
-    return np.asarray(image)
-
-
-# -- a trained adapter -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +55,11 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs.write_folder(folder)
     changes = {"optimizer": {"lr": 0.1}, "iterations": 2, "checkpoint": {"every": 1}, "ema": {"decay": 0.5}}
     return train(runs.config(folder, model, **changes))
+
+
+def picture(pipe: Any, seed: int, prompt: str = PROMPTS[0]) -> np.ndarray:
+    """As files have it, of eight bits."""
+    return (runs.picture(pipe, seed, prompt, **ARGUMENTS) * 255).round().astype(np.uint8)
 
 
 def test_adapter_in_plain_diffusers_is_what_genrl_samples(trained: Path, model: Path, tmp_path: Path) -> None:
@@ -100,25 +87,6 @@ def test_every_checkpoint_holds_the_averaged_adapter(trained: Path) -> None:
     assert all(torch.equal(final[key], tensor) for key, tensor in last.items())
     present = load_file(folder / "weights.safetensors")
     assert any(not torch.equal(present[key], average[key]) for key in present)
-
-
-def test_saving_leaves_the_training_as_it_was(tmp_path: Path) -> None:
-    policy, weights = moved()
-    before, values = policy.generate(PROBE).detach(), {k: p.detach().clone() for k, p in weights.named.items()}
-    names = [name for name, _ in policy.denoiser.named_parameters()]
-    random = torch.get_rng_state()
-    save_lora(policy, tmp_path / "lora", PROBE)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert [name for name, _ in policy.denoiser.named_parameters()] == names
-    assert {name for name, p in policy.denoiser.named_parameters() if p.requires_grad} == {
-        key.removeprefix("transformer.") for key in weights.named
-    }
-    assert all(torch.equal(p, values[key]) for key, p in weights.named.items())
-    assert torch.equal(policy.generate(PROBE), before)
-    assert list(policy.denoiser.peft_config) == ["default"]
-
-
-# -- corrupted between writing and reading back ----------------------------------------------------------------------
 
 
 def corrupt(path: Path, how: str) -> None:
@@ -161,14 +129,20 @@ def corrupting(monkeypatch: pytest.MonkeyPatch, how: str, call: int = 0) -> None
 def test_a_file_that_does_not_give_the_model_back_is_refused(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the model in training is unharmed, then and after a file that does; random numbers too."""
     policy, weights = moved()
-    before = policy.generate(PROBE).detach()
-    corrupting(monkeypatch, how)
-    with pytest.raises(ExportError, match="the adapter in .*lora"):
-        save_lora(policy, tmp_path / "lora", PROBE)
-    assert torch.equal(policy.generate(PROBE), before)  # the model in training is unharmed
-    assert list(policy.denoiser.peft_config) == ["default"] and all(p.requires_grad for p in weights.parameters)
-    save_lora(policy, tmp_path / "again", PROBE)
+    before, random = policy.generate(PROBE).detach(), torch.get_rng_state()
+    names = [(name, p.requires_grad) for name, p in policy.denoiser.named_parameters()]
+    with monkeypatch.context() as patch:
+        corrupting(patch, how)
+        with pytest.raises(ExportError, match="the adapter in .*lora"):
+            save_lora(policy, tmp_path / "lora", PROBE)
+    for again in (False, True):
+        assert torch.equal(policy.generate(PROBE), before) and torch.equal(torch.get_rng_state(), random)
+        assert [(name, p.requires_grad) for name, p in policy.denoiser.named_parameters()] == names
+        assert list(policy.denoiser.peft_config) == ["default"] and all(p.requires_grad for p in weights.parameters)
+        if not again:
+            save_lora(policy, tmp_path / "again", PROBE)
 
 
 def test_a_failed_export_fails_the_checkpoint(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,9 +163,6 @@ def test_a_loader_of_another_denoiser_is_none() -> None:
     policy, _ = moved()
     assert loads_lora(policy.pipe, policy.denoisers)
     assert not loads_lora(UNetOnly(), policy.denoisers) and not loads_lora(DiffusionPipeline(), policy.denoisers)
-
-
-# -- whole pipelines -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ema", [{"decay": 0.5}, None], ids=["average", "no average"])
@@ -225,27 +196,29 @@ def test_export_of_an_adapter_and_of_the_merged_pipeline(trained: Path, model: P
 def test_both_experts_are_merged(folder: Path) -> None:
     """Wan 2.2 has two denoisers with an adapter each; diffusers' `fuse_lora` merges the first by default."""
     family = FAMILIES["wan22"]()
-    family.pipe.save_pretrained(folder / "base")
-    config = runs.config(folder, folder / "base", lora={"rank": 2, "alpha": 4})
-    policy = Policy(family.pipe)
-    weights = trainable(policy.denoisers, config.model.lora)
-    with torch.no_grad():
-        for k, p in enumerate(weights.parameters):
-            p.normal_(std=0.3, generator=torch.Generator().manual_seed(k))
-    run, probe = Run(Path(config.output)), Batch(["a"], [("probe", 0)], {"num_inference_steps": 3, **family.call})
-    write_atomic(run.config, dump(config))
-    checkpoint.save(
-        run.checkpoints, 1, tensors=weights.state(), state={}, keep=1,
-        extra=lambda path: save_lora(policy, path / "lora", probe),
-    )  # fmt: skip
-    merged = Policy(DiffusionPipeline.from_pretrained(export(run.folder, folder / "merged", full=True)))
-    base = Policy(DiffusionPipeline.from_pretrained(folder / "base"))
+    config = runs.config(folder, saved("wan22", folder), lora={"rank": 2, "alpha": 4})
+    policy, probe = Policy(family.pipe), family.batch().take([0])
+    run = made_run(config, policy, probe, size=0.3)
+    merged = Policy(DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True)))
+    base = Policy(FAMILIES["wan22"]().pipe)
     wanted, found, before = (one.roll_out(probe).final for one in (policy, merged, base))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     assert float((wanted - before).abs().max()) > 0.1
     for name in ("transformer", "transformer_2"):
         pairs = zip(merged.denoisers[name].parameters(), base.denoisers[name].parameters(), strict=True)
         assert any(not torch.equal(a, b) for a, b in pairs), name
+
+
+def made_run(config: Config, policy: Policy, probe: Batch, size: float = 0.1) -> Path:
+    """The folder of a run that would have ended with an adapter far from its start."""
+    weights, run = trainable(policy.denoisers, config.model.lora), Run(Path(config.output))
+    runs.move(weights, size=size)
+    write_atomic(run.config, dump(config))
+    checkpoint.save(
+        run.checkpoints, 1, tensors=weights.state(), state={}, keep=1,
+        extra=lambda path: save_lora(policy, path / "lora", probe),
+    )  # fmt: skip
+    return run.folder
 
 
 def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
@@ -262,9 +235,6 @@ def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
         export(copy, tmp_path / "out", step=2)
 
 
-# -- the card --------------------------------------------------------------------------------------------------------
-
-
 def test_card_tells_what_was_trained_and_how_to_load_it(trained: Path, model: Path) -> None:
     text = (trained / "lora" / "README.md").read_text()
     front = yaml.safe_load(text.split("---")[1])
@@ -275,13 +245,10 @@ def test_card_tells_what_was_trained_and_how_to_load_it(trained: Path, model: Pa
     assert "| held-out metric | before | after |" in text
     assert rows[0]["step"] == 0 and f"| `eval/brightness_mean` | {before:.4g} | {after:.4g} |" in text
     code = text.split("```python\n")[1].split("```")[0]
-    compile(code, "card", "exec")
     assert 'load_lora_weights("THIS_FOLDER")' in code and json.dumps("three stars") in code
     (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords)
-    assert {word.arg: ast.literal_eval(word.value) for word in call.keywords} == ARGUMENTS | {
-        "guidance_scale": 1.0,
-        "prompt": "three stars",
-    }
+    told = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    assert told == ARGUMENTS | {"guidance_scale": 1.0, "prompt": "three stars"}
 
 
 def test_card_survives_hostile_prompts_and_paths(folder: Path, model: Path) -> None:

@@ -8,40 +8,24 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
-from genrl.config import LoRA, dump
 from genrl.data import prompts
 from genrl.diffusion.files import formats
-from genrl.diffusion.files.export import export, probe_of, save_lora
+from genrl.diffusion.files.export import export, probe_of
 from genrl.diffusion.files.formats import ExportError, form_problem
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.weights import trainable
-from genrl.runtime.folder import checkpoint
-from genrl.runtime.folder.run import Run, write_atomic
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.files.test_export import made_run
 
 
 def saved(folder: Path, family: str, **lora: Any) -> Path:
     """A run of a family with a LoRA far from its start, at a strength that is not 1."""
     made = FAMILIES[family]()
     made.pipe.save_pretrained(folder / "base")
-    keys = {"rank": 4, "alpha": 6.0} | lora
-    sampling: dict[str, Any] = {"num_inference_steps": 3, "height": 16, "width": 16, "pipeline_args": {}}
     trainer = {"algorithm": "flow_grpo"} | ({"kernel": "ddim", "noise_level": 1.0} if family == "sd15" else {})
-    config = runs.config(folder, folder / "base", lora=keys, sampling=sampling, trainer=trainer)
-    policy = Policy(made.pipe)
-    weights = trainable(policy.denoisers, LoRA.model_validate(keys))
-    with torch.no_grad():
-        for k, p in enumerate(weights.parameters):
-            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(k)))
-    run = Run(Path(config.output))
-    write_atomic(run.config, dump(config))
-    probe = probe_of(config, prompts.load(config.prompts.train)[0])
-    checkpoint.save(
-        run.checkpoints, 1, tensors=weights.state(), state={}, keep=1,
-        extra=lambda path: save_lora(policy, path / "lora", probe),
-    )  # fmt: skip
-    return run.folder
+    keys: dict[str, Any] = {"lora": {"rank": 4, "alpha": 6.0} | lora, "sampling": {"pipeline_args": {}}}
+    config = runs.config(folder, folder / "base", trainer=trainer, **keys)
+    return made_run(config, Policy(made.pipe), probe_of(config, prompts.load(config.prompts.train)[0]))
 
 
 def picture(folder: Path, lora: Path | None) -> torch.Tensor:

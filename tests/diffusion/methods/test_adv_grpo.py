@@ -23,43 +23,32 @@ from genrl.diffusion.train import train
 from genrl.interface.using import rewards_of_run
 from genrl.runtime.weights.optimization import Optimization
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, trained_by, watch
+from tests.diffusion.methods.watched import QUIET, TRIPLES, Watched, equal, trained_by, watch
 
 CRITICS = '''
 import torch
 
 
-class Critic:
+class Critic(torch.nn.Module):
     """A linear function of a picture's three mean colours."""
 
     loss = "hinge"
     patch_weight = 0.5
 
     def __init__(self, rate: float = 1.0):
+        super().__init__()
         self.weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
         self.rate = rate
 
-    def __call__(self, images):
-        return self.logits(images, [])
+    def forward(self, images):
+        return Critic.logits(self, images, [])
 
     def logits(self, images, prompts):
         return self.rate * images.mean(dim=(2, 3)) @ self.weight
 
-    def parameters(self):
-        return [self.weight]
-
-    def state_dict(self):
-        return {"weight": self.weight.data}
-
-    def load_state_dict(self, state):
-        self.weight.data.copy_(state["weight"])
-
 
 class Patched(Critic):
     """The same of every pixel, too."""
-
-    def __call__(self, images):
-        return self.logits(images, [])[0]
 
     def logits(self, images, prompts):
         colours = images.permute(0, 2, 3, 1) @ self.weight
@@ -72,9 +61,6 @@ class Preferring(Critic):
 
 class Column(Critic):
     """Logits of the wrong shape."""
-
-    def __call__(self, images):
-        return super().logits(images, [])
 
     def logits(self, images, prompts):
         return super().logits(images, prompts)[:, None]
@@ -108,11 +94,8 @@ def critics(folder: Path) -> Path:
 def config(
     folder: Path, model: Path, critic: str = "Critic", adversary: dict[str, Any] = ADVERSARY, **changes: Any
 ) -> Config:
-    trainer = {
-        "algorithm": "adv_grpo",
-        "clip_range": 1e-2,
-        "adversary": {"references": str(folder / "pictures"), **adversary},
-    }
+    trainer = {"algorithm": "adv_grpo", "clip_range": 1e-2}
+    trainer["adversary"] = {"references": str(folder / "pictures"), **adversary}
     rewards = [{"name": f"{folder / 'critics.py'}:{critic}"}, runs.reward(folder, "brightness", weight=0)]
     return runs.config(folder, model, **{"trainer": trainer, "rewards": rewards, "sampling": TRIPLES, **changes})
 
@@ -143,11 +126,11 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
     with runs.opened(found) as opened:
         seen, pairs = paired(opened, found)
         trained = opened.loop.kept.things["adversary"].state_dict()["weight"]
-    rows = seen.rows
+    first, _, last = seen.rows
     weight = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=0.05, betas=(0.5, 0.999))
-    for iteration in range(2):
-        real, fake = stacked(pairs[iteration])
+    for part, row in zip(pairs[:2], seen.rows, strict=False):
+        real, fake = stacked(part)
         assert (len(real), real.shape) == (6, fake.shape)
         for step in range(2):
             y, x = (side.mean(dim=(2, 3)) @ weight for side in (real, fake))
@@ -159,28 +142,26 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
             if critic == "Preferring":
                 loss, right = -torch.log(y.exp() / (y.exp() + x.exp())).mean(), (y > x).double().mean()
             if step == 0:
-                assert rows[iteration]["adversary/loss"] == pytest.approx(loss.item(), rel=1e-5)
-                assert rows[iteration]["adversary/accuracy"] == pytest.approx(right.item())
-                assert rows[iteration]["adversary/margin"] == pytest.approx((y.mean() - x.mean()).item(), abs=1e-3)
+                assert row["adversary/loss"] == pytest.approx(loss.item(), rel=1e-5)
+                assert row["adversary/accuracy"] == pytest.approx(right.item())
+                assert row["adversary/margin"] == pytest.approx((y.mean() - x.mean()).item(), abs=1e-3)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        assert rows[iteration]["adversary/updates"] == 2 and "loss" not in rows[iteration]
-    assert rows[2]["adversary/updates"] == 0 and "adversary/grad_norm" not in rows[2] and "loss" in rows[2]
+        assert row["adversary/updates"] == 2 and "loss" not in row
+    assert last["adversary/updates"] == 0 and "adversary/grad_norm" not in last and "loss" in last
     torch.testing.assert_close(trained, weight.detach(), rtol=1e-5, atol=1e-6)
     assert not any(p.trajectory.graphs for r in seen.rollouts for one in r.mine.values() for p in one.pieces)
-    assert "grad_norm" not in rows[0] and rows[2]["grad_norm"] > 0 and len(seen.updates) == 1
+    assert "grad_norm" not in first and last["grad_norm"] > 0 and len(seen.updates) == 1
 
 
 def test_the_models_update_is_flow_grpos_on_the_scores_before_the_rewards(critics: Path, model: Path) -> None:
     common: dict[str, Any] = {"iterations": 1, "checkpoint": {"every": 1}, "evaluation": {"every": 0}}
     ours = train(config(critics, model, output=str(critics / "ours"), **common))
     frozen = [{"name": f"{critics / 'critics.py'}:frozen"}]
-    trainer = {"algorithm": "flow_grpo", "clip_range": 1e-2}
-    theirs = train(runs.config(critics, model, trainer=trainer, rewards=frozen, sampling=TRIPLES,
-                               output=str(critics / "theirs"), **common))  # fmt: skip
-    one, other = (runs.last_state(run).tensors["weights"] for run in (ours, theirs))
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    common |= {"trainer": {"algorithm": "flow_grpo", "clip_range": 1e-2}, "output": str(critics / "theirs")}
+    theirs = train(runs.config(critics, model, rewards=frozen, sampling=TRIPLES, **common))
+    assert equal(*(runs.last_state(run).tensors["weights"] for run in (ours, theirs)))
     moved = runs.last_state(ours).tensors["kept-adversary"]["weight"]
     assert not torch.equal(moved, torch.tensor([1.0, -2.0, 0.5]))
 
@@ -226,9 +207,8 @@ def test_a_run_taken_back_in_an_iteration_goes_on_to_the_bit(
     critics: Path, model: Path, schedule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the reward, its optimiser, and what is drawn of the references."""
-    rewards = [{"name": f"{critics / 'critics.py'}:Critic", "args": {"rate": -1.0}}]  # so it lags for a while
     common: dict[str, Any] = {"adversary": {**schedule, "lr": 0.1}, "iterations": 3, "evaluation": {"every": 0}}
-    common["rewards"] = rewards
+    common["rewards"] = [{"name": f"{critics / 'critics.py'}:Critic", "args": {"rate": -1.0}}]  # so it lags for a while
     straight = train(config(critics, model, output=str(critics / "straight"), **common))
     stopped = config(critics, model, output=str(critics / "stopped"), **common)
     finish, armed = Optimization.step_other, [True]
@@ -243,30 +223,21 @@ def test_a_run_taken_back_in_an_iteration_goes_on_to_the_bit(
     monkeypatch.setattr(Optimization, "step_other", step_other)
     with pytest.raises(SystemExit):
         train(stopped)
-    assert not armed
     train(stopped, critics / "stopped")
-    assert runs.differences(straight, critics / "stopped") == []
+    assert not armed and runs.differences(straight, critics / "stopped") == []
 
 
 @pytest.mark.slow
 def test_two_processes_train_one_reward(critics: Path, model: Path) -> None:
     """5 micro-batches over two processes: the reward's gradient is that of all samples, and both train alike."""
-    common: dict[str, Any] = {
-        "adversary": {**ADVERSARY, "steps": 2},
-        "sampling": {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 2},
-        "optimizer": {"lr": 1e-4, "max_grad_norm": 1e9},
-        "evaluation": {"every": 0},
-    }
-    found = {}
-    for count in (1, 2):
-        config(critics, model, "Patched", **common)
-        done = trained_by(count, critics)
-        found[count] = (runs.last_state(done).tensors, runs.rows(done))
-    (alone, rows), (both, theirs) = found[1], found[2]
-    start = torch.tensor([1.0, -2.0, 0.5])
-    assert (alone["kept-adversary"]["weight"] - start).abs().min() > 0.05
-    torch.testing.assert_close(both["kept-adversary"]["weight"], alone["kept-adversary"]["weight"], rtol=0, atol=1e-4)
-    for mine, yours in zip(rows, theirs, strict=True):
+    common: dict[str, Any] = {"adversary": {**ADVERSARY, "steps": 2}, "evaluation": {"every": 0}}
+    common |= {"sampling": {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 2}}
+    config(critics, model, "Patched", optimizer={"lr": 1e-4, "max_grad_norm": 1e9}, **common)
+    done = [trained_by(count, critics) for count in (1, 2)]
+    alone, both = (runs.last_state(run).tensors["kept-adversary"]["weight"] for run in done)
+    assert (alone - torch.tensor([1.0, -2.0, 0.5])).abs().min() > 0.05
+    torch.testing.assert_close(both, alone, rtol=0, atol=1e-4)
+    for mine, yours in zip(*map(runs.rows, done), strict=True):
         for key in ("adversary/loss", "adversary/accuracy", "adversary/margin", "reward/Patched_mean"):
             assert mine[key] == pytest.approx(yours[key], rel=1e-3, abs=1e-4), (mine["step"], key)
 
@@ -281,89 +252,41 @@ def test_logits_that_cannot_be_trained(critics: Path, model: Path, critic: str, 
 
 
 def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, model: Path) -> None:
-    run = train(config(critics, model, evaluation={"every": 0}))
-    opened = open_scorers(config(critics, model), "cpu")
-    load_trained(opened, run)
+    settings = config(critics, model, evaluation={"every": 0})
+    run = train(settings)
     kept = runs.last_state(run).tensors["kept-adversary"]["weight"]
-    assert torch.equal(opened.rewards["Critic"].weight, kept) and kept[0] != 1.0
-    with pytest.raises(ValueError, match="has no checkpoint"):
-        load_trained(opened, critics)
-
-
-def test_evaluation_asks_a_method_from_outside_for_its_trained_reward(critics: Path, model: Path) -> None:
-    (critics / "own.py").write_text(
-        "from typing import ClassVar\n"
-        "from genrl.diffusion.config.schema import DiffusionMethod\n"
-        "class Own(DiffusionMethod):\n"
-        '    """Keeps its reward in a way of its own."""\n'
-        "    rewards_are = 'trained'\n"
-        "def train(run, settings): ...\n"
-        "def loss(settings, policy, recorded): ...\n"
-        "def load_trained(scorers, run):\n"
-        "    scorers.rewards['Critic'].weight.data.fill_(3.0)\n"
-    )
-    settings = config(critics, model, trainer={"algorithm": f"{critics / 'own.py'}:Own"})
-    with closing(rewards_of_run(settings, critics)) as opened:
-        assert opened.rewards["Critic"].weight.tolist() == [3.0, 3.0, 3.0]
-
-
-def refused(folder: Path, model: Path, **changes: Any) -> str:
-    with pytest.raises(ConfigError) as error:
-        check_files(config(folder, model, **changes))
-    return str(error.value)
+    with closing(rewards_of_run(settings, run)) as opened:
+        assert torch.equal(opened.rewards["Critic"].weight, kept) and kept[0] != 1.0
+        with pytest.raises(ValueError, match="has no checkpoint"):
+            load_trained(opened, critics)
 
 
 def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
     own, bright = {"name": f"{critics / 'critics.py'}:Critic"}, runs.reward(critics, "brightness")
-    misspelt = refused(critics, model, adversary={**ADVERSARY, "references": str(critics / "picturse")})
-    assert "does not exist" in misspelt and f"did you mean {critics / 'pictures'}?" in misspelt
-    for k in range(2):
-        (critics / "pictures" / f"1-{k}.txt").write_text("two blue cats", encoding="utf-8")
-    missing = refused(critics, model)
-    assert "no picture for the prompt 'two blue dogs'" in missing and "train.txt:2" in missing
-    assert "trainer.adversary.references" in missing
-    with pytest.raises(PromptError, match="no picture for the prompt 'two blue dogs'"):
-        train(config(critics, model))
-    for k in range(2):
-        (critics / "pictures" / f"1-{k}.txt").write_text("two blue dogs", encoding="utf-8")
+    lost = config(critics, model, adversary={**ADVERSARY, "references": str(critics / "picturse")})
+    with pytest.raises(ConfigError, match=f"(?s)does not exist.*did you mean {critics / 'pictures'}\\?"):
+        check_files(lost)
     check_files(config(critics, model))
-    with pytest.raises(ValueError, match="one reward is trained beside the model.*found none"):
-        train(config(critics, model, rewards=[bright]))
-    patched = {"name": f"{critics / 'critics.py'}:Patched"}
-    opened = open_scorers(
-        config(critics, model, critic="Patched"), "cpu"
-    )  # which its source does not show to be trained
+    opened = open_scorers(config(critics, model, critic="Patched"), "cpu")  # whose source does not show that it learns
     with pytest.raises(ValueError, match="Patched is trained, so it stays on the device; remove its offload"):
         trainable_of(replace(opened, offloaded={"Patched": "cpu"}))
-    two = {"name": f"{critics / 'critics.py'}:Detached"}
     for rewards, says in (
+        ([bright], "one reward is trained beside the model.*found none"),
         ([{**own, "weight": 0}, bright], "the samples are not rewarded by it"),
         ([{**own, "cache": 10}], "its scores change"),
-        ([own, two], "keep one"),
+        ([own, {"name": f"{critics / 'critics.py'}:Detached"}], "keep one"),
     ):
         with pytest.raises(ValueError, match=says):
             train(config(critics, model, rewards=rewards))
-    trainer = {"algorithm": "flow_grpo"}
+    patched = {"name": f"{critics / 'critics.py'}:Patched", "weight": 1}
     with pytest.raises(ValueError, match="'Patched' is trained beside the model"):
-        train(runs.config(critics, model, trainer=trainer, rewards=[{**patched, "weight": 1}]))
-
-
-@pytest.mark.parametrize(
-    ("adversary", "changes", "message"),
-    [
-        ({"schedule": "lag", "every": 5}, {}, "is of schedule: alternate"),
-        ({"every": 3}, {}, "none of 2 iterations trains the model"),
-        ({"schedule": "lag", "warmup": 2}, {}, "use a warm-up of 1 or less"),
-        ({"every": 0}, {}, "1 or more"),
-        ({"schedule": "alternate", "every": 1}, {}, "the reward would never be trained; use a warm-up"),
-        ({}, {"sampling": {"num_frames": 5}}, "references are pictures"),
-    ],
-)
-def test_settings_that_contradict_each_other(
-    critics: Path, model: Path, adversary: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config(critics, model, adversary=adversary, **changes)
+        train(runs.config(critics, model, trainer={"algorithm": "flow_grpo"}, rewards=[patched]))
+    for k in range(2):
+        (critics / "pictures" / f"1-{k}.txt").write_text("two blue cats", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"(?s)adversary\.references.*no picture for the prompt .*train.txt:2"):
+        check_files(config(critics, model))
+    with pytest.raises(PromptError, match="no picture for the prompt 'two blue dogs'"):
+        train(config(critics, model))
 
 
 def test_the_learning_rate_counts_iterations_of_the_model(critics: Path, model: Path) -> None:

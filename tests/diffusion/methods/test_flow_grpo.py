@@ -1,7 +1,6 @@
 """Flow-GRPO from inside: its gradient computed a second time by other means, its gate, its settings."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tests.diffusion.methods.watched import (
     Bare,
     Given,
     Update,
+    after_collect,
     copied,
     equal,
     flow_sde,
@@ -32,9 +32,6 @@ from tests.diffusion.policy.tiers import tiered
 
 GRPO = {"algorithm": "flow_grpo", "noise_level": 0.7, "advantage_scale": "group", "clip_range": 1e-3}
 GUIDED = {**EIGHT, "guidance_scale": 4.5}
-
-
-# -- the gradient, by other means ------------------------------------------------------------------------------------
 
 
 def by_hand(config: Config, rollouts: Rollouts, update: Update, slots: list[int], *, beta: float = 0.0) -> Any:
@@ -89,8 +86,6 @@ def test_gradient_of_a_later_update_with_clip_and_divergence(folder: Path, model
     assert relative(seen.updates[3].gradient, plain) > 1e-3  # the divergence is part of it
 
 
-# -- the update without running steps again ---------------------------------------------------------------------------
-
 TREE: dict[str, Any] = {"window": {"size": 2, "low": 1, "high": 3}, "tree": {"at": "window", "ways": 2}}
 LORA = {"rank": 4, "alpha": 8}
 
@@ -142,25 +137,6 @@ def test_graphs_are_kept_of_weights_that_autocast_has_cast_without_one(folder: P
     assert equal(*found) and any(bool(gradient.any()) for gradient in found[0].values())
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"trainer": {**GRPO, "keep_graph": True, "updates_per_iteration": 2}}, "trainer.updates_per_iteration"),
-        ({"trainer": {**GRPO, "keep_graph": True, "inner_epochs": 2}}, "trainer.inner_epochs"),
-        ({"trainer": {**GRPO, "keep_graph": True, "guidance_in_training": False}}, "trainer.guidance_in_training"),
-        ({"trainer": {**GRPO, "keep_graph": True}, "distributed": {"fsdp": True}}, "distributed.fsdp"),
-    ],
-)
-def test_kept_graphs_are_refused_where_they_are_not_those_of_training(
-    folder: Path, model: Path, changes: dict[str, Any], key: str
-) -> None:
-    with pytest.raises(ValueError, match=key):
-        runs.config(folder, model, **changes)
-
-
-# -- the gate --------------------------------------------------------------------------------------------------------
-
-
 def drifting(size: float) -> Any:
     """Make the denoiser's output depend on how often it was called, in the first iteration."""
 
@@ -185,20 +161,14 @@ def test_gate_stops_a_pipeline_that_is_not_replayed(folder: Path, model: Path) -
     assert not read_metrics(Path(config.output) / "metrics.jsonl")  # before any update
 
 
-def aloud(prepare: Callable[[DiffusionRun], None]) -> Callable[[DiffusionRun], None]:
-    """Prepare a run that tells the reader what it has to say."""
-
-    def prepared(opened: DiffusionRun) -> None:
-        opened.process.progress.enabled = True
-        prepare(opened)
-
-    return prepared
-
-
 def test_gate_lets_rounding_pass_and_says_so(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the first iteration; in the second replay is exact, and nothing is said."""
-    config = runs.config(folder, model, trainer=GRPO, iterations=2, **QUIET)
-    seen = run(config, aloud(drifting(1e-6)))
+
+    def aloud(opened: DiffusionRun) -> None:
+        opened.process.progress.enabled = True
+        drifting(1e-6)(opened)
+
+    seen = run(runs.config(folder, model, trainer=GRPO, iterations=2, **QUIET), aloud)
     assert seen.rows[0]["ratio/max_abs_dev"] > 0
     assert (seen.rows[1]["ratio/max_abs_dev"], seen.rows[1]["ratio/mean"]) == (0.0, 1.0)
     assert capsys.readouterr().err.count("rounding of the kernels in use") == 1
@@ -206,21 +176,14 @@ def test_gate_lets_rounding_pass_and_says_so(folder: Path, model: Path, capsys: 
 
 def test_gate_does_not_take_nan_for_exact(folder: Path, model: Path) -> None:
     def breaks(opened: DiffusionRun) -> None:
-        inner, collect = opened.policy.denoiser, opened.collect
+        def spoil(found: Rollouts) -> None:
+            opened.policy.denoiser.register_forward_hook(lambda module, arguments, output: (output[0] * math.nan,))
 
-        def collect_then_break(draw: Any, **shape: Any) -> Rollouts:
-            found = collect(draw, **shape)
-            inner.register_forward_hook(lambda module, arguments, output: (output[0] * math.nan,))
-            return found
-
-        opened.collect = collect_then_break  # type: ignore[method-assign]
+        after_collect(opened, spoil)
 
     config = runs.config(folder, model, trainer=GRPO, iterations=1, **QUIET)
     with pytest.raises(RuntimeError, match="off by nan"):
         run(config, breaks)
-
-
-# -- settings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -241,16 +204,12 @@ def test_momentum_alone_moves_nothing(folder: Path, model: Path) -> None:
     after_first: list[tuple[Given, Given]] = []
 
     def flattening(run: DiffusionRun) -> None:
-        collect = run.collect
-
-        def flattened(draw: Any, **shape: Any) -> Rollouts:
-            rollouts = collect(draw, **shape)
+        def flatten(rollouts: Rollouts) -> None:
             if run.iteration == 1:
                 after_first.append((copied(run.weights.named), copied(run.weights.snapshots["average"])))
                 rollouts.total.fill_(0.5)
-            return rollouts
 
-        run.collect = flattened  # type: ignore[method-assign]
+        after_collect(run, flatten)
 
     seen = run(config, flattening)
     ((weights, average),) = after_first

@@ -1,6 +1,7 @@
 """AWM, DGPO, CRD, DPO, D3PO and DiffusionNFT from inside: gradients computed a second time by other means, settings."""
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError
 from genrl.diffusion.forward.noising import own_noise
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.train import levels
@@ -26,16 +26,12 @@ TWO = {"updates_per_iteration": 2}
 KL = {"kl_weight": 0.3}
 TRAINERS: dict[str, dict[str, Any]] = {
     "awm": {"algorithm": "awm", "timesteps_per_sample": 2, "kl_weight": 0.3, "ema_kl_weight": 0.2, **TWO},
-    "dgpo": {"algorithm": "dgpo", "first_steps": 3, "timesteps_per_sample": 2, "kl_weight": 0.3, "clip_range": 0.5}
-    | TWO,
+    "dgpo": {"algorithm": "dgpo", "first_steps": 3, "timesteps_per_sample": 2, "clip_range": 0.5, **KL, **TWO},
     "crd": {"algorithm": "crd", **KL, **TWO},
     "dpo": {"algorithm": "dpo", "timesteps_per_pair": 2, **TWO},
     "d3po": {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7, "beta": 2.0, **TWO},
     "diffusion_nft": {"algorithm": "diffusion_nft", "beta": 0.5, "advantage_scale": "global", **KL, **TWO},
 }
-
-
-# -- the gradients, by other means -----------------------------------------------------------------------------------
 
 
 def mean(x: Tensor) -> Tensor:
@@ -102,12 +98,8 @@ def d3po_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: d
 
     reference = log_prob(None)
     ratio = (log_prob(update.weights) - reference).exp().clamp(0.9, 1.1).log()
-    losses = [
-        -torch.nn.functional.logsigmoid(2.0 * (1 if t["reward"][a] > t["reward"][b] else -1) * (ratio[a] - ratio[b]))
-        for a in range(4)
-        for b in range(a + 1, 4)
-    ]
-    return torch.stack(losses)
+    pairs = [(a, b) if t["reward"][a] > t["reward"][b] else (b, a) for a, b in combinations(range(4), 2)]
+    return torch.stack([-torch.nn.functional.logsigmoid(2.0 * (ratio[a] - ratio[b])) for a, b in pairs])
 
 
 def nft_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
@@ -139,21 +131,18 @@ def test_gradient_of_the_updates(folder: Path, model: Path, name: str) -> None:
     (rollouts,), bare = seen.rollouts, Bare(config)
     groups = rollouts.total.view(2, 4)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (rollouts.total.std(correction=0) + 1e-4)).flatten().float()
-    parts = dict(rollouts.mine)
     assert len(seen.updates) == 2
     for position, update in enumerate(seen.updates):
-        part = parts[position]
-        slots = part.slots
-        tensors = {"advantage": advantages[slots], "reward": rollouts.total[slots], "sigmas": part.sigmas}
-        tensors["clean"] = part.final
+        part = rollouts.mine[position]
+        tensors = {"advantage": advantages[part.slots], "reward": rollouts.total[part.slots]}
+        tensors |= {"sigmas": part.sigmas, "clean": part.final}
         assert len(update.pieces) == 2
         total = {key: torch.zeros_like(p) for key, p in bare.named.items()}
         for piece in update.pieces:
             prompts, given = list(piece.batch.prompts), piece.given
             if name not in ("d3po", "diffusion_nft"):
-                rows = list(range(4))
-                if name == "dpo":
-                    rows = [int(tensors["reward"].argmax()), int(tensors["reward"].argmin())]
+                pair = [int(tensors["reward"].argmax()), int(tensors["reward"].argmin())]
+                rows = pair if name == "dpo" else list(range(4))
                 check_noised(part.final[rows], given, same=name in ("dgpo", "dpo"))
                 assert prompts == [part.batch.prompts[row] for row in rows]
             loss = LOSSES[name](bare, update, prompts, given, tensors).mean() / len(update.pieces)
@@ -174,9 +163,6 @@ def check_noised(clean: Tensor, given: Given, *, same: bool) -> None:
     assert same or float((noise[1] - noise[0]).abs().max()) > 0.5
 
 
-# -- settings --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None:
     nothing: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "iterations": 1, "sampling": EIGHT, **QUIET}
@@ -189,10 +175,8 @@ def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None
 @pytest.mark.parametrize("name", ["dpo", "d3po"])
 def test_groups_without_pairs_leave_no_trace_in_the_metrics(folder: Path, model: Path, name: str) -> None:
     """A sharded model is evaluated for them too, so that every process calls it as often; the rows are the same."""
-    source = (
-        "def half(images, prompts):\n    return [float(i.mean()) * (p != 'a cat') for i, p in zip(images, prompts)]\n"
-    )
-    (folder / "half.py").write_text(source)
+    score = "[float(i.mean()) * (p != 'a cat') for i, p in zip(images, prompts)]"
+    (folder / "half.py").write_text(f"def half(images, prompts):\n    return {score}\n")
     (folder / "train.txt").write_text("a cat\na red star\n")
     trainer = {**TRAINERS[name], "updates_per_iteration": 1}  # an update without any pair is left out by all
     changes: dict[str, Any] = {"trainer": trainer, "rewards": [{"name": f"{folder / 'half.py'}:half"}]}
@@ -209,15 +193,20 @@ def test_groups_without_pairs_leave_no_trace_in_the_metrics(folder: Path, model:
     assert plain.rows == padded.rows and plain.rows[0]["preference/pairs"] == 0.5
 
 
-@pytest.mark.parametrize("name", ["dpo", "d3po"])
-def test_models_that_are_no_flow_are_trained_by_preferences(folder: Path, sd: Path, name: str) -> None:
+@pytest.mark.parametrize("name", TRAINERS)
+def test_models_that_are_no_flow_are_trained_by_preferences_alone(folder: Path, sd: Path, name: str) -> None:
     """An epsilon prediction with guidance, which is off in DPO's training."""
     trainer = {**TRAINERS[name], "updates_per_iteration": 1}
     if name == "d3po":
         trainer |= {"kernel": "ddim", "noise_level": 1.0}
-    config = runs.config(folder, sd, trainer=trainer, iterations=1, **QUIET)
     sampling = {"pipeline_args": {}, "guidance_scale": 3.0}
-    seen = run(config.model_copy(update={"sampling": config.sampling.model_copy(update=sampling)}))
+    config = runs.config(folder, sd, trainer=trainer, iterations=1, **QUIET)
+    config = config.model_copy(update={"sampling": config.sampling.model_copy(update=sampling)})
+    if name not in ("dpo", "d3po"):
+        with pytest.raises(ValueError, match=f"{name} needs a flow-matching model; .* predicts epsilon"):
+            run(config)
+        return
+    seen = run(config)
     assert all(row["grad_norm"] > 0 for row in seen.rows)
     if name == "dpo":
         given = seen.updates[0].pieces[0].given
@@ -240,40 +229,7 @@ def test_guidance_that_is_an_input_of_the_model_stays(folder: Path) -> None:
     assert without_guidance(policy, batch).sampling == {"guidance_scale": 1.0}
 
 
-@pytest.mark.parametrize("name", ["awm", "dgpo", "crd", "diffusion_nft"])
-def test_a_model_that_is_no_flow_is_refused(folder: Path, sd: Path, name: str) -> None:
-    config = runs.config(folder, sd, trainer=TRAINERS[name], sampling=EIGHT, iterations=1, **QUIET)
-    config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"pipeline_args": {}})})
-    with pytest.raises(ValueError, match=f"{name} needs a flow-matching model; .* predicts epsilon"):
-        run(config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"trainer": TRAINERS["dgpo"], "sampling": {**EIGHT, "batch_size": 6}}, "needs whole groups .* use 4"),
-        ({"trainer": TRAINERS["d3po"], "sampling": {**EIGHT, "batch_size": 2}}, "needs whole groups .* use 4"),
-        ({"trainer": TRAINERS["crd"], "sampling": {**EIGHT, "same_initial_noise": True}}, "one picture many times"),
-        ({"trainer": {**TRAINERS["dgpo"], "first_steps": 4}}, "sampling grid has 3 steps; use 3 or less"),
-        ({"trainer": {**TRAINERS["dgpo"], "first_steps": 1}}, "2 noise levels cannot be drawn from a grid of 1"),
-        ({"trainer": {**TRAINERS["awm"]}, "sampling": {"num_inference_steps": 1}}, "use 2 or more steps"),
-        ({"trainer": {**TRAINERS["d3po"]}, "sampling": {"num_inference_steps": 1}}, "last step is never stochastic"),
-        ({"trainer": {**TRAINERS["d3po"], "noise_level": 0.0}}, "deterministic and has no density"),
-        ({"trainer": {"algorithm": "dpo_offline"}, "sampling": EIGHT}, "dpo_offline has groups of 2, found 4; write 2"),
-    ],
-)
-def test_what_cannot_work_is_refused(folder: Path, model: Path, changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        runs.config(folder, model, **changes)
-
-
-# -- DiffusionNFT from inside: its noisy states, its old policy, its costs. Its gradient: `test_forward_trainers`
-
-
 NFT = {"algorithm": "diffusion_nft", "beta": 0.5, "kl_weight": 0.0, "advantage_scale": "global"}
-
-
-# -- the gradient, by other means ------------------------------------------------------------------------------------
 
 
 def test_noisy_states_are_on_the_straight_path(folder: Path, model: Path) -> None:
@@ -295,24 +251,18 @@ def test_noisy_states_are_on_the_straight_path(folder: Path, model: Path) -> Non
 
 
 def test_draws_do_not_depend_on_the_neighbours() -> None:
-    keys = [(3, 0, 0), (3, 0, 1), (3, 0, 2)]
-    clean = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    clean, grid = torch.randn(3, 4, 8, 8), torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0])
 
     def draws(rows: list[int], epoch: int = 0) -> list[tuple[Tensor, Tensor]]:
-        batch = Batch(["a"] * len(rows), [keys[r] for r in rows], {})
-        grid = torch.tensor([1.0, 0.8, 0.5, 0.2, 0.0])
+        batch = Batch(["a"] * len(rows), [(3, 0, r) for r in rows], {})
         one = MicroBatch(rows, batch, clean[rows], grid, [], clean[rows])
         return [(sigma, own_noise(one, epoch, k)) for k, sigma in enumerate(levels(one, epoch))]
 
-    for (sigma, noise), (sigma_alone, noise_alone) in zip(draws([0, 1, 2]), draws([2]), strict=True):
-        assert sigma[2] == sigma_alone[0] and torch.equal(noise[2], noise_alone[0])
     first, second = draws([0, 1, 2]), draws([0, 1, 2], epoch=1)
+    for (sigma, noise), (sigma_alone, noise_alone) in zip(first, draws([2]), strict=True):
+        assert sigma[2] == sigma_alone[0] and torch.equal(noise[2], noise_alone[0])
     assert not torch.equal(first[0][1], second[0][1])
-    orders = [torch.stack([sigma for sigma, _ in one]) for one in (first, second)]
-    assert not torch.equal(*orders)
-
-
-# -- the old policy --------------------------------------------------------------------------------------------------
+    assert not torch.equal(*(torch.stack([sigma for sigma, _ in one]) for one in (first, second)))
 
 
 @pytest.mark.parametrize(("kind", "decays"), [("none", [0.0, 0.0]), ("ramp", [0.002, 0.004]), ("delayed_ramp", [0, 0])])
@@ -338,9 +288,6 @@ def test_samples_come_from_the_old_policy(folder: Path, model: Path, monkeypatch
         for one in (one for rollouts in seen.rollouts for one in rollouts.mine.values()):
             assert torch.equal(opened.policy.roll_out(one.batch).final, one.final)
     assert not equal(seen.weights, seen.snapshots[-1]["old"])
-
-
-# -- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_scores_without_spread_change_nothing_and_calls_are_counted(folder: Path, model: Path) -> None:

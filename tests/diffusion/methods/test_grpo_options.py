@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import same_prompt
@@ -17,23 +16,19 @@ from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.grpo_guard import train as grpo_guard
 from genrl.diffusion.methods.paco_grpo import train as paco_grpo
 from genrl.diffusion.methods.paco_grpo.train import log_tame_advantages
+from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import Steps, choose_kernel
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.diffusion.steps.transitions import reference_kl
 from genrl.diffusion.train import train
-from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
+from genrl.objectives.groups import gdpo_advantages, group_advantages
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import DIFFUSION, QUIET, Watched, resumed, run
+from tests.diffusion.methods.watched import DIFFUSION, QUIET, after_collect, resumed, run
 from tests.diffusion.policy.tiers import tiered
 
 GUARD = {"algorithm": "grpo_guard", "clip_range": 4e-6}
 DDPO = {"algorithm": "ddpo"}
-HISTORY = {"size": 4, "min_count": 3}
-SINGLES = {"prompts_per_iteration": 4, "group_size": 1}
-
-
-# -- GRPO-Guard ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -57,19 +52,15 @@ def test_guard_measures_from_the_policy_that_sampled(
         return out
 
     def prepare(opened: DiffusionRun) -> None:
-        collect = opened.collect
+        @torch.no_grad()
+        def replay(found: Rollouts) -> None:
+            for piece in (piece for one in found.mine.values() for piece in one.pieces):
+                sigmas[:] = [piece.trajectory.sigmas]
+                for i, x in piece.trajectory.next_states.items():
+                    place = float(x.double().sum()), float(piece.trajectory.sigmas[i])
+                    before[place] = opened.policy.replay(piece.trajectory.step(i)).mean
 
-        def then_replay(draw: Any, **shape: Any) -> Any:
-            found = collect(draw, **shape)
-            with torch.no_grad():
-                for piece in (piece for one in found.mine.values() for piece in one.pieces):
-                    sigmas[:] = [piece.trajectory.sigmas]
-                    for i, x in piece.trajectory.next_states.items():
-                        sigma = float(piece.trajectory.sigmas[i])
-                        before[float(x.double().sum()), sigma] = opened.policy.replay(piece.trajectory.step(i)).mean
-            return found
-
-        opened.collect = then_replay  # type: ignore[method-assign]
+        after_collect(opened, replay)
 
     monkeypatch.setattr(grpo_guard, "loss", watched)
     trainer = {**GUARD, "updates_per_iteration": updates, "inner_epochs": 2}
@@ -91,24 +82,18 @@ def test_guard_calls_the_model_only_for_later_updates(folder: Path, model: Path)
         assert row["model_calls/train"] == calls
 
 
-# -- DDPO ------------------------------------------------------------------------------------------------------------
-
-
-def learn_ddpo(folder: Path, sd: Path, iterations: int = 4, **trainer: Any) -> Watched:
-    settings = {**DDPO, "history": HISTORY, **trainer}
-    sampling = {**DIFFUSION, **SINGLES}
-    return run(runs.config(folder, sd, trainer=settings, sampling=sampling, iterations=iterations, **QUIET))
-
-
 @pytest.mark.slow
 def test_advantages_are_measured_against_the_prompts_last_rewards(
     folder: Path, sd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To which a run that goes on from a checkpoint returns."""
+    sampling = {**DIFFUSION, "prompts_per_iteration": 4, "group_size": 1}
+    common: dict[str, Any] = {"trainer": {**DDPO, "history": {"size": 4, "min_count": 3}}, "sampling": sampling}
     found: list[Tensor] = []
     original = ddpo.advantages_of
-    monkeypatch.setattr(ddpo, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
-    seen = learn_ddpo(folder, sd)
+    with monkeypatch.context() as patch:
+        patch.setattr(ddpo, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+        seen = run(runs.config(folder, sd, iterations=4, **common, **QUIET))
     history: dict[str, list[float]] = {}
     for rollouts, advantages in zip(seen.rollouts, found, strict=True):
         expected, history = prompt_advantages(rollouts.total, rollouts.prompts, history, buffer_size=4, min_count=3)
@@ -116,13 +101,8 @@ def test_advantages_are_measured_against_the_prompts_last_rewards(
     assert all(len(kept) == 4 for kept in history.values())
     assert all(row["advantage/abs_mean"] > 0 and "zero_std_ratio" not in row for row in seen.rows)
     assert len(next(iter(seen.rollouts[0].mine.values())).pieces[0].trajectory.log_probs) == 3  # all steps but the last
-    changes: dict[str, Any] = {"sampling": {**DIFFUSION, **SINGLES}, "output": str(folder / "whole")}
-    trainer = {**DDPO, "history": HISTORY}
-    straight = resumed(runs.config(folder, sd, trainer=trainer, iterations=2, **changes), folder)
+    straight = resumed(runs.config(folder, sd, iterations=2, output=str(folder / "whole"), **common), folder)
     assert len(runs.last_state(straight).state["memory"]["prompt_rewards"]) == 4
-
-
-# -- divergences, several rewards ------------------------------------------------------------------------------------
 
 
 def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
@@ -153,19 +133,17 @@ def test_several_rewards_to_one_advantage(
     folder: Path, model: Path, aggregate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Tensor] = []
-    method: Any = flow_grpo if aggregate == "gdpo" else paco_grpo
+    algorithm, method = ("flow_grpo", flow_grpo) if aggregate == "gdpo" else ("paco_grpo", paco_grpo)
     original = method.advantages_of
     monkeypatch.setattr(method, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
     scale = "none" if aggregate == "log_tame_released" else "group"
-    algorithm = "flow_grpo" if aggregate == "gdpo" else "paco_grpo"
-    trainer = {"algorithm": algorithm, "aggregate": aggregate, "advantage_scale": scale}
-    rewards = [runs.reward(folder, "brightness", weight=2.0), runs.reward(folder, "redness", weight=0.5)]
     changes: dict[str, Any] = {"sampling": {"group_size": 4}, "iterations": 1, **QUIET}
-    (rollouts,) = run(runs.config(folder, model, trainer=trainer, rewards=rewards, **changes)).rollouts
+    changes["trainer"] = {"algorithm": algorithm, "aggregate": aggregate, "advantage_scale": scale}
+    rewards = [runs.reward(folder, "brightness", weight=2.0), runs.reward(folder, "redness", weight=0.5)]
+    (rollouts,) = run(runs.config(folder, model, rewards=rewards, **changes)).rollouts
     (advantages,), parts = found, list(rollouts.scored.values.values())
-    if aggregate == "gdpo":
-        expected = gdpo_advantages(parts, [2.0, 0.5], rollouts.group)
-    else:
+    expected = gdpo_advantages(parts, [2.0, 0.5], rollouts.group)
+    if aggregate != "gdpo":
         variant: Any = "paper" if aggregate == "log_tame" else "released"
         expected = log_tame_advantages(parts, [2.0, 0.5], rollouts.group, variant=variant)
     assert torch.equal(advantages, expected) and advantages.abs().max() > 0
@@ -176,53 +154,16 @@ def test_several_rewards_to_one_advantage(
 def test_gates_and_schedules_hold_for_aggregated_rewards(folder: Path, model: Path) -> None:
     """A gate that is always closed leaves constants, and a weight of 0 nothing: no update."""
     closed = {"gate": {"reward": "redness", "at_least": 100.0}}
-    rewards = [runs.reward(folder, "brightness", **closed), runs.reward(folder, "redness", schedule=[[0, 0.0]])]
+    silent = {"schedule": [[0, 0.0]]}
     trainer = {"algorithm": "flow_grpo", "aggregate": "gdpo"}
-    seen = run(runs.config(folder, model, trainer=trainer, rewards=rewards, iterations=1, **QUIET))
-    assert seen.rows[0]["advantage/abs_mean"] == 0.0
-    silent = [runs.reward(folder, "brightness", schedule=[[0, 0.0]])]
-    seen = run(runs.config(folder, model, trainer=trainer, rewards=silent, iterations=1, **QUIET))
-    assert seen.rows[0]["advantage/abs_mean"] == 0.0
+    for chosen in ({"brightness": closed, "redness": silent}, {"brightness": silent}):
+        rewards = [runs.reward(folder, name, **keys) for name, keys in chosen.items()]
+        seen = run(runs.config(folder, model, trainer=trainer, rewards=rewards, iterations=1, **QUIET))
+        assert seen.rows[0]["advantage/abs_mean"] == 0.0
 
 
-# -- dumps and refusals ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("trainer", "changes", "text"),
-    [
-        ({**DDPO, "guard": True}, {}, "unknown key"),
-        ({**GUARD, "kernel": "ddim", "noise_level": 1.0}, {}, "alpha-bars"),
-        ({**GUARD, "log_prob_reduction": "sum"}, {}, "unknown key"),
-        ({"kl": "x_prediction", "kl_weight": 0.1, "kernel": "ddim", "noise_level": 1.0}, {}, "of a velocity"),
-        ({**DDPO, "history": {"size": 4}}, {}, "never reached"),
-        ({"history": {"size": 32}}, {}, "belongs to another trainer.algorithm"),
-        ({}, {"sampling": {"group_size": 1}}, "nothing to be compared with"),
-        ({"aggregate": "gdpo", "advantage_scale": "global"}, {}, "use group"),
-        ({"algorithm": "paco_grpo", "aggregate": "log_tame_released"}, {}, "use none"),
-        ({"algorithm": "paco_grpo", "advantage_scale": "prompt_history"}, {}, "one of group, global, none"),
-        ({"aggregate": "gdpo"}, {"rewards": [{"normalize": "group"}]}, "normalises the scores themselves"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    folder: Path, model: Path, trainer: dict[str, Any], changes: dict[str, Any], text: str
-) -> None:
-    changes = dict(changes)
-    if "rewards" in changes:
-        changes["rewards"] = [runs.reward(folder, "brightness", **extra) for extra in changes["rewards"]]
-    with pytest.raises(ConfigError, match=text):
-        runs.config(folder, model, trainer={"algorithm": "flow_grpo", **trainer}, **changes)
-
-
-# -- PaCo-GRPO by settings: pictures of a prompt judged in pairs, one drawn step, trained small and evaluated large
-
-
-PACO = {
-    "algorithm": "paco_grpo",
-    "window": {"size": 1, "low": 1, "high": 2},
-    "aggregate": "log_tame",
-    "advantage_scale": "global",
-}
+PACO = {"algorithm": "paco_grpo", "window": {"size": 1, "low": 1, "high": 2}}
+PACO |= {"aggregate": "log_tame", "advantage_scale": "global"}
 CLOSENESS = '''\
 from pathlib import Path
 
@@ -263,7 +204,8 @@ def test_one_step_is_trained_on_the_tamed_sum(folder: Path, model: Path) -> None
 
 
 def test_it_is_trained_small_and_judged_large_in_groups(folder: Path, model: Path) -> None:
-    """Pictures of 16 pixels in groups of 3 while training, of 32 in the evaluation, where pairs have a score, too."""
+    """Pictures of 16 pixels in groups of 3 while training, of 32 in the evaluation, where pairs have a score, too;
+    alone a picture has none."""
     rows = runs.rows(train(config(folder, model, iterations=2)))
     assert set((folder / "sizes.txt").read_text().splitlines()) == {"(3, 3, 16, 16)", "(3, 3, 32, 32)"}
     assert rows[1]["model_calls/train"] == 6 and rows[1]["model_calls/sample"] == 24
@@ -271,11 +213,9 @@ def test_it_is_trained_small_and_judged_large_in_groups(folder: Path, model: Pat
         assert 0 < row["eval/closeness_mean"] <= 1 and row["eval/closeness_failed"] == 0
         total = row["eval/brightness_mean"] + 0.5 * row["eval/closeness_mean"]
         assert row["eval/total_mean"] == pytest.approx(total)
-
-
-def test_alone_a_picture_has_no_pairs(folder: Path, model: Path) -> None:
-    rows = runs.rows(train(config(folder, model, iterations=1, evaluation={"group_size": 1, "every": 1})))
-    assert rows[0]["eval/closeness_mean"] is None and rows[0]["eval/closeness_failed"] == 2
+    single = config(folder, model, iterations=1, evaluation={"group_size": 1}, output=str(folder / "single"))
+    alone = runs.rows(train(single))[0]
+    assert alone["eval/closeness_mean"] is None and alone["eval/closeness_failed"] == 2
 
 
 def test_rows_of_one_prompt_are_a_group() -> None:

@@ -1,7 +1,9 @@
 """On-policy distillation: golden losses, the KL in terms of velocities, teachers by their LoRA, column and guidance."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,20 +19,13 @@ from tests.diffusion.methods.watched import QUIET, run
 from tests.golden_cases import Arrays
 
 
-class Stepped:
-    """What the loss reads of a replayed step."""
-
-    def __init__(self, mean: torch.Tensor, std: torch.Tensor, sigma: torch.Tensor, sigma_next: torch.Tensor) -> None:
-        self.mean, self.std, self.step = mean, std, self
-        self.sigma, self.sigma_next = sigma, sigma_next
-
-
 @pytest.mark.parametrize(("weight", "name"), [("exact", "exact"), ("no_dt", "without_dt"), ("unit", "ode")])
 def test_golden(golden: Any, weight: Any, name: str) -> None:
     data = Arrays(golden("diffusion_opd"))
     mean = data.given("mean").requires_grad_()
     std = data.given("transition_std").expand(len(mean), 1, 1)
-    new: Any = Stepped(mean, std, data.given("sigma"), data.given("sigma_next"))
+    step = SimpleNamespace(sigma=data.given("sigma"), sigma_next=data.given("sigma_next"))
+    new: Any = SimpleNamespace(mean=mean, std=std, step=step)
     loss = distance(OPD(weight=weight), new, data.given("teacher_mean")).mean()
     data.check(f"loss_{name}", loss.detach())
     data.check(f"grad_{name}", torch.autograd.grad(loss, mean)[0])
@@ -75,9 +70,7 @@ def test_a_run_goes_on_with_the_same_teachers_alone(folder: Path, model: Path, t
     assert runs.differences(whole, again) == []
     kept = [name for name in runs.last_state(whole).tensors["weights"] if "teacher" in name]
     assert kept == []
-    (folder / "b" / "lora" / "pytorch_lora_weights.safetensors").write_bytes(
-        (folder / "a" / "lora" / "pytorch_lora_weights.safetensors").read_bytes()
-    )
+    shutil.copytree(folder / "a" / "lora", folder / "b" / "lora", dirs_exist_ok=True)
     (folder / "other").mkdir()
     with pytest.raises(ValueError, match="b: the checkpoint was taught by other files"):
         runs.resumed(whole, folder / "other", 1)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from genrl.cli.plan import lines
-from genrl.config import ConfigError, load
+from genrl.config import ConfigError
 from genrl.diffusion.config.kernels import find_kernel
 from genrl.diffusion.train import train
 from genrl.mdp.kernels import transition_of
@@ -53,18 +52,9 @@ def test_a_run_is_that_of_the_built_in_kernel(
     replayed(runs.config(folder, model, trainer=own, evaluation={"every": 0}), monkeypatch)
 
 
-def refusal(folder: Path, name: str, **changes: Any) -> str:
-    tree = {
-        "model": {"path": "org/model"},
-        "prompts": {"train": "a.txt"},
-        "rewards": [{"name": "shapes"}],
-        "trainer": {**BUILT_IN, "kernel": name},
-        "evaluation": {"every": 0},
-        **changes,
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+def refusal(folder: Path, name: str) -> str:
     with pytest.raises(ConfigError) as error:
-        load(folder / "run.yaml")
+        runs.config(folder, folder / "model", trainer={**BUILT_IN, "kernel": name})
     return str(error.value)
 
 

@@ -20,6 +20,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import gradients, relative, resumed, watch
+from tests.diffusion.policy.test_starting import editing
 
 COLOURS = [(40 * k, 80, 120) for k in range(4)]
 
@@ -32,12 +33,11 @@ def config(folder: Path, kontext: Path, **changes: Any) -> Config:
         Image.new("RGB", (16, 16), (255, 255, 255 - colour[0])).save(folder / f"{k}-target.png")
         rows.append(json.dumps({"prompt": f"edit {k}", "source_image": f"{k}.png", "target_image": f"{k}-target.png"}))
     (folder / "pairs.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    call = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
-    sampling = {"inputs": {"image": "source_image"}, "pipeline_args": call, "height": 16, "width": 16, "group_size": 1}
-    sampling |= {"prompts_per_iteration": 4, "batch_size": 2, "guidance_scale": 2.5, **changes.pop("sampling", {})}
+    sampling = {"group_size": 1, "prompts_per_iteration": 4, **changes.pop("sampling", {})}
+    prompts = {"train": str(folder / "pairs.jsonl"), "eval": None}
     trainer = {"algorithm": "sft"} | changes.pop("trainer", {})
-    settings = {"evaluation": {"every": 0}, "prompts": {"train": str(folder / "pairs.jsonl"), "eval": None}}
-    return runs.config(folder, kontext, sampling=sampling, trainer=trainer, **settings, **changes)
+    changes = {"trainer": trainer, "sampling": sampling, "evaluation": {"every": 0}, **changes}
+    return editing(folder, kontext, prompts=prompts, **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -119,3 +119,4 @@ def test_impossible_settings_and_sets_are_refused(folder: Path, kontext: Path) -
     (folder / "2-target.png").write_bytes(b"no picture")
     with pytest.raises(PromptError, match=r"pairs.jsonl:3: target_image cannot be read as an image"):
         train(found)
+    assert not (folder / "run" / "checkpoints").exists()

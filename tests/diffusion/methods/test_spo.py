@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError, check_files
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.spo import train as spo
 from genrl.diffusion.methods.spo.train import Found, Pairs, chosen_rows, compare, crawl, draw, judge, pair_of
@@ -19,7 +19,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.steps.plans import last_step_is_drawn
 from genrl.diffusion.steps.plans import replayed as replayed_step
-from genrl.mdp.gaussian import sample
+from genrl.mdp.kernels import sample
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.plan import SamplingPlan
 from genrl.runtime.loop.recorded import Recorded
@@ -33,7 +33,6 @@ from tests.diffusion.methods.watched import (
     Update,
     Watched,
     relative,
-    resumed,
     run,
     trained_by,
 )
@@ -44,9 +43,6 @@ CHAINS = {"prompts_per_iteration": 2, "group_size": 2, "batch_size": 3}
 WAYS = 3
 
 
-# -- comparisons -----------------------------------------------------------------------------------------------------
-
-
 def test_winners_by_hand() -> None:
     scores = torch.tensor([[[0.1, 0.9, 0.5], [0.4, 0.4, 0.3]], [[1.0, math.nan, 0.0], [2.0, 2.0, 2.0]]]).double()
     pairs = compare(scores, threshold=0.3)
@@ -55,9 +51,6 @@ def test_winners_by_hand() -> None:
     assert pairs.valid.tolist() == [[True, False], [False, False]]
     assert pairs.gap[0].tolist() == pytest.approx([0.8, 0.1]) and pairs.gap[1].isnan().tolist() == [True, False]
     assert compare(scores, threshold=0.0).valid.tolist() == [[True, True], [False, False]]
-
-
-# -- a run, watched --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -98,20 +91,19 @@ def by_hand(config: Config, update: Update, learnt: Learnt) -> tuple[Given, floa
         mean = math.sqrt(ab_next) * clean + math.sqrt(1 - ab_next - std**2) * eps
         return torch.distributions.Normal(mean, std).log_prob(action).mean()
 
-    losses = []
+    def ratio(slot: int, i: int, state: Tensor, action: Tensor) -> Tensor:
+        with bare.untrained():
+            reference = log_prob(slot, i, state, action)
+        return (log_prob(slot, i, state, action) - reference).exp().clamp(0.9, 1.1).log()
+
+    losses, pairs = [], learnt.pairs
     for slots in learnt.slots:
         for column, (i, candidates) in enumerate(learnt.found[slots[0]].items()):
             for row, slot in enumerate(slots):
-                if not learnt.pairs.valid[slot, column]:
-                    continue
-                logs = []
-                for table in (learnt.pairs.win, learnt.pairs.lose):
-                    state, action = candidates.state[row], candidates.drawn[row, int(table[slot, column])]
-                    with bare.untrained():
-                        reference = log_prob(slot, i, state, action)
-                    ratio = (log_prob(slot, i, state, action) - reference).exp()
-                    logs.append(ratio.clamp(0.9, 1.1).log())
-                losses.append(-torch.nn.functional.logsigmoid(10.0 * (logs[0] - logs[1])))
+                if pairs.valid[slot, column]:
+                    actions = (candidates.drawn[row, int(table[slot, column])] for table in (pairs.win, pairs.lose))
+                    win, lose = (ratio(slot, i, candidates.state[row], action) for action in actions)
+                    losses.append(-torch.nn.functional.logsigmoid(10.0 * (win - lose)))
     loss = torch.stack(losses).mean()
     return bare.gradient(loss), float(loss)
 
@@ -154,26 +146,6 @@ def test_a_pair_is_evaluated_once_by_each_model(folder: Path, sd: Path, monkeypa
     assert row["model_calls/train"] == 2 * 2 * int(learnt.pairs.valid.sum()) and row["updates"] == 4
 
 
-@pytest.mark.parametrize(
-    ("trainer", "sampling", "text"),
-    [
-        ({"first": 3}, {}, "no step of 4 is left"),
-        ({"noise_level": 0.0}, {}, "deterministic"),
-        ({"noise_level": 1.5}, {}, "1 or less"),
-        ({"candidates": 1}, {}, "candidates"),
-        ({"clip_range": 1.0}, {}, "clip_range"),
-        ({"kernel": "flow_sde"}, {}, "is for flow models"),
-    ],
-)
-def test_impossible_settings_are_refused(
-    folder: Path, sd: Path, trainer: dict[str, Any], sampling: dict[str, Any], text: str
-) -> None:
-    config = {"trainer": {**SPO, **trainer}, "sampling": {**DIFFUSION, **CHAINS, **sampling}}
-    with pytest.raises(ConfigError) as error:
-        check_files(runs.config(folder, sd, **config))
-    assert text in str(error.value)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["adapters", "shards"])
 def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> None:
@@ -190,30 +162,15 @@ def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> No
         assert two[key] == pytest.approx(one[key], rel=1e-4 if fsdp or key == "grad_norm" else 1e-9), key
 
 
-@pytest.mark.slow
-def test_a_full_fine_tuning_goes_on_to_the_bit(folder: Path, sd: Path) -> None:
-    changes: dict[str, Any] = {"lora": None, "optimizer": {"lr": 1e-4}, "evaluation": {"every": 0}}
-    straight = resumed(runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **changes), folder)
-    assert any(row.get("spo/correct", 0) > 0 for row in runs.rows(straight))
-
-
-# -- Chains with candidates for each next state: which are drawn from which noise, by how many model calls
-
-
-def crawled(name: str, kernel: Kernel, *, steps: int = 4, first: int = 1, last: bool | None = None) -> Any:
+def crawled(name: str, kernel: Kernel, *, first: int = 1, last: bool | None = None) -> Any:
     """A policy, its plan, and two chains of it."""
     family = FAMILIES[name]()
     policy = Policy(family.pipe)
-    last = last_step_is_drawn(policy) if last is None else last
-    plan = SamplingPlan(
-        roots=1,
-        branching=tuple(WAYS if i >= first and (last or i < steps - 1) else 1 for i in range(steps)),
-        noise_levels=tuple(kernel.noise_level if last or i < steps - 1 else None for i in range(steps)),
-        continue_one=True,
-    )
-    call = {**family.call, **family.unguided, "num_inference_steps": steps}
-    batch = Batch(["a cat", "two dogs"], [(0, 0, 0), (0, 0, 1)], call)
-    calls = policy.model_calls
+    noisy = 4 if (last_step_is_drawn(policy) if last is None else last) else 3
+    ways = tuple(WAYS if first <= i < noisy else 1 for i in range(4))
+    levels = tuple(kernel.noise_level if i < noisy else None for i in range(4))
+    plan = SamplingPlan(roots=1, branching=ways, noise_levels=levels, continue_one=True)
+    batch, calls = family.batch(**family.unguided), policy.model_calls
     with torch.no_grad():
         found, final, sigmas = crawl(policy, batch, plan, kernel)
     return policy, plan, batch, found, final, sigmas, policy.model_calls - calls
@@ -234,43 +191,38 @@ def test_calls_are_those_of_the_closed_form(name: str, kernel: Kernel, first: in
 def test_chains_go_on_from_one_of_their_candidates(name: str, kernel: Kernel) -> None:
     """Candidates are draws with their own noise from one state; the next state is the one that was picked."""
     policy, plan, batch, found, final, _, _ = crawled(name, kernel)
-    chains = torch.arange(2)
+    chains, settings = torch.arange(2), SimpleNamespace(kernel=kernel.name)
     for i, candidates in found.items():
-        both = torch.tensor([[0, 2], [1, 0]])
-        settings = SimpleNamespace(kernel=kernel.name)
+        pair = pair_of(batch, kernel, i, candidates, chains, torch.tensor([[0, 2], [1, 0]]))
         with torch.no_grad():
-            replayed = replayed_step(
-                settings, policy, Recorded(batch, pair_of(batch, kernel, i, candidates, chains, both))
-            )
+            replayed = replayed_step(settings, policy, Recorded(batch, pair))
         for row, (chain, j) in enumerate([(0, 0), (0, 2), (1, 1), (1, 0)]):
             noise = keyed_noise(candidates.state.shape[1:], *batch.keys[chain], "candidate", j, "step", i)
             made = sample(replayed.mean[row : row + 1], replayed.std[row : row + 1], noise[None])
             torch.testing.assert_close(made[0], candidates.drawn[chain, j])
         picked = chosen_rows(batch, WAYS, i + 1) - WAYS * chains
-        state = found[i + 1].state if i + 1 in found else None
-        if state is not None:
-            assert torch.equal(state, candidates.drawn[chains, picked])
-    if name == "sd15":
-        assert torch.equal(final, found[3].drawn[chains, chosen_rows(batch, WAYS, 4) - WAYS * chains])
-    else:  # the last step is deterministic: it ends in the clean sample that was predicted
-        torch.testing.assert_close(final, found[2].clean[chains, chosen_rows(batch, WAYS, 3) - WAYS * chains])
+        if i + 1 in found:
+            assert torch.equal(found[i + 1].state, candidates.drawn[chains, picked])
+        elif name == "sd15":
+            assert i == 3 and torch.equal(final, candidates.drawn[chains, picked])
+        else:  # the last step is deterministic: it ends in the clean sample that was predicted
+            assert i == 2
+            torch.testing.assert_close(final, candidates.clean[chains, picked])
 
 
 def test_clean_samples_are_those_of_the_model() -> None:
     """x - sigma v of a flow, (x - sqrt(1 - ab) eps) / sqrt(ab) of a noise prediction."""
     for name, kernel in (DDIM, SDE):
         policy, _, batch, found, _, sigmas, _ = crawled(name, kernel)
-        for i in (1, 2):
-            for j in range(WAYS):
-                x, level = found[i].drawn[:, j], sigmas[i + 1]
-                with torch.no_grad():
-                    out = policy.velocity(batch, x, level)
-                if name == "sd3":
-                    expected = x - level * out
-                else:
-                    ab = policy.head.alphas_cumprod[int(level)]
-                    expected = (x - (1 - ab).sqrt() * out) / ab.sqrt()
-                torch.testing.assert_close(found[i].clean[:, j], expected, atol=2e-4, rtol=1e-4)
+        for i, j in product((1, 2), range(WAYS)):
+            x, level = found[i].drawn[:, j], sigmas[i + 1]
+            with torch.no_grad():
+                out = policy.velocity(batch, x, level)
+            expected = x - level * out
+            if name == "sd15":
+                ab = policy.head.alphas_cumprod[int(level)]
+                expected = (x - (1 - ab).sqrt() * out) / ab.sqrt()
+            torch.testing.assert_close(found[i].clean[:, j], expected, atol=2e-4, rtol=1e-4)
 
 
 def test_picks_are_uniform_and_differ() -> None:

@@ -1,7 +1,5 @@
 """Talk2Move's recipes on Qwen-Image-Edit, rehearsed on a tiny one: all stays but sizes and detectors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,6 @@ from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.rewards import tiny_orient
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 
 RECIPES = Path(__file__).parents[3] / "configs/diffusion"
 

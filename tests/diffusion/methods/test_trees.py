@@ -1,7 +1,5 @@
 """Trees and windows as settings of Flow-GRPO: what a run draws, what it costs, what its gradient is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +11,10 @@ from genrl.config.method import code_of
 from genrl.diffusion.config import estimate
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.dynamic_tree_rpo import train as dynamic_tree_rpo
+from genrl.diffusion.methods.dynamic_tree_rpo.train import progress_table
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import Edges, progress_table
+from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import actions_of
 from genrl.diffusion.train import train
@@ -25,8 +24,6 @@ from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import QUIET, resumed, run, trained_by
 from tests.diffusion.policy.tiers import tiered
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
 EIGHT = {"num_inference_steps": 5, "prompts_per_iteration": 2, "group_size": 8, "batch_size": 6}
@@ -34,22 +31,14 @@ EIGHT = {"num_inference_steps": 5, "prompts_per_iteration": 2, "group_size": 8, 
 
 def config(folder: Path, model: Path, trainer: dict[str, Any], **changes: Any) -> Config:
     sampling = EIGHT | changes.pop("sampling", {})
-    return runs.config(
-        folder, model, trainer=GRPO | trainer, sampling=sampling, **{**QUIET, "iterations": 1, **changes}
-    )
+    changes = {**QUIET, "iterations": 1, **changes}
+    return runs.config(folder, model, trainer=GRPO | trainer, sampling=sampling, **changes)
 
-
-# -- cost ------------------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "chain": {},
     "window": {"window": {"size": 2, "schedule": "progressive", "every": 1}},
     "window_start": {"window": {"size": 2, "schedule": "progressive", "every": 1}, "tree": {"ways": 4}},
-    "one_tree": {"window": {"size": 2, "schedule": "progressive", "every": 2}, "tree": {"ways": 8}},
-    "window_tree": {
-        "window": {"size": 3, "schedule": "progressive", "every": 1},
-        "tree": {"ways": 2, "at": "window"},
-    },
+    "window_tree": {"window": {"size": 3, "schedule": "progressive", "every": 1}, "tree": {"ways": 2, "at": "window"}},
     "splits": {"tree": {"ways": 2, "at": [0, 1, 3], "spread": 4.0}},
     "window_and_splits": {
         "window": {"size": 1, "low": 2, "high": 4, "schedule": "progressive", "every": 1},
@@ -60,7 +49,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "noise_outside_window": True,
         "tree": {"ways": 4, "contrast": True},
     },
-    "tail": {"window": {"size": 1, "schedule": "progressive", "every": 1}, "tail_ratio": 0.5},
     "tree_and_tail": {"window": {"size": 1, "high": 1}, "tree": {"ways": 8}, "tail_ratio": 0.5},
     "sliding_prune": {"tree": {"ways": 2, "at": [0], "prune": {"depths": [3, 4], "slide_every": 1}}},
     "kl": {"tree": {"ways": 4, "at": [1]}, "kl_weight": 0.01, "inner_epochs": 2},
@@ -92,13 +80,8 @@ def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: 
         assert row["window/size"] == len(steps.trained)
 
 
-B2 = {
-    "kernel": "ddim",
-    "noise_level": 1.0,
-    "window": {"size": 3, "high": 3, "schedule": "backward", "shortest": 2},
-    "noise_outside_window": True,
-    "tree": {"ways": 8, "contrast": True},
-}
+B2 = {"kernel": "ddim", "noise_level": 1.0, "noise_outside_window": True, "tree": {"ways": 8, "contrast": True}}
+B2["window"] = {"size": 3, "high": 3, "schedule": "backward", "shortest": 2}
 
 
 def test_the_last_step_of_ddim_is_trained_where_the_window_reaches_it(folder: Path, sd: Path) -> None:
@@ -121,14 +104,6 @@ def test_a_last_step_without_noise_cannot_be_trained(folder: Path, model: Path) 
         run(found)
     with pytest.raises(ConfigError, match="the last of 5 steps is never stochastic, so the window must end by 4"):
         config(folder, model, {"window": {"size": 2, "high": 5}})
-
-
-def test_the_last_step_of_a_flow_is_not_trained(folder: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match="the last of 5 steps is never stochastic, so the window must end by 4"):
-        config(folder, model, {"window": {"size": 2, "high": 5}})
-
-
-# -- what is said, what is kept, what is the same --------------------------------------------------------------------
 
 
 def test_skipped_depths_are_said_once(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,19 +148,19 @@ def test_samples_learn_the_velocity_on_the_best_path(folder: Path, model: Path) 
     tree, edges, targets, rollouts, run = supervised(folder, model, "best_path")
     best = rollouts.total.view(2, 8).argmax(1)
     short, seen = progress_table(tree, rollouts.total), 0
-    for actions in actions_of(run, run.config.trainer, rollouts, edges).values():  # type: ignore[arg-type]
-        for action in actions:
-            i, slots = action.step, action.piece.slots[action.step]
-            with torch.no_grad():
-                outputs = run.policy.replay(action.piece.trajectory.step(i)).model_output
-            aims = dynamic_tree_rpo.target_of(action, targets, 8)
-            for row, slot in enumerate(slots):
-                if slot % 8 == best[slot // 8]:
-                    torch.testing.assert_close(aims[row], outputs[row], rtol=1e-4, atol=1e-5)
-                    same = [k for k, other in enumerate(slots) if other // 8 == slot // 8]
-                    assert all(torch.equal(aims[k], aims[row]) for k in same)
-                    seen += 1
-                    assert float(short[i, slot]) == 0.0  # it does not fall short of itself
+    every = actions_of(run, run.config.trainer, rollouts, edges).values()  # type: ignore[arg-type]
+    for action in (action for actions in every for action in actions):
+        i, slots = action.step, action.piece.slots[action.step]
+        with torch.no_grad():
+            outputs = run.policy.replay(action.piece.trajectory.step(i)).model_output
+        aims = dynamic_tree_rpo.target_of(action, targets, 8)
+        for row, slot in enumerate(slots):
+            if slot % 8 == best[slot // 8]:
+                torch.testing.assert_close(aims[row], outputs[row], rtol=1e-4, atol=1e-5)
+                same = [k for k, other in enumerate(slots) if other // 8 == slot // 8]
+                assert all(torch.equal(aims[k], aims[row]) for k in same)
+                seen += 1
+                assert float(short[i, slot]) == 0.0  # it does not fall short of itself
     assert seen == 4  # two groups, two steps
 
 

@@ -1,14 +1,12 @@
 """A method trained in this process with all that it did on record, and the bare networks to compute it again."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from diffusers import DiffusionPipeline
@@ -25,7 +23,7 @@ from genrl.diffusion.train import train
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 
-QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 100}}
+QUIET = runs.QUIET
 EIGHT = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}
 TRIPLES = {"group_size": 3, "batch_size": 2}
 """Groups that micro-batches cut."""
@@ -75,12 +73,8 @@ def gradients(run: DiffusionRun) -> Given:
 
 def watch(run: DiffusionRun) -> Watched:
     seen, pieces = Watched(), []
-    collect, backward, step, finish = (
-        run.collect,
-        run.loop.optimization.backward,
-        run.loop.optimization.step,
-        run.finish,
-    )
+    collect, finish, optimization = run.collect, run.finish, run.loop.optimization
+    backward, step = optimization.backward, optimization.step
 
     def watched_collect(draw: Any, **shape: Any) -> Rollouts:
         seen.rollouts.append(collect(draw, **shape))
@@ -101,9 +95,21 @@ def watch(run: DiffusionRun) -> Watched:
         seen.snapshots.append({name: copied(tensors) for name, tensors in run.weights.snapshots.items()})
         finish(metrics)
 
-    run.collect, run.loop.optimization.backward = watched_collect, watched_backward  # type: ignore[method-assign]
-    run.loop.optimization.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
+    run.collect, optimization.backward = watched_collect, watched_backward  # type: ignore[method-assign]
+    optimization.step, run.finish = watched_step, watched_finish  # type: ignore[method-assign]
     return seen
+
+
+def after_collect(run: DiffusionRun, change: Callable[[Rollouts], object]) -> None:
+    """From here on, `change` sees each iteration's samples as soon as they are drawn."""
+    collect = run.collect
+
+    def collected(draw: Any, **shape: Any) -> Rollouts:
+        found = collect(draw, **shape)
+        change(found)
+        return found
+
+    run.collect = collected  # type: ignore[method-assign]
 
 
 def run(config: Config, prepare: Callable[[DiffusionRun], object] = lambda run: None) -> Watched:
@@ -134,7 +140,7 @@ class Bare:
         for key, p in self.named.items():
             p.copy_(values[key])
 
-    def frozen(self) -> Bare:
+    def frozen(self) -> Self:
         for p in self.named.values():
             p.requires_grad_(False)
         return self
@@ -226,12 +232,7 @@ def resumed(config: Config, folder: Path, done: int = 1) -> Path:
     return straight
 
 
-def trained_by(count: int, folder: Path, name: str = "tiny.yaml") -> Path:
-    """The YAML's run in this many processes; its folder is `run` in `folder`, moved to `world-count`."""
-    path, log = folder / name, folder / f"{count}.log"
-    if count == 1:
-        processes = [runs.start(runs.train_file, str(path), log=log)]
-    else:
-        processes = runs.start_ranks(count, runs.train_file, str(path), log=log)
-    assert runs.wait(processes, 300) == [0] * count, [p.read_text()[-2000:] for p in folder.glob("*.log")]
+def trained_by(count: int, folder: Path) -> Path:
+    """The run of `tiny.yaml` in this many processes; its folder is `run` in `folder`, moved to `world-count`."""
+    runs.finish(folder / "tiny.yaml", count, runs.train_file)
     return (folder / "run").rename(folder / f"world-{count}")

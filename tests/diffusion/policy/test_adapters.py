@@ -1,8 +1,6 @@
 """Adapters of every type: nothing changed at first, replay, files that plain diffusers reads, merging; one to go on
 with, frozen ones beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,13 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import trainable
 from genrl.runtime.weights.weights import REFERENCE, Weights
+from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
 TYPES = ["lora", "dora", "rslora", "lokr"]
-SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
-BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+BATCH = Batch([*PROMPTS], [*KEYS], {**runs.CALL, "num_inference_steps": 3})
 
 
 def made(**keys: Any) -> tuple[Policy, Weights]:
@@ -38,16 +35,9 @@ def drawn(policy: Policy) -> Tensor:
     return policy.generate(BATCH)
 
 
-@torch.no_grad()
-def move(weights: Weights, seed: int = 0) -> None:
-    source = torch.Generator().manual_seed(seed)
-    for p in weights.parameters:
-        p.add_(0.1 * torch.randn(p.shape, generator=source))
-
-
 def saved(folder: Path, seed: int = 0, **keys: Any) -> tuple[Policy, Path]:
     policy, weights = made(**keys)
-    move(weights, seed)
+    runs.move(weights, seed)
     save_lora(policy, folder, BATCH)
     return policy, folder
 
@@ -58,7 +48,7 @@ def test_nothing_changes_at_first_and_replay_is_exact(kind: str) -> None:
     policy, weights = made(type=kind)
     torch.testing.assert_close(drawn(policy), untouched, rtol=1e-4, atol=1e-5)  # dora divides by a length
     assert {p.dtype for p in weights.parameters} == {torch.float32}
-    move(weights)
+    runs.move(weights)
     with torch.no_grad():
         recorded = policy.roll_out(BATCH, Kernel("flow_sde", 0.7), (0, 1))
     replayed = policy.replay(recorded.step(1))
@@ -94,7 +84,7 @@ def test_ranks_of_layers_keep_the_scale(tmp_path: Path) -> None:
     assert {rank for key, rank in ranks.items() if not key.endswith("0.attn.to_q")} == {6}
     scales = {m.scaling["default"] for m in policy.denoiser.modules() if hasattr(m, "scaling") and m.scaling}
     assert scales == {2.0}
-    move(weights)
+    runs.move(weights)
     save_lora(policy, tmp_path / "lora", BATCH)
     with pytest.raises(ValueError, match=r"model\.lora\.ranks: no adapted layer's name ends in to_query"):
         made(ranks={"to_query": 2})
@@ -110,7 +100,7 @@ def test_goes_on_from_a_file_and_refers_to_it(tmp_path: Path) -> None:
     assert (config.r, config.lora_alpha, config.use_dora) == (2, 6, True)
     start = drawn(policy)
     assert torch.equal(start, drawn(first)) and weights.is_lora
-    move(weights, 1)
+    runs.move(weights, 1)
     assert not torch.equal(drawn(policy), start)
     with weights.reference():
         assert torch.equal(drawn(policy), start)
@@ -139,7 +129,7 @@ def test_frozen_ones_stay_active_and_as_they_are(tmp_path: Path) -> None:
     assert all(".default." in name for name in names)
     kept = {n: p.clone() for n, p in policy.denoiser.named_parameters() if ".frozen_" in n}
     assert kept
-    move(weights)
+    runs.move(weights)
     after = drawn(policy)
     assert not torch.equal(after, expected)
     save_lora(policy, tmp_path / "trained", BATCH)

@@ -1,7 +1,5 @@
 """What pipelines and schedulers from outside do, found before the first iteration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -16,8 +14,6 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.scheduler import Request, as_policy_head
 from genrl.diffusion.policy.trajectory import Batch
 from tests.diffusion.families import FAMILIES
-
-pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def two(family: Any) -> Batch:

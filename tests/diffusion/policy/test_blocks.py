@@ -18,9 +18,7 @@ from genrl.diffusion.policy.attention import Switches
 from genrl.diffusion.policy.blocks import BLOCKS, install
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import use_kernels
-from genrl.runtime.folder.run import read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.policy.tiers import tiered
@@ -32,11 +30,6 @@ pytestmark = pytest.mark.usefixtures("traced")
 Recorded = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
-def batch_of(family: Family) -> Batch:
-    keys = [(7, 0, 0), (7, 0, 1)]
-    return Batch(["a red star", "two blue dogs"], keys, {"num_inference_steps": 4, **family.call}, inputs=family.inputs)
-
-
 def block_calls(policy: Policy, family: Family) -> list[Recorded]:
     """Every block of the denoisers with the arguments of one of its calls in a rollout."""
     found: dict[nn.Module, Recorded] = {}
@@ -46,7 +39,7 @@ def block_calls(policy: Policy, family: Family) -> list[Recorded]:
 
     blocks = [m for d in policy.denoisers.values() for m in d.modules() if type(m) in BLOCKS or hasattr(m, "processor")]
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in blocks]
-    policy.roll_out(batch_of(family))
+    policy.roll_out(family.batch())
     for handle in handles:
         handle.remove()
     assert set(found) == set(blocks)
@@ -159,10 +152,10 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of
 @pytest.mark.parametrize("name", tiered(RUNS, ("chain", "autocast, sum")))
 def test_first_update_of_a_run_has_ratio_one(folder: Path, model: Path, name: str) -> None:
     of_trainer, of_model = RUNS[name]
-    kernels = ALL
-    config = runs.config(folder, model, trainer={"algorithm": "flow_grpo", **of_trainer}, kernels=kernels, iterations=1)
-    run = runs.train(config.model_copy(update={"model": config.model.model_copy(update=of_model)}))
-    row = next(row for row in read_metrics(run / "metrics.jsonl") if "ratio/max_abs_dev" in row)
+    changes: dict[str, Any] = {"kernels": ALL, "model": of_model, "iterations": 1, "evaluation": {"every": 0}}
+    (row,) = runs.rows(
+        runs.train(runs.config(folder, model, trainer={"algorithm": "flow_grpo", **of_trainer}, **changes))
+    )
     assert row["ratio/max_abs_dev"] == 0.0 and row["grad_norm"] > 0
 
 
@@ -191,10 +184,8 @@ def test_a_processor_that_is_never_called_is_an_error() -> None:
     policy = Policy(family.pipe)
     install(policy.denoisers.values(), Switches(attention="auto"))
     family.pipe.transformer.transformer_blocks[0].attn.set_processor(JointAttnProcessor2_0())  # behind our back
-    with pytest.raises(
-        RuntimeError, match="1 of 2 attention processors of SD3Transformer2DModel were set and not called"
-    ):
-        policy.roll_out(batch_of(family))
+    with pytest.raises(RuntimeError, match="1 of 2 attention processors of SD3Transformer2DModel were set and not"):
+        policy.roll_out(family.batch())
 
 
 def test_named_back_end_that_cannot_run_is_an_error() -> None:
@@ -204,7 +195,7 @@ def test_named_back_end_that_cannot_run_is_an_error() -> None:
         use_kernels(policy, Kernels(attention="flash3"))
     install(policy.denoisers.values(), Switches(attention="flash3"))
     with pytest.raises(ValueError, match=r"attention back-end flash3: .*that can run here: auto, math"):
-        policy.roll_out(batch_of(family))
+        policy.roll_out(family.batch())
 
 
 def test_the_precision_asked_of_a_back_end_is_that_of_the_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

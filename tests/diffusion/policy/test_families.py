@@ -18,22 +18,9 @@ from genrl.diffusion.policy.weights import trainable
 from genrl.mdp.noise import derive_seed
 from tests.diffusion.families import FAMILIES, REFUSED
 from tests.diffusion.policy.tiers import tiered
-from tests.diffusion.tiny_parts import Family
+from tests.diffusion.tiny_parts import PROMPTS, Family
 
-STEPS = 4
-PROMPTS = ["a red star", "two blue dogs"]
-KEYS = [(7, 0, 0), (7, 0, 1)]
 STOCHASTIC = (0, 1, 2)  # not the last: sigma' = 0 there
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def batch_of(family: Family, **changes: object) -> Batch:
-    sampling = {"num_inference_steps": STEPS, **family.call, **changes}
-    return Batch(prompts=PROMPTS, keys=KEYS, sampling=sampling, inputs=family.inputs)
 
 
 def kernel_of(family: Family) -> Kernel:
@@ -41,16 +28,11 @@ def kernel_of(family: Family) -> Kernel:
 
 
 def stock_call(family: Family) -> Tensor:
-    """What the untouched pipeline makes from the initial noise of `KEYS`."""
-    generators = [torch.Generator().manual_seed(derive_seed(*key, "initial")) for key in KEYS]
-    made = family.pipe(
-        prompt=list(PROMPTS),
-        num_inference_steps=STEPS,
-        generator=generators,
-        output_type="pt",
-        **family.call,
-        **family.inputs,
-    )[0]
+    """What the untouched pipeline makes from the initial noise of the batch."""
+    batch = family.batch()
+    generators = [torch.Generator().manual_seed(derive_seed(*key, "initial")) for key in batch.keys]
+    arguments = {**batch.sampling, **family.inputs, "output_type": "pt"}
+    made = family.pipe(prompt=batch.prompts, generator=generators, **arguments)[0]
     return made if isinstance(made, Tensor) else torch.stack(list(made))
 
 
@@ -80,7 +62,7 @@ def tried(request: pytest.FixtureRequest) -> Tried:
     policy = Policy(family.pipe)
     for denoiser in policy.denoisers.values():
         denoiser.requires_grad_(True)
-    batch = batch_of(family)
+    batch = family.batch()
     with torch.no_grad():
         recorded = policy.roll_out(batch, kernel_of(family), STOCHASTIC)
     return Tried(family, policy, batch, recorded, stock)
@@ -106,7 +88,7 @@ def test_steps_are_recorded_and_replayed_with_gradients(tried: Tried) -> None:
     assert not torch.equal(states[0][0], states[0][1])
     if tried.family.kind == "flow":
         sigmas = recorded.sigmas
-        assert len(sigmas) == STEPS + 1 and sigmas[0] > 0.99 and sigmas[-1] == 0
+        assert len(sigmas) == 5 and sigmas[0] > 0.99 and sigmas[-1] == 0
         assert (sigmas.diff() < 0).all()
 
     components = {n: c for n, c in policy.pipe.components.items() if isinstance(c, nn.Module)}
@@ -176,7 +158,7 @@ def test_pictures_are_those_of_the_stock_pipeline(tried: Tried) -> None:
 @torch.no_grad()
 def test_a_sample_depends_on_its_prompt_and_noise_level_alone(tried: Tried) -> None:
     policy, recorded = tried.policy, tried.recorded
-    other = policy.roll_out(replace(tried.batch, prompts=PROMPTS[::-1]), recorded.kernel, STOCHASTIC)
+    other = policy.roll_out(replace(tried.batch, prompts=tried.batch.prompts[::-1]), recorded.kernel, STOCHASTIC)
     assert ((other.final - recorded.final).flatten(1).abs().amax(dim=1) > 0).all()
     if tried.family.name in NEIGHBOURLY:
         return
@@ -185,7 +167,7 @@ def test_a_sample_depends_on_its_prompt_and_noise_level_alone(tried: Tried) -> N
     state = recorded.states[1]
     levels = torch.tensor([0.7, 0.3]) if tried.family.kind == "flow" else torch.tensor([700, 300])
     for changes in (tried.family.unguided, {}):
-        batch = batch_of(tried.family, **changes)
+        batch = tried.family.batch(**changes)
         both = policy.velocity(batch, state, levels)
         each = [policy.velocity(batch, state, level) for level in levels]
         assert both.shape == recorded.final.shape and both.dtype == torch.float32
@@ -212,7 +194,7 @@ def test_half_precision(name: str, autocast: torch.dtype | None) -> None:
         if name in ("z_image_img2img", "z_image_inpaint"):
             pytest.skip("diffusers' own loop asserts states in float32: autocast it is")
         to_bfloat16(family)
-    policy, batch, kernel = Policy(family.pipe, autocast=autocast), batch_of(family), kernel_of(family)
+    policy, batch, kernel = Policy(family.pipe, autocast=autocast), family.batch(), kernel_of(family)
     with torch.no_grad():
         recorded = policy.roll_out(batch, kernel, STOCHASTIC)
         rest = policy.roll_out(batch, kernel, STOCHASTIC, start=2, state=recorded.states[2])
@@ -226,7 +208,7 @@ def test_half_precision(name: str, autocast: torch.dtype | None) -> None:
 @pytest.mark.parametrize("name", tiered([name for name in FAMILIES if name not in WITHOUT_ADAPTERS]))
 def test_adapter(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]()
-    policy, batch, kernel = Policy(family.pipe), batch_of(family), kernel_of(family)
+    policy, batch, kernel = Policy(family.pipe), family.batch(), kernel_of(family)
     weights = trainable(policy.denoisers, LoRA(rank=2, alpha=4.0))
     with torch.no_grad():
         for parameter in weights.parameters:  # its second half starts at zero
@@ -264,10 +246,10 @@ def test_guidance_may_be_switched(name: str) -> None:
         family = FAMILIES[name]()
         policy = Policy(family.pipe)
         for guidance in order:
-            batch = replace(batch_of(family, **(family.unguided if guidance == "unguided" else {})), prompts=[*PROMPTS])
+            batch = replace(family.batch(**(family.unguided if guidance == "unguided" else {})), prompts=[*PROMPTS])
             with torch.no_grad():
                 final = policy.roll_out(batch).final
-            assert batch.prompts == PROMPTS
+            assert batch.prompts == [*PROMPTS]
         finals.append(final)
     assert torch.equal(*finals)
 
@@ -284,7 +266,7 @@ REASONS = {
 def test_refused_with_the_reason(name: str) -> None:
     family = REFUSED[name]()
     with pytest.raises(ValueError, match=REASONS[name]):
-        Policy(family.pipe).roll_out(batch_of(family), kernel_of(family), STOCHASTIC)
+        Policy(family.pipe).roll_out(family.batch(), kernel_of(family), STOCHASTIC)
 
 
 def test_memory_within_the_call_shows_in_the_ratio() -> None:
@@ -295,6 +277,6 @@ def test_memory_within_the_call_shows_in_the_ratio() -> None:
     family = REFUSED["ace_step_guided"]()
     policy = Policy(family.pipe)
     with torch.no_grad():
-        recorded = policy.roll_out(batch_of(family), kernel_of(family), STOCHASTIC)
+        recorded = policy.roll_out(family.batch(), kernel_of(family), STOCHASTIC)
         same = [torch.equal(policy.replay(recorded.step(i)).log_prob, recorded.log_probs[i]) for i in STOCHASTIC]
     assert same == [True, False, False]

@@ -1,7 +1,5 @@
 """The table of the memory estimate, against what blocks of denoisers keep for the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

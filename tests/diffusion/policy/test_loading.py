@@ -1,7 +1,5 @@
 """Whether a pipeline can be called as configured, before anything is drawn."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -23,19 +21,14 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import call_arguments, check_inputs
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.test_families import batch_of
+from tests.diffusion.families import FAMILIES, saved
 
 
 @pytest.mark.parametrize(
     ("family", "sampling", "says"),
     [
         ("sd3", {"num_frames": 5}, r"^sampling\.num_frames: StableDiffusion3Pipeline .* set it to null"),
-        (
-            "ltx",
-            {"pipeline_args": {"gidance_rescale": 0.5}},
-            r"^sampling\.pipeline_args\.gidance_rescale: LTX.* remove",
-        ),
+        ("ltx", {"pipeline_args": {"gidance_rescale": 0.5}}, r"^sampling\.pipeline_args\.gidance_rescale: LTX.* rem"),
         ("sd3", {"pipeline_args": {"max_sequence_len": 8}}, r"did you mean max_sequence_length\?"),
         ("flux", {"pipeline_args": {"true_cfg": 8.0}}, r"did you mean true_cfg_scale\?"),
         ("sd3", {"pipeline_args": {"qqq": 8.0}}, r"remove it; it takes clip_skip, guidance_scale, height, "),
@@ -47,18 +40,15 @@ def test_others_are_refused_by_their_key(family: str, sampling: dict[str, object
         check_call_arguments(FAMILIES[family]().pipe, call_arguments(Sampling(**sampling)))
 
 
-def test_the_section_is_named() -> None:
+def test_the_section_is_named_and_a_call_that_takes_anything_is_left_to_itself() -> None:
     class Unguided(DiffusionPipeline):
         def __call__(self, prompt: str, num_inference_steps: int) -> None: ...
 
-    with pytest.raises(ValueError, match=r"^evaluation\.guidance_scale: Unguided .* it takes num_inference_steps$"):
-        check_call_arguments(Unguided(), ["num_inference_steps", "guidance_scale"], "evaluation")
-
-
-def test_a_call_that_takes_anything_is_left_to_itself() -> None:
     class Open(DiffusionPipeline):
         def __call__(self, prompt: str, **kwargs: object) -> None: ...
 
+    with pytest.raises(ValueError, match=r"^evaluation\.guidance_scale: Unguided .* it takes num_inference_steps$"):
+        check_call_arguments(Unguided(), ["num_inference_steps", "guidance_scale"], "evaluation")
     check_call_arguments(Open(), ["guidance_scale"])
 
 
@@ -96,11 +86,6 @@ def test_a_row_without_its_picture_is_named() -> None:
 ROOT = Path(__file__).parents[3]
 
 
-def saved(name: str, folder: Path) -> Path:
-    FAMILIES[name]().pipe.save_pretrained(folder / name)
-    return folder / name
-
-
 def shipped(recipe: str) -> dict[str, Any]:
     return load(ROOT / "configs" / "diffusion" / f"{recipe}.yaml").model.scheduler
 
@@ -117,7 +102,7 @@ def test_lightning_on_sdxl_runs_the_timesteps_of_its_card(tmp_path: Path) -> Non
         pipe.scheduler.set_timesteps(4)
         own, policy = pipe.scheduler.timesteps.tolist(), Policy(pipe)
         with torch.no_grad():
-            recorded = policy.roll_out(batch_of(FAMILIES["sdxl"]()))
+            recorded = policy.roll_out(FAMILIES["sdxl"]().batch())
         assert recorded.sigmas.tolist() == own == [999, 749, 499, 249]
 
 
@@ -131,7 +116,7 @@ def test_lightning_on_qwen_image_runs_the_shift_of_its_card(tmp_path: Path) -> N
     assert settings["base_shift"] == math.log(3)
     policy = Policy(load_pipeline(Model(path=str(tmp_path / "model"), scheduler=settings)))
     with torch.no_grad():
-        sigmas = policy.roll_out(batch_of(family)).sigmas
+        sigmas = policy.roll_out(family.batch()).sigmas
     even = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
     torch.testing.assert_close(sigmas, 3 * even / (1 + 2 * even))
 

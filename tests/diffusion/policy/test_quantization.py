@@ -1,7 +1,5 @@
 """Quantised bases: the ratio stays 1, a run goes on to the bit, adapters fit the weights as they were published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +18,12 @@ from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import resumed
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 KINDS = {"int8": "Int8Tensor", "fp8": "Float8Tensor"}
 
 
 def held(kind: Any, **changes: Any) -> dict[str, Any]:
     """Changes of the tiny run."""
     return {"model": {"quantize": kind}, "iterations": 4, "evaluation": {"every": 2, "num_prompts": 2}, **changes}
-
-
-def picture(pipe: Any) -> np.ndarray:
-    generator = torch.Generator().manual_seed(3)
-    call = {"height": 16, "width": 16, "num_inference_steps": 3, "guidance_scale": 1.0, "max_sequence_length": 4}
-    return np.asarray(pipe("a red star", generator=generator, output_type="np", **call).images[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,16 +53,16 @@ def test_the_adapter_fits_the_weights_that_were_published(folder: Path, model: P
     """In plain diffusers; and a full export is the merge into them."""
     run = train(runs.config(folder, model, **held("int8", optimizer={"lr": 0.1}, iterations=2)))
     published = DiffusionPipeline.from_pretrained(model)
-    before = picture(published)
+    before = runs.picture(published)
     published.load_lora_weights(run / "lora")
-    found = picture(published)
+    found = runs.picture(published)
     quantised = load_pipeline(Model(path=str(model), quantize="int8"))
     load_lora(quantised, str(run / "lora"))
     change = np.abs(found - before).mean()
     assert change > 1e-3
-    assert np.abs(found - picture(quantised)).mean() < 0.2 * change  # what is left is the rounding of the base
+    assert np.abs(found - runs.picture(quantised)).mean() < 0.2 * change  # what is left is the rounding of the base
     merged = DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True))
-    np.testing.assert_allclose(picture(merged), found, atol=1e-3)
+    np.testing.assert_allclose(runs.picture(merged), found, atol=1e-3)
     assert type(merged.transformer.transformer_blocks[0].attn.to_q.weight.data) is torch.Tensor
 
 

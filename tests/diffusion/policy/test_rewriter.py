@@ -1,7 +1,5 @@
 """The language model of PromptRL: what it writes, how likely that was, and what it leaves behind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +12,6 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from genrl.diffusion.config.sections import Rewriter as Settings
 from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from tests.diffusion.tiny_parts import decoder_sizes
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within peft and transformers
 
 TINY = Path(__file__).resolve().parents[3] / "assets" / "tiny-lm"
 MODELS: dict[str, Callable[[int], torch.nn.Module]] = {

@@ -161,9 +161,6 @@ def test_levels_that_ddim_does_not_have_are_said() -> None:
     assert replaced_schedule("EulerDiscreteScheduler", {"use_karras_sigmas": False}) is None
 
 
-# -- The VAE in slices and tiles
-
-
 BATCH = Batch(
     ["a red star", "two blue dogs"],
     [(7, 0, 0), (7, 0, 1)],

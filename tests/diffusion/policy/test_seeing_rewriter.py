@@ -1,8 +1,6 @@
 """A vision-language model as PromptRL's rewriter: it sees the picture that is to be edited, and learns beside the flow
 model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +30,6 @@ from tests.vlm import tiny_checkpoints
 from peft import PeftModel  # isort: skip  # after what makes transformers importable beside any torchvision
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers, peft and transformers
 
 ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")

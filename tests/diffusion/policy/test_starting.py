@@ -11,7 +11,6 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
-from genrl.config import ConfigError, load
 from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import evaluation_arguments
@@ -20,32 +19,23 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel
 from genrl.diffusion.policy.unconditional import Unconditional
 from genrl.diffusion.rollout.rollout import call_arguments
-from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.test_families import batch_of
 from tests.diffusion.policy.tiers import tiered
-from tests.diffusion.tiny_parts import Family
+from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
-KEYS = [(7, 0, 0), (7, 0, 1)]
 HALF = (
     *("sd15_img2img", "sd15_inpaint", "sdxl_img2img", "sd3_img2img"),
     *("flux_img2img", "flux_inpaint", "z_image_img2img"),
 )
 
 
-def opened(name: str, **call: object) -> tuple[Family, Policy, Batch]:
-    family = FAMILIES[name]()
-    sampling = {"num_inference_steps": 8, **family.call, **call}
-    batch = Batch(prompts=["a red star", "two blue dogs"], keys=KEYS, sampling=sampling, inputs=family.inputs)
-    return family, Policy(family.pipe), batch
-
-
 @pytest.mark.parametrize("name", tiered(HALF, ("sd15_inpaint", "sd3_img2img")))
 def test_strength_below_one(name: str) -> None:
     """Half of the schedule is run: recorded, replayed, resumed and decoded as a whole one, and like the pipeline's."""
-    family, policy, batch = opened(name, strength=0.5)
+    family = FAMILIES[name]()
+    policy, batch = Policy(family.pipe), family.batch(num_inference_steps=8, strength=0.5)
     kernel = Kernel("flow_sde", 0.7) if family.kind == "flow" else Kernel("ddim", 1.0)
     with torch.no_grad():
         recorded = policy.roll_out(batch, kernel, (0, 1, 2))
@@ -65,53 +55,39 @@ def test_strength_below_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["flux_inpaint", "sd15_inpaint"])
 def test_steps_one_by_one_are_those_of_a_rollout(name: str) -> None:
-    """The picture is put back after each of them, at its noise level."""
-    _, policy, batch = opened(name, num_inference_steps=4)
+    """The picture is put back after each of them, at its noise level; and, in the end, outside the mask. So samples
+    of a flow cannot branch."""
+    family = FAMILIES[name]()
+    policy, batch = Policy(family.pipe), family.batch()
     with torch.no_grad():
         whole = policy.roll_out(batch)
         state = whole.initial
         for index in range(4):
             state = policy.advance(batch, state, index)
     assert torch.equal(state, whole.final)
-    moved = policy.advance(batch, whole.initial.clone().requires_grad_(), 1)
-    assert moved.requires_grad
-
-
-def test_the_picture_is_kept_outside_the_mask() -> None:
-    _, policy, batch = opened("sd15_inpaint", num_inference_steps=4)
-    with torch.no_grad():
-        one, other = policy.roll_out(batch).final, policy.roll_out(batch, Kernel("ddim", 1.0), (0, 1, 2)).final
-    half = one.shape[-1] // 2
-    assert torch.equal(one[..., :half], other[..., :half])
-    assert not torch.equal(one[..., half:], other[..., half:])
-
-
-def test_inpainting_does_not_branch() -> None:
-    _, policy, batch = opened("flux_inpaint", num_inference_steps=4)
+    assert policy.advance(batch, whole.initial.clone().requires_grad_(), 1).requires_grad
+    if name == "sd15_inpaint":
+        one, other = whole.final, policy.roll_out(batch, Kernel("ddim", 1.0), (0, 1, 2)).final
+        half = one.shape[-1] // 2
+        assert torch.equal(one[..., :half], other[..., :half]) and not torch.equal(one[..., half:], other[..., half:])
+        return
     children = Children(torch.tensor([0, 0, 1, 1]), [(7, 0, k) for k in range(4)])
     with pytest.raises(ValueError, match="cannot branch: it blends the picture into its states"):
         policy.roll_out(batch, Kernel("flow_sde", 0.7), (1,), stop=2, children=children)
 
 
-def config(folder: Path, steps: int, **args: object) -> object:
-    (folder / "train.txt").write_text("a cat\n" * 9)
-    path = folder / "run.yaml"
-    path.write_text(
-        f"model: {{path: {folder}}}\nprompts: {{train: {folder / 'train.txt'}}}\nrewards: [{{name: jpeg_size}}]\n"
-        "evaluation: {every: 0, num_inference_steps: 6}\noptimizer: {lr: 1e-5}\n"
-        f"trainer: {{algorithm: flow_grpo}}\nsampling: {{num_inference_steps: {steps}, pipeline_args: {args}}}\n"
-    )
-    return load(path)
+def test_steps_are_those_that_are_left() -> None:
+    def config(steps: int, strength: float) -> Config:
+        sampling = {"num_inference_steps": steps, "pipeline_args": {"strength": strength}}
+        return runs.unloaded(sampling=sampling, evaluation={"num_inference_steps": 6})
 
-
-def test_steps_are_those_that_are_left(tmp_path: Path) -> None:
-    found = config(tmp_path, 12, strength=0.6)
+    found = config(12, 0.6)
     assert call_arguments(found.sampling)["num_inference_steps"] == 20
     assert evaluation_arguments(found)["num_inference_steps"] == 10
-    with pytest.raises(ConfigError, match=r"no whole number of steps leaves 10 at strength 0\.6.*write 9 steps"):
-        config(tmp_path, 10, strength=0.6)
-    with pytest.raises(ConfigError, match="above 0 and at most 1, found 1.5"):
-        config(tmp_path, 10, strength=1.5)
+    with pytest.raises(ValueError, match=r"no whole number of steps leaves 10 at strength 0\.6.*write 9 steps"):
+        config(10, 0.6)
+    with pytest.raises(ValueError, match="above 0 and at most 1, found 1.5"):
+        config(10, 1.5)
 
 
 def test_a_strength_has_to_be_said() -> None:
@@ -121,10 +97,8 @@ def test_a_strength_has_to_be_said() -> None:
     assert "does not cut its schedule by it" in str(strength_problem("LTXConditionPipeline", {"strength": 0.5}))
 
 
-# -- Editing pipelines are trained from a configuration: each prompt's picture stands in a column of the prompt file
-
-
 def editing(folder: Path, kontext: Path, **changes: Any) -> Config:
+    """A run of an editing pipeline: each prompt's picture stands in a column of the prompt file."""
     random = np.random.default_rng(0)
     rows = []
     for k in range(3):
@@ -132,44 +106,11 @@ def editing(folder: Path, kontext: Path, **changes: Any) -> Config:
         rows.append(json.dumps({"prompt": f"make it red {k}", "source_image": f"{k}.png"}))
     (folder / "edits.jsonl").write_text("\n".join(rows), encoding="utf-8")
     (folder / "held_out.jsonl").write_text("\n".join(rows[:2]), encoding="utf-8")
-    sampling = {
-        "inputs": {"image": "source_image"},
-        "guidance_scale": 2.5,
-        "pipeline_args": {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False},
-        **changes.pop("sampling", {}),
-    }
+    arguments = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
+    sampling = {"inputs": {"image": "source_image"}, "guidance_scale": 2.5, "pipeline_args": arguments}
     prompts = {"train": str(folder / "edits.jsonl"), "eval": str(folder / "held_out.jsonl")}
-    return runs.config(folder, kontext, prompts=prompts, sampling=sampling, **changes)
-
-
-def test_an_editing_model_trains_on_its_pictures(folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[str, bytes]] = []
-    collect = DiffusionRun.collect
-
-    def watched(self: DiffusionRun, draw: Any, **shape: Any) -> Any:
-        found = collect(self, draw, **shape)
-        for one in found.mine.values():
-            pictures = [picture.tobytes() for picture in one.batch.inputs["image"]]
-            given.extend(zip(one.batch.prompts, pictures, strict=True))
-        return found
-
-    monkeypatch.setattr(DiffusionRun, "collect", watched)
-    run = train(editing(folder, kontext, iterations=2))
-    rows = runs.rows(run)
-    assert [row["ratio/max_abs_dev"] for row in rows[1:]] == [0.0, 0.0] and rows[1]["grad_norm"] > 0
-    assert "eval/total_mean" in rows[0] and "eval/total_mean" in rows[-1]
-    for text, picture in given:
-        k = text.removeprefix("make it red ")
-        assert picture == Image.open(folder / f"{k}.png").convert("RGB").tobytes()
-
-
-def test_a_picture_changes_the_sample(folder: Path, kontext: Path) -> None:
-    config = editing(folder, kontext, iterations=1, evaluation={"every": 0})
-    with runs.opened(config) as run:
-        one = run.probe
-        other = type(one)(one.prompts, one.keys, one.sampling, inputs={"image": [Image.new("RGB", (16, 16), "white")]})
-        first, second = (run.policy.generate(batch) for batch in (one, other))
-    assert not torch.allclose(first, second)
+    changes = {"prompts": prompts, **changes, "sampling": sampling | changes.get("sampling", {})}
+    return runs.config(folder, kontext, **changes)
 
 
 def test_columns_and_files_that_are_not_there_are_named(folder: Path, kontext: Path) -> None:
@@ -186,9 +127,6 @@ def test_columns_and_files_that_are_not_there_are_named(folder: Path, kontext: P
         train(config)
 
 
-# -- States from pictures, in every family with an autoencoder; where there is no way back it is said
-
-
 ASSETS = Path(__file__).parents[3] / "assets"
 
 
@@ -196,7 +134,7 @@ ASSETS = Path(__file__).parents[3] / "assets"
 def test_pictures_come_back(name: str) -> None:
     """From samples of the model to pictures, to states, to pictures."""
     policy = Policy(DiffusionPipeline.from_pretrained(ASSETS / name))
-    batch = Batch(["a red star", "a blue circle"], KEYS, {"num_inference_steps": 4, "guidance_scale": 1.0})
+    batch = Batch([*PROMPTS], [*KEYS], {"num_inference_steps": 4, "guidance_scale": 1.0})
     with torch.no_grad():
         images = policy.decode(batch, policy.roll_out(batch).final)
         again = policy.decode(batch, encode(policy, batch, images))
@@ -206,20 +144,15 @@ def test_pictures_come_back(name: str) -> None:
 def test_an_autoencoder_that_does_not_give_pictures_back_is_refused() -> None:
     """Random weights."""
     family = FAMILIES["sd3"]()
-    policy = Policy(family.pipe)
-    batch = Batch(["a", "b"], KEYS, {"num_inference_steps": 3, **family.call})
+    policy, batch = Policy(family.pipe), family.batch()
     with torch.no_grad():
-        pictures = policy.decode(batch, torch.zeros(policy.state_shape(batch)))
-    striped = torch.zeros_like(pictures)
+        striped = torch.zeros_like(policy.decode(batch, torch.zeros(policy.state_shape(batch))))
     striped[..., ::2] = 1.0
     with pytest.raises(ValueError, match=r"come back changed, by 0\.[1-9]"):
         encode(policy, batch, striped)
     with pytest.raises(ValueError, match=r"encodes pictures of 8 x 8 to .* but StableDiffusion3Pipeline decodes"):
         encode(policy, batch, striped[..., :8, :8])
     assert "decode" not in vars(policy.pipe.vae)
-
-
-# -- No gradient through guidance's unconditional prediction: in every family whose guidance makes one
 
 
 UNGUIDED = ("flux", "flux2", "prx", "hunyuan_image", "hunyuan_video", "ace_step")
@@ -242,8 +175,7 @@ def gradient(policy: Policy, batch: Batch, state: Tensor) -> tuple[Tensor, Tenso
 def test_only_the_conditional_prediction_is_trained(name: str) -> None:
     """v = v_u + s (v_c - v_u): the value stays, the gradient is s times that of v_c, which is v unguided."""
     family = FAMILIES[name]()
-    policy, batch = Policy(family.pipe), batch_of(family)
-    unguided = batch_of(family, **family.unguided)
+    policy, batch, unguided = Policy(family.pipe), family.batch(), family.batch(**family.unguided)
     state = policy.roll_out(batch, stop=1).initial
     assert state is not None
     value, both = gradient(policy, batch, state)
@@ -252,8 +184,7 @@ def test_only_the_conditional_prediction_is_trained(name: str) -> None:
     Unconditional(policy, batch)
     assert policy.model_calls == calls
     same, detached = gradient(policy, batch, state)
-    assert torch.equal(same, value)
-    assert torch.equal(gradient(policy, unguided, state)[1], conditional)
+    assert torch.equal(same, value) and torch.equal(gradient(policy, unguided, state)[1], conditional)
     if name.startswith(RENORMALISED):
         assert (detached - both).norm() > 0.01 * detached.norm()
         return
@@ -264,22 +195,19 @@ def test_only_the_conditional_prediction_is_trained(name: str) -> None:
 
 
 def test_calls_of_their_own_keep_no_graph_and_a_failed_one_leaves_gradients_on() -> None:
-    policy = Policy((family := FAMILIES["wan_t2v"]()).pipe)
-    batch = batch_of(family)
+    family = FAMILIES["wan_t2v"]()
+    policy, batch = Policy(family.pipe), family.batch()
     state = policy.roll_out(batch, stop=1).initial
     assert state is not None
     Unconditional(policy, batch)
     seen: list[bool] = []
-    network = policy.denoiser
-    forward = network.forward
 
-    def watched(*args: object, **kwargs: object) -> object:
+    def watched(*_: object) -> None:
         seen.append(torch.is_grad_enabled())
         if len(seen) == 4:
             raise MemoryError("no room")
-        return forward(*args, **kwargs)
 
-    network.forward = watched
+    policy.denoiser.register_forward_pre_hook(watched)
     policy.advance(batch, state, 0)
     assert seen == [True, False]
     with pytest.raises(MemoryError):
@@ -289,9 +217,9 @@ def test_calls_of_their_own_keep_no_graph_and_a_failed_one_leaves_gradients_on()
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_without_a_second_prediction(name: str) -> None:
-    policy = Policy((family := FAMILIES[name]()).pipe)
+    family = FAMILIES[name]()
     with pytest.raises(ValueError, match="trainer.guidance_in_training: .*makes one prediction per step"):
-        Unconditional(policy, batch_of(family, **family.unguided))
+        Unconditional(Policy(family.pipe), family.batch(**family.unguided))
 
 
 def test_a_run(folder: Path, model: Path) -> None:

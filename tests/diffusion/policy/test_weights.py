@@ -11,11 +11,12 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.policy.weights import snapshot_base, trainable
 from genrl.runtime.weights.weights import Weights
+from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import copied, equal
+from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
-SAMPLING = {"num_inference_steps": 3, "height": 16, "width": 16, "max_sequence_length": 8, "guidance_scale": 1.0}
-BATCH = Batch(["a red star", "two blue dogs"], [(7, 0, 0), (7, 0, 1)], SAMPLING)
+BATCH = Batch([*PROMPTS], [*KEYS], {**runs.CALL, "num_inference_steps": 3})
 ADAPTER = LoRA(rank=4, alpha=8.0)
 
 
@@ -41,9 +42,6 @@ def some_steps(policy: Policy, weights: Weights, count: int = 2) -> None:
         optimizer.zero_grad()
         policy.replay(recorded.step(1)).log_prob.sum().backward()
         optimizer.step()
-
-
-# -- which parameters ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,9 +88,6 @@ def test_targets_that_no_layer_has_are_refused_with_the_nearest() -> None:
         tiny(LoRA(rank=4, alpha=8.0, targets=("to_q", "to_query")))
     _, weights = tiny(LoRA(rank=4, alpha=8.0, targets=("to_q",)))
     assert all(".to_q.lora_" in key for key in weights.named)
-
-
-# -- reference and snapshots -----------------------------------------------------------------------------------------
 
 
 def test_full_fine_tuning_of_a_bfloat16_model_is_in_float32_and_needs_autocast() -> None:
@@ -146,9 +141,6 @@ def test_snapshots_are_exchanged_by_pointer(lora: LoRA | None) -> None:
     assert equal(copied(weights.named), moved) and equal(copied(weights.snapshots["old"]), kept)
     weights.snapshot("old")
     assert equal(weights.snapshots["old"], copied(weights.named))
-
-
-# -- state -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])

@@ -18,6 +18,7 @@ from genrl.diffusion.steps import transitions
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs
+from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.rollout import far_here
 
 pytestmark = pytest.mark.usefixtures("unproven")
@@ -37,18 +38,12 @@ def changes(name: str, staleness: int = 1, **further: Any) -> dict[str, Any]:
     return {"trainer": METHODS[name], "sampling": sampling, "iterations": 4, **common, **further}
 
 
-@pytest.mark.parametrize(
-    ("name", "staleness"),
-    [
-        ("window", 2),
-        pytest.param("grpo_guard", 2, marks=pytest.mark.slow),
-        pytest.param("diffusion_nft", 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", tiered(METHODS, ("window",)))
 def test_one_run_whoever_draws_and_wherever_it_stops(
-    folder: Path, model: Path, name: str, staleness: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawn here when it is needed, and there ahead of time, in one go and resumed after the second iteration."""
+    staleness = 1 if name == "diffusion_nft" else 2
     here = train(runs.config(folder, model, output=str(folder / "here"), **changes(name, staleness)))
     far_here.install(monkeypatch)
     more = changes(name, staleness, engine=far_here.ENGINE)
@@ -64,7 +59,7 @@ def test_one_run_whoever_draws_and_wherever_it_stops(
         assert all(0 < row["importance/max_abs_dev"] < 0.5 for row in rows[1:])
 
 
-@pytest.mark.parametrize("name", ["window", pytest.param("diffusion_nft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", tiered(["window", "diffusion_nft"], ("window",)))
 def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
     """At a rate of 0 all versions are one: the run without staleness, and every weight exactly 1."""
     still = {"optimizer": {"lr": 1e-30}}
@@ -138,20 +133,12 @@ def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.M
 def test_refused(folder: Path, model: Path) -> None:
     reward = [runs.reward(folder, "redness", offload=True)]
     runs.config(folder, model, **changes("window", rewards=reward))  # scored before the model is trained
+    grpo: dict[str, Any] = {"algorithm": "flow_grpo"}
     for change, text in (
-        (
-            {"trainer": {"algorithm": "awm"}},
-            "awm learns from samples of the present weights; write sampling.staleness: 0",
-        ),
+        ({"trainer": {"algorithm": "awm"}}, "samples of the present weights; write sampling.staleness: 0"),
         ({"trainer": {**GRPO, "tree": {"ways": 2, "at": "window"}, "window": {"size": 1}}}, "trees were not tried"),
-        (
-            {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
-            "of the weights that drew; write trainer.keep_graph: false",
-        ),
-        (
-            {"trainer": {"algorithm": "flow_grpo", "guidance_in_training": False}},
-            "weighted by another policy than trained",
-        ),
+        ({"trainer": grpo | {"keep_graph": True}}, "of the weights that drew; write trainer.keep_graph: false"),
+        ({"trainer": grpo | {"guidance_in_training": False}}, "weighted by another policy than trained"),
         ({"iterations": 1}, "samples of all 1 iterations would be of the first weights"),
         ({"distributed": {"fsdp": True}}, "in shards are not kept"),
         ({"distributed": {"context": 2}}, "was not tried with it"),

@@ -1,9 +1,11 @@
-"""Trees in the running policy: what spec and closed forms promise, on a tiny SD3."""
+"""Trees in the running policy: what spec and closed forms promise, on a tiny SD3, and on pipelines of six families."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,15 +17,18 @@ from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.steps.edges import tree_edges
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
+from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.tiny_parts import Family
 
-PROMPTS = ["a red star", "two blue dogs"]
-CALL = {"height": 16, "width": 16, "max_sequence_length": 4, "guidance_scale": 1.0}
+SD3 = Family("sd3", DiffusionPipeline(), runs.CALL)
+"""How the policy of most tests is called: unguided."""
 
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    """Unguided. Its weights are not changed by any test."""
+    """Its weights are not changed by any test."""
     return Policy(FAMILIES["sd3"]().pipe)
 
 
@@ -45,22 +50,22 @@ def plans(draw: st.DrawFn) -> SamplingPlan:
     return make_plan(steps, noise=noise, splits=splits, roots=draw(st.integers(1, 2)), spread=spread)
 
 
-def kernel_of(plan: SamplingPlan) -> Kernel:
-    return Kernel("flow_sde", 0.7, {i: level for i, level in enumerate(plan.noise_levels) if level is not None})
+def kernel_of(plan: SamplingPlan, name: str = "flow_sde") -> Kernel:
+    return Kernel(name, 0.7, {i: level for i, level in enumerate(plan.noise_levels) if level is not None})
 
 
-def roots(plan: SamplingPlan, tree: Tree) -> tuple[Batch, list[int]]:
-    """The initial states of both prompts, as `collect` makes them."""
-    below = plan.leaves // plan.roots
-    slots = list(range(0, 2 * plan.leaves, below))
-    prompts = [PROMPTS[slot // plan.leaves] for slot in slots]
-    return Batch(prompts, [(7, 3, slot) for slot in slots], {"num_inference_steps": plan.full_steps, **CALL}), slots
+def roots(plan: SamplingPlan, family: Family) -> tuple[Batch, list[int]]:
+    """The initial states of both prompts, as `collect` makes them, with their pictures where it edits."""
+    slots = list(range(0, 2 * plan.leaves, plan.leaves // plan.roots))
+    batch = family.batch(num_inference_steps=plan.full_steps).take([slot // plan.leaves for slot in slots])
+    return replace(batch, keys=[(7, 3, slot) for slot in slots]), slots
 
 
-def drawn(policy: Policy, plan: SamplingPlan, batch_size: int = 100) -> Drawn:
-    tree = grow(plan)
-    batch, slots = roots(plan, tree)
-    return roll_out(policy, batch, slots, plan, kernel_of(plan), batch_size)
+def drawn(policy: Policy, plan: SamplingPlan, batch_size: int = 100, family: Family = SD3) -> Drawn:
+    batch, slots = roots(plan, family)
+    return roll_out(
+        policy, batch, slots, plan, kernel_of(plan, "flow_sde" if family.kind == "flow" else "ddim"), batch_size
+    )
 
 
 def edges_of(found: Drawn) -> dict[tuple[int, int], tuple[Tensor, float]]:
@@ -113,21 +118,15 @@ def walk(policy: Policy, plan: SamplingPlan, tree: Tree, prompt: int, leaf: int)
     """One leaf made again alone from its root, step by step."""
     path, offset, steps = tree.path(int(tree.leaves[leaf])), prompt * plan.leaves, list[Trajectory]()
     keys = [(7, 3, offset + int(tree.first_leaf[node])) for node in path]
+    of_prompt = SD3.batch(num_inference_steps=plan.steps).take([prompt])
     for i in range(plan.steps):
         splits = plan.branching[i] > 1
         assert splits or keys[i] == keys[i + 1]
         base = [keys[i]] if plan.spread is not None else None
-        steps.append(
-            policy.roll_out(
-                Batch([PROMPTS[prompt]], [keys[i]], {"num_inference_steps": plan.steps, **CALL}),
-                kernel_of(plan),
-                plan.stochastic,
-                start=i,
-                stop=i + 1,
-                state=steps[-1].final if steps else None,
-                children=Children(torch.tensor([0]), [keys[i + 1]], base, plan.spread) if splits else None,
-            )
-        )
+        children = Children(torch.tensor([0]), [keys[i + 1]], base, plan.spread) if splits else None
+        state, batch = steps[-1].final if steps else None, replace(of_prompt, keys=[keys[i]])
+        place = {"start": i, "stop": i + 1, "state": state, "children": children}
+        steps.append(policy.roll_out(batch, kernel_of(plan), plan.stochastic, **place))
     return steps
 
 
@@ -174,10 +173,37 @@ def test_the_tail_is_the_solvers_and_ends_at_0(
 def test_a_branch_without_noise_is_refused(policy: Policy) -> None:
     """flow_cps has none in its last step."""
     plan = make_plan(2, noise={1: 0.7}, splits={1: 2})
-    tree = grow(plan)
-    batch, slots = roots(plan, tree)
     with pytest.raises(ValueError, match="step 1 branches, but its transition has no variance"):
-        roll_out(policy, batch, slots, plan, Kernel("flow_cps", 0.7), 8)
+        roll_out(policy, *roots(plan, SD3), plan, Kernel("flow_cps", 0.7), 8)
+
+
+EVERY = dict.fromkeys(range(3), 0.7)
+PLANS = (
+    *(make_plan(4, noise=EVERY, splits={0: 2, 2: 2}, spread=spread) for spread in (None, 4.0)),
+    make_plan(4, noise={1: 0.7, 2: 0.7}, roots=2),
+    make_plan(4, noise={1: 0.5, 2: 0.7}, splits={1: 2, 2: 2}, spread=0.5),
+    make_plan(4, noise={2: 0.7}, splits={2: 3}),
+)
+
+
+@pytest.mark.parametrize("name", tiered("sd15 sd3 flux qwen_image wan_t2v flux_kontext".split(), ("sd15", "sd3")))
+def test_trees_and_windows_of_families(name: str) -> None:
+    """Replay is the record, every edge is drawn once, leaves decode and differ; with no line written for any."""
+    family = FAMILIES[name]()
+    policy = Policy(family.pipe)
+    for plan in PLANS:
+        before = policy.model_calls
+        found = drawn(policy, plan, 3, family)
+        assert (policy.model_calls - before) / (2 * plan.calls) in (1.0, 2.0)  # twice with guidance
+        for piece in found.pieces:
+            assert sorted(piece.slots) == sorted(piece.trajectory.log_probs)
+            for i, recorded in piece.trajectory.log_probs.items():
+                assert torch.equal(policy.replay(piece.trajectory.step(i)).log_prob, recorded)
+        assert len(edges_of(found)) == 2 * plan.trained_edges(plan.stochastic)
+        assert found.slots == list(range(2 * plan.leaves)) and found.final.isfinite().all()
+        assert len({tuple(x.flatten().tolist()) for x in found.final}) == 2 * plan.leaves  # all differ
+    pictures = policy.decode(found.batch.take([0, 3, 4]), found.final[[0, 3, 4]])
+    assert len(pictures) == 3 and pictures.isfinite().all() and not torch.equal(pictures[0], pictures[1])
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import genrl_rewards
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Draw, Drawn
+from genrl.diffusion.rollout.forest import Drawn
 from genrl.diffusion.rollout.rollout import (
     Rollouts,
     Sheet,
@@ -29,32 +29,15 @@ from genrl.diffusion.rollout.rollout import (
 )
 from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.mdp.noise import derive_seed
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.groups import group_advantages
 from genrl_rewards.compose import Component
+from tests.diffusion import runs
 
 
 def tiny_config(**sampling: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "./unused"},
-            "prompts": {"train": "unused.txt"},
-            "rewards": [{"name": "unused"}],
-            "sampling": {
-                "num_inference_steps": 2,
-                "guidance_scale": 1.0,
-                "height": 16,
-                "width": 16,
-                "prompts_per_iteration": 3,
-                "group_size": 3,
-                "batch_size": 2,
-                "pipeline_args": {"max_sequence_length": 4},
-                **sampling,
-            },
-            "trainer": {"algorithm": "flow_grpo"},
-            "evaluation": {"every": 0},
-            "seed": 11,
-        }
-    )
+    chosen = {"num_inference_steps": 2, "guidance_scale": 1.0, "height": 16, "width": 16}
+    chosen |= {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 2}
+    return runs.unloaded(sampling={**chosen, "pipeline_args": {"max_sequence_length": 4}, **sampling}, seed=11)
 
 
 ROWS = [Prompt(text, {"wanted": k}) for k, text in enumerate(["a star", "a dog", "a cat", "a tree"])]
@@ -75,32 +58,21 @@ def first_pixel(images: Tensor) -> list[float]:
 
 
 def gather(
-    config: Config,
-    *,
-    process: int = 0,
-    num_processes: int = 1,
-    iteration: int = 0,
-    rows: list[Prompt] = ROWS,
-    scorers: Mapping[str, Callable[..., Any]] | None = None,
-    weights: Mapping[str, float] | None = None,
-    policy: Any = None,
-    draw: Draw = painted,
+    config: Config, *, process: int = 0, num_processes: int = 1, iteration: int = 0, rows: list[Prompt] = ROWS,
+    scorers: Mapping[str, Callable[..., Any]] | None = None, weights: Mapping[str, float] | None = None,
     done: list[int] | None = None,
-) -> Rollouts:
+) -> Rollouts:  # fmt: skip
     """An iteration as one process of several would call it; scores of the other processes stay NaN."""
     scorers = scorers or {"pixel": first_pixel}
     components = {label: Component(1.0 if weights is None else weights[label]) for label in scorers}
-    policy = policy or SimpleNamespace(decode=lambda batch, final: plain(final))
+    policy: Any = SimpleNamespace(decode=lambda batch, final: plain(final))
     worker = Worker(process, num_processes, advance=(done if done is not None else []).append)
     sheet = Sheet.of(config, rows, iteration, leaves=1, roots_together=None)
     jobs, size = jobs_of(config, sheet, worker), config.sampling.batch_size
-    finishing = drawn_here(jobs, policy, draw, worker, size, under=nullcontext, beat=lambda: None)
+    finishing = drawn_here(jobs, policy, painted, worker, size, under=nullcontext, beat=lambda: None)
     opened = Scorers(dict(scorers), components)
     with Scoring(opened, sheet.rows, sheet.group.tolist(), background=config.sampling.score_in_background) as scoring:
         return gathered(sheet, handed_on(finishing, scoring, worker), scoring, worker, running={})
-
-
-# -- the plan --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
@@ -143,15 +115,8 @@ def test_keys_name_seed_iteration_and_slot() -> None:
 
 
 def test_arguments_of_the_pipeline_call() -> None:
-    assert call_arguments(tiny_config(guidance_scale=None).sampling) == {
-        "num_inference_steps": 2,
-        "height": 16,
-        "width": 16,
-        "max_sequence_length": 4,
-    }
-
-
-# -- groups and scores -----------------------------------------------------------------------------------------------
+    found = call_arguments(tiny_config(guidance_scale=None).sampling)
+    assert found == {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 4}
 
 
 def test_groups_are_slots_and_not_prompts() -> None:
@@ -167,11 +132,8 @@ def test_groups_are_slots_and_not_prompts() -> None:
 
 
 def test_total_is_the_weighted_sum_and_weight_zero_is_left_out() -> None:
-    scorers = {
-        "one": lambda images: [1.0] * len(images),
-        "pixel": first_pixel,
-        "watched": lambda images: [math.nan] * len(images),
-    }
+    scorers = {"one": lambda images: [1.0] * len(images), "pixel": first_pixel}
+    scorers["watched"] = lambda images: [math.nan] * len(images)
     found = gather(tiny_config(), scorers=scorers, weights={"one": 2.0, "pixel": -1.0, "watched": 0.0})
     torch.testing.assert_close(found.total, 2.0 - found.scored.values["pixel"])
     metrics = score_metrics(found.scored, found.total)
@@ -206,15 +168,10 @@ def test_a_reward_may_fail_now_and_then_and_not_often() -> None:
     found = gather(tiny_config(prompts_per_iteration=5), scorers={"shaky": shaky})  # 2 of 15 samples, in 8 calls
     assert int(found.total.isnan().sum()) == 2
     assert score_metrics(found.scored, found.total)["reward/shaky_failed"] == 2.0
-    with pytest.raises(
-        genrl_rewards.RewardFailed, match=r"(?s)'shaky' raised for 4 of 9 samples.*the camera is broken"
-    ):
+    with pytest.raises(genrl_rewards.RewardFailed, match=r"(?s)'shaky' raised for 4 of 9 samples.*camera is broken"):
         gather(tiny_config(), scorers={"shaky": shaky})
     with pytest.raises(ValueError, match="reward 'short' returned 1 numbers for 2 samples"):
         gather(tiny_config(), scorers={"short": lambda images: [1.0]})
-
-
-# -- optimiser steps -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "num_processes"), [(1, 2), (2, 1), (3, 2), (3, 3), (5, 3)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages import episodes, gae
+from genrl.objectives import episodes
 from tests.golden_cases import Case, check_all, error
 
 Errors = dict[str, tuple[float, float]]
@@ -34,7 +34,7 @@ def pi_rl_gae(case: Case) -> Errors:
     else:
         reward, ended, value = rewards.sum(-1), done[1:].any(-1), values[..., 0]
     never = torch.zeros_like(ended)
-    estimate = gae.gae(
+    estimate = episodes.gae(
         reward, ended, never, value[:-1], value[1:], discount=case.params["gamma"], lam=case.params["lam"]
     )
     raw, returns = (rows_as_actions(t, size) if by_action else t[..., None] for t in estimate)
@@ -42,7 +42,7 @@ def pi_rl_gae(case: Case) -> Errors:
     result = {
         "raw": (error(raw, case["advantages_raw"]), 2e-5),
         "returns": (error(returns, case["returns"]), 2e-5),
-        "advantages": (error(gae.normalise_advantages(raw, valid, eps=1e-5), case["advantages"]), 2e-5),
+        "advantages": (error(episodes.normalise_advantages(raw, valid, eps=1e-5), case["advantages"]), 2e-5),
     }
     if by_action:
         result |= executed_only(case, raw, returns)
@@ -56,8 +56,8 @@ def executed_only(case: Case, raw: Tensor, returns: Tensor) -> Errors:
     ended = done.any(-1)
     flags = ended, torch.zeros_like(ended)
     how = {"gamma": case.params["gamma"], "lam": case.params["lam"]}
-    ours = gae.action_gae(rewards, count, *flags, values[:-1], values[1:, :, 0], **how)
-    there = gae.executed_mask(count, rewards.shape[-1])
+    ours = episodes.action_gae(rewards, count, *flags, values[:-1], values[1:, :, 0], **how)
+    there = episodes.executed_mask(count, rewards.shape[-1])
     return {
         "executed": (error(ours.advantages[there], raw[there]), 2e-5),
         "executed returns": (error(ours.returns[there], returns[there]), 2e-5),
@@ -117,13 +117,13 @@ def test_reference(golden) -> None:
         if case.fn == "rl100_gae":  # every chunk was executed whole
             done, terminated = case["done"].bool(), case["terminated"].bool()
             discount = options["gamma"] ** options["n_action_steps"]
-            ours = gae.gae(case["rewards"], terminated, done, *values, discount=discount, lam=options["lam"])
+            ours = episodes.gae(case["rewards"], terminated, done, *values, discount=discount, lam=options["lam"])
             extra: Errors = {}
         else:
             how = {"gamma": options["gamma"], "mode": options["mode"]}
             flags = case["terminated"], case["truncated"]
-            ours = gae.chunk_gae(case["rewards"], case["n_executed"], *flags, *values, lam=options["lam"], **how)
-            chunk = gae.chunk_rewards(case["rewards"], case["n_executed"], **how)
+            ours = episodes.chunk_gae(case["rewards"], case["n_executed"], *flags, *values, lam=options["lam"], **how)
+            chunk = episodes.chunk_rewards(case["rewards"], case["n_executed"], **how)
             extra = {
                 "reward": (error(chunk.reward, case["chunk_rewards"]), 1e-9),
                 "discount": (error(chunk.discount, case["chunk_discount"]), 1e-9),
@@ -140,28 +140,28 @@ def test_a_chunk_that_is_cut_short_is_bootstrapped_from_its_final_observation() 
     """By hand: three actions, the second is the last; gamma .5, lambda .5."""
     rewards, values = torch.tensor([[[1.0, 2.0, 50.0]]]), torch.tensor([[[3.0, 4.0, 60.0]]])
     n, yes, no, after = torch.tensor([[2]]), torch.tensor([[True]]), torch.tensor([[False]]), torch.tensor([[8.0]])
-    cut = gae.action_gae(rewards, n, no, yes, values, after, gamma=0.5, lam=0.5)
+    cut = episodes.action_gae(rewards, n, no, yes, values, after, gamma=0.5, lam=0.5)
     assert cut.advantages.flatten().tolist() == pytest.approx([1 + 0.5 * 4 - 3 + 0.25 * 2, 2 + 0.5 * 8 - 4, 0])
-    over = gae.action_gae(rewards, n, yes, no, values, after, gamma=0.5, lam=0.5)
+    over = episodes.action_gae(rewards, n, yes, no, values, after, gamma=0.5, lam=0.5)
     assert over.advantages.flatten().tolist() == pytest.approx([1 + 0.5 * 4 - 3 + 0.25 * -2, 2 - 4, 0])
     with pytest.raises(ValueError, match="cannot have been executed"):
-        gae.action_gae(rewards, torch.tensor([[4]]), no, yes, values, after, gamma=0.5, lam=0.5)
+        episodes.action_gae(rewards, torch.tensor([[4]]), no, yes, values, after, gamma=0.5, lam=0.5)
     with pytest.raises(ValueError, match=r"must be \[T, B, C\]"):
-        gae.action_gae(rewards, n, no, yes, values[..., 0], after, gamma=0.5, lam=0.5)
+        episodes.action_gae(rewards, n, no, yes, values[..., 0], after, gamma=0.5, lam=0.5)
 
 
 def test_what_cannot_be_is_refused() -> None:
     rewards = torch.zeros(1, 1, 3)
     with pytest.raises(ValueError, match="cannot have been executed"):
-        gae.chunk_rewards(rewards, torch.tensor([[4]]), gamma=0.5, mode="smdp")
+        episodes.chunk_rewards(rewards, torch.tensor([[4]]), gamma=0.5, mode="smdp")
     with pytest.raises(ValueError, match="mode must be"):
-        gae.chunk_rewards(rewards, torch.tensor([[3]]), gamma=0.5, mode="steps")  # type: ignore[arg-type]
+        episodes.chunk_rewards(rewards, torch.tensor([[3]]), gamma=0.5, mode="steps")  # type: ignore[arg-type]
 
     with pytest.raises(ValueError, match="no entry is valid"):
-        gae.normalise_advantages(torch.ones(3), torch.zeros(3, dtype=torch.bool), eps=1e-5)
+        episodes.normalise_advantages(torch.ones(3), torch.zeros(3, dtype=torch.bool), eps=1e-5)
     with pytest.raises(ValueError, match="NaN"):
-        gae.normalise_advantages(torch.tensor([1.0, torch.nan]), eps=1e-5)
-    assert gae.normalise_advantages(torch.tensor([4.0]), eps=1e-5).tolist() == [0.0]
+        episodes.normalise_advantages(torch.tensor([1.0, torch.nan]), eps=1e-5)
+    assert episodes.normalise_advantages(torch.tensor([4.0]), eps=1e-5).tolist() == [0.0]
     one, two = torch.zeros(3, 1), torch.zeros(3, 2)
     with pytest.raises(ValueError, match="one shape"):
-        gae.gae(one, one, one, one, two, discount=0.9, lam=0.9)
+        episodes.gae(one, one, one, one, two, discount=0.9, lam=0.9)

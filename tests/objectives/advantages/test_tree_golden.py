@@ -9,13 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.mdp.plan import SamplingPlan, caterpillar, make_plan, sliding_depths
+from genrl.diffusion.methods.dynamic_tree_rpo.train import dynamic_clip_bounds, progress_loss, progress_weights
+from genrl.mdp.plan import (
+    SamplingPlan,
+    backward_interval,
+    caterpillar,
+    draw_start,
+    geometric_start_probabilities,
+    growing_noise,
+    make_plan,
+    sliding_depths,
+)
 from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
-from genrl.mdp.windows import backward_interval, draw_start, geometric_start_probabilities, growing_noise
-from genrl.objectives.advantages import credit, pruning
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives import credit
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import clipped_surrogate
 from tests.golden_cases import Arrays
 from tests.reference.branchgrpo import copied_calls, repeated_windows
 from tests.reference.grids import shifted_grid
@@ -311,7 +319,7 @@ def check_training_step(a: Arrays, name: str, plan: SamplingPlan, tree: Tree, ad
         if options.get("slide"):
             stop = options.get("stop", max(plan.splits))
             depths = sliding_depths(depths, iteration=options["cur"], interval=options["stride"], stop=stop)
-        keep = keep & pruning.depth_pruned(tree.depth, depths)
+        keep = keep & credit.depth_pruned(tree.depth, depths)
     a.check(f"{name}_keep_mask", keep)
     a.check(f"{name}_kept_per_tree", keep.sum(1))
     a.check(f"{name}_num_optimizer_steps", math.ceil(int(keep.sum()) / options["grad_acc"]))

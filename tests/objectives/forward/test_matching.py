@@ -10,9 +10,9 @@ from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor, nn
 
 from genrl.diffusion.forward import direct as direct_reward
+from genrl.diffusion.methods.diff_instruct import train
 from genrl.mdp import noise
-from genrl.objectives.forward import adversarial, diff_instruct, matching
-from genrl.objectives.surrogates import policy_losses
+from genrl.objectives import matching, policy_losses, preferences
 from genrl_rewards.scorers.preference.adversary import top_patches
 from tests.golden_cases import Arrays
 from tests.reference.adv_grpo import adversarial_reward
@@ -112,7 +112,7 @@ def test_golden_discriminator(golden) -> None:
         a.near("out_reward", adversarial_reward(cls, patch, patch_weight=share))
         a.near("out_reward_multi_top20_sigmoid", torch.sigmoid(top_patches(head(fake)[:, 1:, 0]) / 0.2))
     sides = [logits(a.given(f"in_feat_{side}"), a.given(f"in_idx_{side}")) for side in ("real", "fake")]
-    out = adversarial.adversary_loss(*sides, patch_weight=share)
+    out = preferences.adversary_loss(*sides, patch_weight=share)
     optimizer = torch.optim.Adam(head.parameters(), lr=a.number("in_lr"), betas=tuple(a.given("in_betas").tolist()))
     out.loss.backward()
     a.near("out_d_loss", out.loss.detach())
@@ -131,7 +131,7 @@ def test_golden_preference_criterion(golden) -> None:
     images = [a.given(f"in_img_{side}").requires_grad_() for side in sides]
     for ties, name in ((False, "ref_preferred"), (True, "tie")):
         scores = (scale * (text * image).sum(-1) for image in images)
-        loss = adversarial.preference_loss(*scores, ties=ties).mean()
+        loss = preferences.preference_loss(*scores, ties=ties).mean()
         a.near(f"out_loss_{name}", loss)
         for side, gradient in zip(sides, torch.autograd.grad(loss, images), strict=True):
             a.near(f"out_grad_{side}_{name}", gradient)
@@ -141,10 +141,10 @@ def test_golden_preference_criterion(golden) -> None:
 def test_real_and_fake_images_need_not_be_equally_many() -> None:
     """The released code cuts the longer list."""
     sides = torch.tensor([0.5, 3.0]), torch.tensor([-0.5, 1.0, -9.0])
-    assert adversarial.discriminator_loss(*sides).item() == pytest.approx((0.5 / 2 + 2.5 / 3) / 2)
+    assert preferences.discriminator_loss(*sides).item() == pytest.approx((0.5 / 2 + 2.5 / 3) / 2)
     entropy = (math.log1p(math.exp(-0.5)) + math.log1p(math.exp(-3))) / 2
     entropy += (math.log1p(math.exp(-0.5)) + math.log1p(math.exp(1)) + math.log1p(math.exp(-9))) / 3
-    assert adversarial.discriminator_loss(*sides, kind="bce").item() == pytest.approx(entropy / 2)
+    assert preferences.discriminator_loss(*sides, kind="bce").item() == pytest.approx(entropy / 2)
 
 
 def test_only_the_best_patches_count() -> None:
@@ -155,10 +155,10 @@ def test_only_the_best_patches_count() -> None:
 
 def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None:
     high, low = torch.tensor([2.0, float("nan")]), torch.tensor([1.0, 1.5, float("nan")])
-    assert adversarial.reward_model_lags(low, high) and not adversarial.reward_model_lags(high, low)
-    assert not adversarial.reward_model_lags(low, low)
+    assert preferences.reward_model_lags(low, high) and not preferences.reward_model_lags(high, low)
+    assert not preferences.reward_model_lags(low, low)
     with pytest.raises(ValueError, match="'hinge' or 'bce'"):
-        adversarial.discriminator_loss(low, low, kind="wgan")  # type: ignore[arg-type]
+        preferences.discriminator_loss(low, low, kind="wgan")  # type: ignore[arg-type]
 
 
 # -- Diff-Instruct*: golden onestep_diff_instruct_star, and the identity that the loss rests on
@@ -186,9 +186,9 @@ def test_golden_toys(golden) -> None:
         variance = (1 - t) ** 2 * row[1] ** 2 + t**2
         score = -(noisy - (1 - t) * row[0]) / variance
         ref_score = -(noisy - (1 - t) * m) / ((1 - t) ** 2 * v + t**2)
-        conditional = diff_instruct.score_from_noise(e, t)
-        divergence = diff_instruct.score_divergence(score, ref_score, weight=w, huber_c=c)
-        loss = diff_instruct.diff_instruct_star_loss(score, ref_score, conditional, weight=w, huber_c=c)
+        conditional = train.score_from_noise(e, t)
+        divergence = train.score_divergence(score, ref_score, weight=w, huber_c=c)
+        loss = train.diff_instruct_star_loss(score, ref_score, conditional, weight=w, huber_c=c)
         value = (mass * loss).sum()
         ours = [(mass * divergence).sum(), *torch.autograd.grad(value, (mu, tau)), value]
         assert torch.stack(ours).tolist() == pytest.approx(want, rel=1e-9, abs=1e-10)
@@ -204,19 +204,19 @@ def test_golden_linear_generator(golden) -> None:
     score = noisy @ a.given("lin_Wphi").T + a.given("lin_cphi")
     ref_score = noisy @ a.given("lin_Wref").T + a.given("lin_cref")
     unconditional = noisy @ a.given("lin_Wuncond").T
-    conditional = diff_instruct.score_from_noise(e, t)
+    conditional = train.score_from_noise(e, t)
 
     def regulariser(reference: Tensor) -> Tensor:
-        loss = diff_instruct.diff_instruct_star_loss(score, reference, conditional, weight=weight, huber_c=huber_c)
+        loss = train.diff_instruct_star_loss(score, reference, conditional, weight=weight, huber_c=huber_c)
         return loss.mean()
 
     terms = {
         "reg": regulariser(ref_score),
-        "reg_cfg_in": regulariser(diff_instruct.guided_score(unconditional, ref_score, scale)),
+        "reg_cfg_in": regulariser(train.guided_score(unconditional, ref_score, scale)),
         "reward": -alpha_reward * torch.tanh(sample @ a.given("lin_reward_dir")).mean(),
     }
     terms["total_in"] = terms["reg_cfg_in"] + terms["reward"]
-    matching = diff_instruct.score_matching_loss(score.detach(), conditional, weight=weight).mean()
+    matching = train.score_matching_loss(score.detach(), conditional, weight=weight).mean()
     a.check("lin_ta_dsm_loss", matching)
     for name, loss in terms.items():
         a.check(f"lin_{name}_loss", loss)
@@ -230,15 +230,15 @@ def test_scores_of_velocity_and_noise_are_one(seed: int, sigma: float) -> None:
     clean, e = (noise.keyed_noise((3, 2, 4), seed, name).double() for name in ("clean", "noise"))
     noisy = (1 - sigma) * clean + sigma * e
     levels = torch.tensor([sigma, 0.5, sigma], dtype=torch.float64)
-    of_velocity = diff_instruct.score_from_velocity(noisy, e - clean, sigma)
-    assert torch.allclose(of_velocity, diff_instruct.score_from_noise(e, sigma), rtol=1e-9, atol=1e-9)
+    of_velocity = train.score_from_velocity(noisy, e - clean, sigma)
+    assert torch.allclose(of_velocity, train.score_from_noise(e, sigma), rtol=1e-9, atol=1e-9)
     assert torch.allclose(of_velocity, -(noisy - (1 - sigma) * clean) / sigma**2, rtol=1e-6, atol=1e-9)
-    each = diff_instruct.score_from_noise(e, levels)
+    each = train.score_from_noise(e, levels)
     assert torch.allclose(each[1], -2 * e[1]) and torch.allclose(each[0], of_velocity[0])
 
 
 def test_the_constant_is_that_of_pseudo_huber_losses() -> None:
-    assert diff_instruct.huber_constant(10_000) == pytest.approx(0.054)
+    assert train.huber_constant(10_000) == pytest.approx(0.054)
 
 
 # -- Losses of direct reward back-propagation

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from genrl.diffusion.methods.prdp.train import pair_errors, prdp_gradient, prdp_loss
 from genrl.mdp import noise
-from genrl.objectives.forward import forward_process
-from genrl.objectives.preferences import preference
+from genrl.objectives import matching, preferences
 from tests.golden_cases import Arrays
 
 NAN = float("nan")
@@ -22,7 +21,7 @@ def test_golden_d3po_and_spo(golden) -> None:
     sides = moving[0], a.given("d3po_ref0"), moving[1], a.given("d3po_ref1")
 
     def compare(name: str, preferred: Tensor, gradients: tuple[str, str], beta: float, clip: float) -> None:
-        loss = preference.step_preference_loss(*sides, preferred, beta=beta, clip=clip).loss.mean()
+        loss = preferences.step_preference_loss(*sides, preferred, beta=beta, clip=clip).loss.mean()
         a.check(name, loss)
         for which, gradient in zip(gradients, torch.autograd.grad(loss, moving), strict=True):
             a.check(which, gradient)
@@ -34,11 +33,11 @@ def test_golden_d3po_and_spo(golden) -> None:
     (ranked,) = a.tags(r"(d3po_rewards\d*)")
     rewards = a.given(ranked)
     group = torch.zeros(len(rewards)).long()
-    a.check("d3po_pairs", preference.preference_pairs(rewards, group, ties=True))
-    a.check("d3po_pairs_used", preference.preference_pairs(rewards, group))
+    a.check("d3po_pairs", preferences.preference_pairs(rewards, group, ties=True))
+    a.check("d3po_pairs_used", preferences.preference_pairs(rewards, group))
     for tag in a.tags(r"(spo_k\d+_)scores"):
         threshold = a.number(f"{tag}threshold")
-        win, lose, valid = preference.step_winners(a.given(f"{tag}scores"), threshold=threshold)
+        win, lose, valid = preferences.step_winners(a.given(f"{tag}scores"), threshold=threshold)
         a.check(f"{tag}valid", valid)
         a.check(f"{tag}win_lose", torch.stack([win, lose]))
     a.all_used("(d3po|spo)_.*")
@@ -52,11 +51,11 @@ def test_golden_trainers_dpo(golden) -> None:
 
     velocity, source = both("v_theta").requires_grad_(), a.given("in_noise")
     target = torch.cat([source, source]) - both("x0")
-    errors = forward_process.matching_error(velocity, target).chunk(2)
-    reference = forward_process.matching_error(both("v_ref"), target).chunk(2)
+    errors = matching.matching_error(velocity, target).chunk(2)
+    reference = matching.matching_error(both("v_ref"), target).chunk(2)
     for found in a.matches(r"out_flow_grpo_loss_beta([\d.]+)"):
         gains = [old - new for new, old in zip(errors, reference, strict=True)]
-        out = preference.pair_loss("sigmoid", *gains, beta=float(found[1]) / 2)
+        out = preferences.pair_loss("sigmoid", *gains, beta=float(found[1]) / 2)
         gradient = torch.autograd.grad(out.loss.mean(), velocity, retain_graph=True)[0]
         for field, value in (("loss", out.loss.mean()), ("inside", out.logit), ("grad_v", gradient)):
             for name in a.tags(rf"(out_\w+_{field}_beta{found[1]})"):
@@ -66,27 +65,27 @@ def test_golden_trainers_dpo(golden) -> None:
 
 def test_pairs_are_all_decided_comparisons_within_groups() -> None:
     group, rewards = torch.tensor([5, 2, 5, 2, 5, 2]), torch.tensor([1.0, 3.0, NAN, 3.0, 2.0, 1.0])
-    assert preference.preference_pairs(rewards, group).tolist() == [[0, 4, -1], [1, 5, 1], [3, 5, 1]]
-    tied = preference.preference_pairs(rewards, group, ties=True)
+    assert preferences.preference_pairs(rewards, group).tolist() == [[0, 4, -1], [1, 5, 1], [3, 5, 1]]
+    tied = preferences.preference_pairs(rewards, group, ties=True)
     assert tied[:, :2].tolist() == [[0, 4], [1, 3], [1, 5], [3, 5]]
 
 
 def test_wrong_settings_are_refused() -> None:
     value = torch.zeros(2)
     with pytest.raises(ValueError, match="beta must be positive"):
-        preference.pair_loss("hinge", value, value, beta=0.0)
+        preferences.pair_loss("hinge", value, value, beta=0.0)
     with pytest.raises(ValueError, match="one of sigmoid, robust, ipo"):
-        preference.pair_loss("l2", value, value, beta=1.0)  # type: ignore[arg-type]
+        preferences.pair_loss("l2", value, value, beta=1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clip in"):
-        preference.step_preference_loss(value, value, value, value, value, beta=1.0, clip=1.0)
+        preferences.step_preference_loss(value, value, value, value, value, beta=1.0, clip=1.0)
     with pytest.raises(ValueError, match="beta must be positive"):
-        preference.pair_loss("sigmoid", value, value, beta=-1.0)
+        preferences.pair_loss("sigmoid", value, value, beta=-1.0)
     with pytest.raises(ValueError, match="give their numbers"):
-        preference.pair_loss("ipo", value, value, beta=1.0)
+        preferences.pair_loss("ipo", value, value, beta=1.0)
     with pytest.raises(ValueError, match="beta must be positive"):
-        preference.marked_loss(value, value > 0, 0.0, beta=0.0)
+        preferences.marked_loss(value, value > 0, 0.0, beta=0.0)
     with pytest.raises(ValueError, match="one length"):
-        preference.preference_pairs(value, torch.zeros(3).long())
+        preferences.preference_pairs(value, torch.zeros(3).long())
 
 
 PAIRS = ("sigmoid", "robust", "ipo", "hinge", "sigmoid_norm", "nca_pair", "apo_zero", "apo_down", "sppo_hard")
@@ -101,7 +100,7 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
     for kind in PAIRS:
         smoothing = a.number("label_smoothing") if kind == "robust" else 0.0
         sides = (h[:pairs], h[pairs:], tokens[:pairs], tokens[pairs:])
-        output = preference.pair_loss(kind, *sides, beta=beta, smoothing=smoothing)
+        output = preferences.pair_loss(kind, *sides, beta=beta, smoothing=smoothing)
         found = output.loss
         assert kind != "sigmoid" or torch.equal(output.correct, h[:pairs] > h[pairs:])
         a.check(f"dpo_{kind}", found.detach(), rtol=1e-8)
@@ -111,7 +110,7 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
         others = a.given("kto_kl_logp") + a.number(f"kto_{name}_kl_shift") - a.given("kto_kl_ref_logp")
         z = (others * mask).sum(1).mean().clamp(min=0)
         a.check(f"kto_{name}_kl_z", z)
-        found = preference.marked_loss(h, good, z, beta=beta).loss
+        found = preferences.marked_loss(h, good, z, beta=beta).loss
         a.check(f"kto_{name}_kl_loss", found.detach(), rtol=1e-8)
         mean = (found * torch.where(good, torch.ones_like(found), heavier)).mean()
         a.check(f"kto_{name}_kl_weighted_mean", mean.detach(), rtol=1e-8)
@@ -121,20 +120,20 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
 
 def test_orpo_is_of_odds_and_a_model_that_has_not_moved_is_not_right() -> None:
     zero, one = torch.zeros(3, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    assert not preference.pair_loss("sigmoid", zero, zero, beta=0.1).correct.any()
+    assert not preferences.pair_loss("sigmoid", zero, zero, beta=0.1).correct.any()
     shares = torch.tensor([0.8, 0.5], dtype=torch.float64)  # odds 4 and 1
     win, lose = 3 * shares.log()
-    found = preference.pair_loss("orpo", win[None], lose[None], 3 * one, 3 * one, beta=0.1)
+    found = preferences.pair_loss("orpo", win[None], lose[None], 3 * one, 3 * one, beta=0.1)
     torch.testing.assert_close(found.loss, -0.1 * torch.tensor([4 / 5], dtype=torch.float64).log())
 
 
 def test_smoothed_labels_lie_between_both_orders_and_robust_ones_are_unbiased() -> None:
     """E over labels that are flipped with probability e of the robust loss is the loss of the right labels."""
     h = torch.tensor([1.5, -2.0], dtype=torch.float64), torch.tensor([0.5, 1.0], dtype=torch.float64)
-    right, flipped = (preference.pair_loss("sigmoid", *sides, beta=0.5).loss for sides in (h, h[::-1]))
-    smooth = preference.pair_loss("sigmoid", *h, beta=0.5, smoothing=0.2).loss
+    right, flipped = (preferences.pair_loss("sigmoid", *sides, beta=0.5).loss for sides in (h, h[::-1]))
+    smooth = preferences.pair_loss("sigmoid", *h, beta=0.5, smoothing=0.2).loss
     torch.testing.assert_close(smooth, 0.8 * right + 0.2 * flipped)
-    robust = [preference.pair_loss("robust", *sides, beta=0.5, smoothing=0.2).loss for sides in (h, h[::-1])]
+    robust = [preferences.pair_loss("robust", *sides, beta=0.5, smoothing=0.2).loss for sides in (h, h[::-1])]
     torch.testing.assert_close(0.8 * robust[0] + 0.2 * robust[1], right)
 
 

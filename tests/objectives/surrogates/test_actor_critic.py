@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from genrl.diffusion.methods.dynamic_tree_rpo import train
 from genrl.mdp import chains, ddpm, kernels, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.gae import normalise_advantages
-from genrl.objectives.surrogates import actor_critic as ac
-from genrl.objectives.surrogates import iql, layer_tuning
-from genrl.objectives.surrogates import iql as feasibility
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate, staleness_weight, truncated_weight
+from genrl.objectives import actor_critic as ac
+from genrl.objectives.episodes import normalise_advantages
+from genrl.objectives.policy_losses import clipped_surrogate, staleness_weight, truncated_weight
 from tests.golden_cases import Case, check_all, error
 from tests.reference.dppo import quantile_clip
 from tests.reference.pi_rl import episode_weighted_mean, masked_mean
@@ -256,18 +255,18 @@ def test_fisor(golden) -> None:
         options = case.params
         how = {name: options[name] for name in ("reward_temperature", "cost_temperature")}
         how |= {"largest_reward_weight": options["reward_ub"], "largest_cost_weight": options["cost_ub"]}
-        weights = feasibility.cloning_weights(*(case[name] for name in ("q", "v", "qc", "vc")), **how)
-        target = iql.q_target(case["rewards"], case["next_v"], case["mask"] == 0, options["gamma"])
-        reach = feasibility.feasibility_target(case["h"], case["next_vc"], case["mask"], options["gamma"])
-        value = feasibility.expectile_loss(case["q"] - case["v"], options["expectile"]).mean()
-        violation = feasibility.reversed_expectile_loss(case["qc"] - case["vc"], options["cost_expectile"]).mean()
+        weights = ac.cloning_weights(*(case[name] for name in ("q", "v", "qc", "vc")), **how)
+        target = ac.q_target(case["rewards"], case["next_v"], case["mask"] == 0, options["gamma"])
+        reach = ac.feasibility_target(case["h"], case["next_vc"], case["mask"], options["gamma"])
+        value = ac.expectile_loss(case["q"] - case["v"], options["expectile"]).mean()
+        violation = ac.reversed_expectile_loss(case["qc"] - case["vc"], options["cost_expectile"]).mean()
         ours = {
             "target_q": target,
             "target_qc": reach,
             "v_loss": value,
             "vc_loss": violation,
             "weights": weights,
-            "actor_loss": feasibility.weighted_noise_loss(case["eps_pred"], case["eps"], weights),
+            "actor_loss": ac.weighted_noise_loss(case["eps_pred"], case["eps"], weights),
         }
         return {name: (error(got, case[name]), 1e-9) for name, got in ours.items()}
 
@@ -275,16 +274,16 @@ def test_fisor(golden) -> None:
 
 
 def test_weights_by_hand() -> None:
-    weights = iql.advantage_weights(torch.tensor([1.0, 9.0]), torch.tensor([0.5, 0.0]), temperature=2.0, largest=50.0)
+    weights = ac.advantage_weights(torch.tensor([1.0, 9.0]), torch.tensor([0.5, 0.0]), temperature=2.0, largest=50.0)
     assert weights.tolist() == pytest.approx([math.e, 50.0])
     with pytest.raises(ValueError, match="negative temperature"):
-        iql.advantage_weights(torch.ones(1), torch.ones(1), temperature=-1.0, largest=1.0)
+        ac.advantage_weights(torch.ones(1), torch.ones(1), temperature=-1.0, largest=1.0)
 
 
 # -- Dynamic-TreeRPO's supervised part: bounds and weights at their ends, and gradients
 def test_the_surrogate_clips_each_sample_at_its_own_bounds() -> None:
     advantage = torch.tensor([2.0, 0.1, -2.0, -0.1]).double()
-    lower, upper = layer_tuning.dynamic_clip_bounds(advantage, low=0.1, high=0.2, sensitivity=0.5)
+    lower, upper = train.dynamic_clip_bounds(advantage, low=0.1, high=0.2, sensitivity=0.5)
     new = torch.tensor([1.25, 1.25, 0.87, 0.87]).double().log().requires_grad_()
     out = clipped_surrogate(new, torch.zeros(4).double(), advantage, lower, upper)
     assert out.clipped.tolist() == [False, True, False, True]
@@ -296,7 +295,7 @@ def test_the_surrogate_clips_each_sample_at_its_own_bounds() -> None:
 
 def test_weights_are_0_for_the_best_and_1_for_the_worst() -> None:
     rewards = torch.tensor([[1.0, 3.0, 2.0, math.nan], [5.0, 5.0, 5.0, 5.0], [math.nan] * 4])
-    weights = layer_tuning.progress_weights(rewards)
+    weights = train.progress_weights(rewards)
     assert torch.allclose(weights[0], torch.tensor([1.0, 0.0, 0.5, 0.0]).double(), atol=1e-8)
     assert (weights[1:] == 0).all()
 
@@ -305,7 +304,7 @@ def test_the_best_leaf_and_the_target_have_no_gradient() -> None:
     velocity = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     target = torch.zeros(3, 2, 4, requires_grad=True)
     weights = torch.tensor([0.0, 0.5, 1.0])
-    loss = layer_tuning.progress_loss(weights, velocity, target)
+    loss = train.progress_loss(weights, velocity, target)
     assert loss.shape == (3,) and loss[0] == 0
     loss.sum().backward()
     assert target.grad is None
@@ -315,13 +314,13 @@ def test_the_best_leaf_and_the_target_have_no_gradient() -> None:
 def test_the_sound_target_leads_to_the_picture() -> None:
     x, clean = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).unbind()
     sigma = torch.tensor([1.0, 0.6, 0.2])
-    velocity = layer_tuning.velocity_towards(x, clean, sigma)
+    velocity = train.velocity_towards(x, clean, sigma)
     assert torch.allclose(kernels.ode(x, velocity, sigma, 0.0).mean, clean, atol=1e-6)
     with pytest.raises(ValueError, match="sigma 0"):
-        layer_tuning.velocity_towards(x, clean, 0.0)
+        train.velocity_towards(x, clean, 0.0)
 
 
 @pytest.mark.parametrize(("low", "high", "sensitivity"), [(0.0, 1e-4, 0.5), (1e-4, -1.0, 0.5), (1e-4, 1e-4, -0.1)])
 def test_bounds_that_are_none_are_refused(low: float, high: float, sensitivity: float) -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        layer_tuning.dynamic_clip_bounds(torch.zeros(2), low=low, high=high, sensitivity=sensitivity)
+        train.dynamic_clip_bounds(torch.zeros(2), low=low, high=high, sensitivity=sensitivity)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.advantages import groups as group_filters
-from genrl.objectives.tokens import group_losses
-from genrl.objectives.tokens import token_advantages as ta
-from genrl.objectives.tokens import token_credit as tc
-from genrl.objectives.tokens import token_weights as tw
+from genrl.objectives import groups as group_filters
+from genrl.objectives import token_advantages as ta
+from genrl.objectives import token_credit as tc
+from genrl.objectives import token_surrogates
+from genrl.objectives import token_weights as tw
 
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1])
 REWARDS = st.lists(st.integers(-4, 4), min_size=6, max_size=6).map(lambda values: torch.tensor(values).double() / 2)
@@ -157,16 +157,16 @@ def test_a_missing_score_leaves_the_mean_to_the_others() -> None:
 def test_the_first_update_has_a_finite_gradient_of_one_over_epsilon() -> None:
     score = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     advantage = torch.tensor([-1.0, 0.0, 1.0])
-    loss = group_losses.regression_loss(score, advantage, torch.zeros(3).long(), eps=1e-3).sum()
+    loss = token_surrogates.regression_loss(score, advantage, torch.zeros(3).long(), eps=1e-3).sum()
     (gradient,) = torch.autograd.grad(loss, score)
     assert torch.allclose(gradient, -2 * advantage.double() / 1e-3)
-    alone = group_losses.regression_loss(score[:1], torch.tensor([0.5]), torch.zeros(1).long())
+    alone = token_surrogates.regression_loss(score[:1], torch.tensor([0.5]), torch.zeros(1).long())
     assert alone.tolist() == [0.25]
 
 
 def test_temperatures_are_positive() -> None:
     with pytest.raises(ValueError, match="tau must be positive, got 0"):
-        group_losses.classification_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2).long(), tau=0.0)
+        token_surrogates.classification_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2).long(), tau=0.0)
 
 
 # -- ArCHer's losses against NumPy

@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput
-from genrl.objectives.tokens import (
-    token_advantages,
-)
-from genrl.objectives.tokens import token_surrogates as ts
-from genrl.objectives.tokens.token_aggregation import aggregate
+from genrl.objectives import token_advantages
+from genrl.objectives import token_surrogates as ts
+from genrl.objectives.policy_losses import SurrogateOutput
+from genrl.objectives.tokens import aggregate
 from tests.objectives.tokens.golden_tokens import Case, Expected, compare, with_gradient
 
 PER_TOKEN = {

@@ -9,16 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import kl_k2, kl_k3
-from genrl.objectives.tokens import token_regularisers as tr
-from genrl.objectives.tokens import token_weights as tc
-from genrl.objectives.tokens import tokens
-from genrl.objectives.tokens.flow_rewards import flow_returns, unlikely_tokens, velocity_deviation, velocity_error
-from genrl.objectives.tokens.token_aggregation import aggregate
-from genrl.objectives.tokens.token_credit import semi_online_advantages, semi_online_returns
-from genrl.objectives.tokens.token_distillation import gap_advantage, generalised_divergence, with_rest
-from genrl.objectives.tokens.tokens import masked
+from genrl.objectives import token_regularisers as tr
+from genrl.objectives import token_weights as tc
+from genrl.objectives import tokens
+from genrl.objectives.policy_losses import kl_k2, kl_k3
+from genrl.objectives.token_credit import semi_online_advantages, semi_online_returns
+from genrl.objectives.tokens import aggregate, masked
 from genrl.vlm.methods.music_rl.train import music_rl_loss
+from genrl.vlm.methods.opd.teaching import gap_advantage, generalised_divergence, with_rest
+from genrl.vlm.methods.rlfr.train import flow_returns, unlikely_tokens, velocity_deviation, velocity_error
 from tests.golden_cases import Arrays
 
 MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])

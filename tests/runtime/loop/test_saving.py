@@ -53,10 +53,15 @@ def test_an_error_saves_the_finished_iterations(tmp_path: Path, where: str) -> N
     assert differences(straight.process.run.folder, again.process.run.folder) == []
 
 
-def test_an_error_in_the_first_iteration_leaves_nothing_that_blocks_a_start(tmp_path: Path) -> None:
+def test_an_error_in_the_first_iteration_leaves_nothing_and_an_idle_run_ends_saved(tmp_path: Path) -> None:
     one = loop(tmp_path)
     failing(one, 0, where="before an update")
     assert not one.process.run.checkpoints.exists()
+    one = loop(tmp_path / "idle", Settings(idle_iterations=2))
+    with pytest.raises(RuntimeError, match="last 2 iterations changed no weight"), saved_on_error(one):
+        for _ in one.iterations():
+            one.finish({})
+    assert saved(one) == "step-000002" and one.memory[idle.KEY] == 2
 
 
 def test_what_cannot_be_undone_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,14 +72,6 @@ def test_what_cannot_be_undone_is_not_saved(tmp_path: Path, monkeypatch: pytest.
     one = loop(tmp_path / "not")
     failing(one, 2, where="before an update")
     assert saved(one) == "step-000002"
-
-
-def test_an_idle_run_ends_saved(tmp_path: Path) -> None:
-    one = loop(tmp_path, Settings(idle_iterations=2))
-    with pytest.raises(RuntimeError, match="last 2 iterations changed no weight"), saved_on_error(one):
-        for _ in one.iterations():
-            one.finish({})
-    assert saved(one) == "step-000002" and one.memory[idle.KEY] == 2
 
 
 def test_a_row_that_could_not_be_written_is_written_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,10 +124,8 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, value: floa
                 one.weights.named["policy"].data[1] = value
             one.finish({})
     assert saved(one) == "step-000002"
-    assert all(
-        torch.isfinite(x).all()
-        for x in checkpoint.load(one.process.run.checkpoints / "step-000002").tensors["weights"].values()
-    )
+    held = checkpoint.load(one.process.run.checkpoints / "step-000002").tensors["weights"]
+    assert all(torch.isfinite(x).all() for x in held.values())
     assert not torch.isfinite(values(one)["policy"]).all()
 
 
@@ -180,16 +175,13 @@ def check(tmp_path: Path, value: float, where: str = "log-prob") -> None:
     )
 
 
-def test_without_a_micro_batch_there_is_no_dump(tmp_path: Path) -> None:
+def test_without_a_micro_batch_or_space_there_is_no_dump_but_the_error(tmp_path: Path) -> None:
     check(tmp_path, 1e30)  # finite numbers pass
     bad = {"gradient": torch.tensor(float("inf"))}
     said = "Each micro-batch of this rank was finite: see the dumps of the"
     with pytest.raises(NonFiniteError, match=said) as caught:
         require_finite(bad, where="gradient", step=1, dumps=tmp_path / "dumps", batch={}, info={})
     assert caught.value.dump is None and not (tmp_path / "dumps").exists()
-
-
-def test_a_dump_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
     (tmp_path / "dumps").write_text("")
     with pytest.raises(NonFiniteError, match="could not be dumped") as caught:
         check(tmp_path, float("nan"))
@@ -218,13 +210,10 @@ def test_the_error_says_what_where_and_the_dump_holds_it(tmp_path: Path, value: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_which_tensors_are_not_finite(dtype: torch.dtype) -> None:
+def test_which_tensors_are_not_finite_and_statistics_of_the_rest(dtype: torch.dtype) -> None:
     tensors = {str(value): torch.tensor([[1.0, value]], dtype=dtype) for value in [*BAD, 65504.0]}
     assert non_finite(tensors | {"empty": torch.zeros(0), "steps": torch.tensor([1, 2])}) == ["nan", "inf", "-inf"]
     assert non_finite({}) == []
-
-
-def test_statistics_leave_out_what_is_not_finite() -> None:
     assert statistics(torch.tensor([1.0, 3.0, float("nan"), float("inf")])) == {
         "shape": [4], "dtype": "float32", "nan": 1, "inf": 1, "min": 1.0, "max": 3.0, "mean": 2.0,
     }  # fmt: skip

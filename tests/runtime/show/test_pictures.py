@@ -33,12 +33,7 @@ def area(sheet: Image.Image, colour: tuple[int, int, int]) -> int:
     return int((np.asarray(sheet) == colour).all(-1).sum())
 
 
-def test_tensors_become_pictures() -> None:
-    tensor = torch.tensor([-1.0, 0.5, 2.0, float("nan")]).reshape(1, 2, 2).expand(3, 2, 2)
-    assert np.asarray(to_pil(tensor))[..., 0].tolist() == [[0, 128], [255, 0]]
-
-
-def test_every_tile_is_there_and_enlarged_by_whole_pixels() -> None:
+def test_every_tile_is_there_can_be_read_and_is_enlarged_by_whole_pixels() -> None:
     sheet = grid(plain(), ["a prompt"] * 5, ["shapes 0.50"] * 5)
     assert [area(sheet, colour) for colour in COLOURS] == [192 * 192] * 5
     checker = Image.fromarray(np.indices((64, 64)).sum(0).astype(np.uint8) % 2 * 255).convert("RGB")
@@ -47,9 +42,6 @@ def test_every_tile_is_there_and_enlarged_by_whole_pixels() -> None:
     assert (tile[::3, ::3] == np.asarray(checker)[..., 0]).all()
     sheet = side_by_side(plain(2), plain(2)[::-1], ["one", "two"], ["before"] * 2, ["after"] * 2)
     assert area(sheet, COLOURS[0]) == area(sheet, COLOURS[1]) == 2 * 192 * 192
-
-
-def test_tiles_can_be_read() -> None:
     for size in ((8, 8), (64, 64), (100, 300), (1024, 512), (16, 2000)):
         sheet = grid([Image.new("RGB", size)], ["p"], ["r"])
         assert 128 + 20 <= sheet.width <= 600 and 128 + 20 <= sheet.height <= 330
@@ -90,24 +82,23 @@ def test_equal_input_gives_equal_bytes_and_lengths_must_agree(tmp_path: Path) ->
         grid([])
 
 
-def test_a_video_becomes_a_strip_from_its_first_to_its_last_frame() -> None:
+def test_tensors_become_pictures_and_a_video_a_strip_from_its_first_to_its_last_frame() -> None:
     frames = torch.linspace(0, 1, 9).reshape(9, 1, 1, 1).expand(9, 3, 4, 4)
     strip = np.asarray(filmstrip(frames, 3))[0, :, 0]
     assert strip.tolist() == [0] * 4 + [255] * 2 + [128] * 4 + [255] * 2 + [255] * 4
     assert to_pil(frames[:1]).size == (4, 4)
     assert to_pil(frames[:2]).size == (10, 4)
+    tensor = torch.tensor([-1.0, 0.5, 2.0, float("nan")]).reshape(1, 2, 2).expand(3, 2, 2)
+    assert np.asarray(to_pil(tensor))[..., 0].tolist() == [[0, 128], [255, 0]]
 
 
-def test_best_and_worst_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_and_worst_of_each_group_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[object, ...]] = []
     monkeypatch.setattr(pictures, "side_by_side", lambda *arguments, **_: shown.append(arguments))
     images = plain()
     best_and_worst(images, [0.2, 0.9, None, 0.4, float("nan")], [7, 7, 7, 7, 8], ["p", "p", "p", "p", "q"])
     assert shown == [([images[1]], [images[0]], ["p"], ["best 0.90"], ["worst 0.20"])]
     assert best_and_worst(images, [None, 1.0, None, 1.0, 2.0], [0, 0, 0, 1, 2], ["p"] * 5) is None
-
-
-def test_labels() -> None:
     labels = reward_labels({"shapes": [0.834, None], "size": [1234.0, float("nan")], "tiny": [0.001, 0.0]}, 2)
     assert [label.replace("\u00a0", " ") for label in labels] == [
         "shapes 0.83, size 1.2e+03, tiny 0.001",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.objectives.preferences.preference import marked_loss, pair_loss
+from genrl.objectives.preferences import marked_loss, pair_loss
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.sft import preferences
 from genrl.vlm.methods.sft import train as sft

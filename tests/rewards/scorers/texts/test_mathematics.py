@@ -1,7 +1,5 @@
 """Answers in mathematics: what is equal, what cannot be read, what takes too long, and threads."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import multiprocessing
@@ -113,9 +111,8 @@ def test_a_number_is_read_in_every_form_sign_and_unit(form: str, sign: str, unit
 
 def test_a_truth_that_cannot_be_read_gives_no_score_and_is_counted() -> None:
     columns = {"answer": ["the red one", "", "2"]}
-    scores = score_completions(
-        load_text("math"), prompts=["q"] * 3, completions=["<answer>2</answer>"] * 3, columns=columns
-    )
+    twos = ["<answer>2</answer>"] * 3
+    scores = score_completions(load_text("math"), prompts=["q"] * 3, completions=twos, columns=columns)
     assert [math.isnan(value) for value in scores.values] == [True, True, False] and scores.values[2] == 1.0
     (failure,) = scores.failures
     assert failure.rows == (0,) and "'the red one' holds neither a number nor a formula" in failure.error
@@ -125,11 +122,14 @@ def _in_a_fork(numbers: list[int]) -> list[float | None]:
     return rule([f"<answer>{n}/4</answer>" for n in numbers], [0.25 * n for n in numbers])
 
 
-def test_a_process_that_is_forked_does_not_read_the_answers_of_its_parent() -> None:
+def test_forked_processes_and_threads_get_their_own_answers() -> None:
     assert _in_a_fork([3]) == [1.0]
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(_in_a_fork, [[n, n + 1] for n in range(1, 9)], chunksize=1) == [[1.0, 1.0]] * 8
     assert _in_a_fork([5]) == [1.0]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: rule([f"<answer>{n}/4</answer>"], [0.25 * (n if n % 2 else n + 1)]), range(16)))
+    assert found == [[float(n % 2)] for n in range(16)]
 
 
 @pytest.mark.slow
@@ -137,12 +137,6 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read() -> None:
     huge = f"{'9' * 7}^{{{'9' * 9}}}"
     assert mathematics.Comparer().ask(2.0, truth="$3$", written=f"${huge}$") is None
     assert rule([f"<answer>{huge}</answer>", "<answer>7</answer>"], ["3", "7"], timeout_s=2.0) == [0.0, 1.0]
-
-
-def test_threads_get_their_own_answers() -> None:
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda n: rule([f"<answer>{n}/4</answer>"], [0.25 * (n if n % 2 else n + 1)]), range(16)))
-    assert found == [[float(n % 2)] for n in range(16)]
 
 
 def test_a_process_that_ends_is_an_error_and_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
