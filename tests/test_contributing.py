@@ -130,8 +130,6 @@ def test_one_of_each_is_added_from_outside(tmp_path: Path) -> None:
 
 
 # -- docs/extending.md: what it shows is trained as it says, and so is what lies in a folder of somebody's own
-
-
 EXAMPLE = Path("docs/example_method.yaml")
 
 SETTINGS = '''
@@ -175,21 +173,6 @@ def train(run, settings):
 
 def loss(settings, acting, recorded):
     return {"loss": settings.strength * imitation_loss(acting.policy, recorded)}
-"""
-POLICY = """
-import torch
-from torch import nn
-from genrl.vla.policies.embedded import EmbeddedPolicy
-
-class Linear(EmbeddedPolicy):
-    def __init__(self, config, stats):
-        super().__init__(config, stats)
-        numbers = config.horizon * config.action_dim
-        self.body = nn.Linear(self.encoder.size + numbers + 1, numbers)
-
-    def velocity(self, context, x, sigma):
-        told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
-        return self.body(told).view(x.shape)
 """
 
 
@@ -242,11 +225,11 @@ def test_a_method_in_a_folder_and_a_policy_of_ones_own(tmp_path: Path, monkeypat
     mine.mkdir()
     (mine / "settings.py").write_text(SETTINGS)
     (mine / "train.py").write_text(TRAIN)
-    (mine / "policy.py").write_text(POLICY)
+    (mine / "policy.py").write_text(OWN)
 
     def config(place: str, iterations: int) -> RunConfig:
         (tmp_path / place).mkdir(exist_ok=True)
-        policy = {"path": None, "new": {"type": f"{mine / 'policy.py'}:Linear", "image_size": 0}}
+        policy = {"path": None, "new": {"type": f"{mine / 'policy.py'}:Policy", "image_size": 0}}
         changes = vla_runs.SFT | {"policy": policy, "trainer": {"algorithm": f"{mine / 'settings.py'}:Own"}}
         return vla_runs.config(tmp_path / place, **changes, iterations=iterations)
 

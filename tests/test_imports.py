@@ -62,8 +62,6 @@ def test_what_imports_torchvision_makes_it_importable_first(root: Path) -> None:
 
 
 # -- After `import genrl` a torchvision that does not fit is mended before diffusers or transformers import it
-
-
 BROKEN = """
 import torch
 if not hasattr(torch.ops.torchvision, "nms"):
@@ -93,8 +91,6 @@ def test_one_watcher_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- Every public function of mdp and objectives is called by the package, not by tests alone
-
-
 ROOMS = ("genrl/mdp", "genrl/objectives")
 
 AWAITED = {
@@ -128,8 +124,6 @@ def named(tree: ast.AST) -> Iterator[str]:
 
 
 # -- Which warnings of other packages are left out
-
-
 LINES = {
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects. This may affect",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community: no such file",

@@ -95,8 +95,6 @@ class Monitor(Section):
     accuracy; robots and episodes: success."""
     tolerance: NonNegative
     """How far it may fall below its best evaluation, in its own units."""
-    patience: Count = 2
-    """Noticed after so many lower evaluations in a row."""
 
 
 class EvaluationBase(Section):

@@ -109,7 +109,7 @@ class Trajectories:
 
     def render(self) -> NDArray[np.uint8]:
         """The picture of the step."""
-        return np.asarray(opened(self.steps[min(self.done, len(self.steps) - 1)].picture))
+        return np.asarray(open_picture(self.steps[min(self.done, len(self.steps) - 1)].picture))
 
     def close(self) -> None:
         """Nothing to close."""
@@ -117,12 +117,7 @@ class Trajectories:
     def _shown(self) -> Observation:
         history = self.said if self.history is None else self.said[len(self.said) - self.history :]
         past = ["done. " + " ".join(history)] if history else []
-        return (opened(self.steps[self.done].picture), "\n".join([*past, self.instruction]))
-
-
-def opened(picture: Image.Image | Path) -> Image.Image:
-    """A picture of a step."""
-    return open_picture(picture)
+        return (open_picture(self.steps[self.done].picture), "\n".join([*past, self.instruction]))
 
 
 def judged(text: str, wanted: Any, words: tuple[str, ...]) -> tuple[bool, bool, bool]:

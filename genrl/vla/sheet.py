@@ -10,11 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from genrl.mdp.noise import generator
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, dimensions, score_text
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.spread import normalised
-from genrl.vla.evaluate import Judged
+from genrl.vla.data.videos import Clip
+from genrl.vla.evaluate import Judged, chunk
 from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.policy import ACTION, IMAGE, IMAGES, Batch
+from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
+from genrl.vla.rollout.sampling import Acting
+
+DECISIONS = 16
+"""After so many the numbers of collected episodes are not shown: each costs a pass of the policy."""
 
 
 class Watched:
@@ -47,6 +55,8 @@ def of_episodes(policy: Any, found: Judged, watched: Watched, imitated: Batch | 
             pictures.append(("film", _chw(torch.from_numpy(np.array(found.clips[k].frames)))))
         looks.append(Look(instruction or "(no instruction)", scores, pictures))
     raw = imitated or watched.frames
+    if not raw:  # all were lost
+        return ContactSheet(looks)
     numbers = normalised(policy, raw)
     flat = {name: raw[name].flatten(0, -2) for name in numbers if name != ACTION} | {ACTION: raw[ACTION][:, 0]}
     return ContactSheet(looks, dimensions(flat, numbers))
@@ -65,6 +75,34 @@ def of_decisions(policy: Any, played: Transitions) -> ContactSheet:
     watched.frames = {k: v for k, v in played.observation.items() if v.is_floating_point()}
     watched.frames[ACTION] = played.action[:, :1]
     return of_episodes(policy, found, watched, None)
+
+
+@torch.no_grad()
+def of_rollout(who: Acting, rollout: ChunkRollout, config: VLAConfig) -> ContactSheet:
+    """The sheet of an iteration's first episodes, of a run without evaluation: what was seen, and what the policy does
+    there without exploration."""
+    first = rollout.valid & (rollout.episode == 0)
+    slots = first.any(0).nonzero()[:SHOWN, 0].tolist()  # of the others the episode was lost with its simulator
+    won: list[bool] = (rollout.success & first).any(0)[slots].tolist()
+    steps: list[int] = (rollout.n_executed * first).sum(0)[slots].tolist()
+    said = [rollout.instruction[slot] for slot in slots]
+    films = [value[:-1] for name, value in rollout.observations.items() if name.startswith((IMAGE, IMAGES))][:1]
+    clips = [
+        Clip(film[first[:, slot], slot, ..., :3].numpy(), text, flag)
+        for film in films
+        for slot, text, flag in zip(slots, said, won, strict=True)
+    ]
+    watched = Watched()
+    watched.first = {name: value[0, slots] for name, value in rollout.observations.items()}
+    for t in range(min(len(first), DECISIONS)):
+        if first[t].any():
+            seen = {name: value[t, first[t]] for name, value in rollout.observations.items()}
+            shape = len(seen[next(iter(seen))]), who.policy.horizon, who.policy.action_dim
+            watched(seen, chunk(who, seen, torch.randn(shape, generator=generator(config.seed, "sheet", t))))
+    judged = Judged(said, won, steps, episode_returns(rollout)[slots].tolist(), clips).of(
+        config.environment.success_key
+    )
+    return of_episodes(who.policy, judged, watched, None)
 
 
 def _chw(picture: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class AnswersRun(VLMRun):
         self.questions = Questions(config, "train", counted=True)
         self.server: Server | None = None
         """Where the answers of coming iterations are drawn while one is trained."""
-        if self.versions is not None and self.sampler is not None and config.generation.vllm.url is not None:
+        if self.versions is not None and self.sampler is not None and config.generation.answers_ahead:
             self.server = Server(self.sampler, opened)
             stack.callback(self.server.close)
         self.synthesis: Synthesis | None = None

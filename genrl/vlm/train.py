@@ -51,7 +51,7 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
             )
     if config.synthesis is not None and num_processes > 1:
         raise ValueError("synthesis: descriptions that wait are kept by one process; start one, or write null")
-    if config.generation.staleness and config.generation.vllm.url is not None and num_processes > 1:
+    if config.generation.staleness and config.generation.answers_ahead and num_processes > 1:
         raise ValueError("generation.staleness: a server samples ahead for one process; start one, or write 0")
 
 
@@ -106,7 +106,7 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
 
 def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:
     """What the method trains beside the policy, by name: `heads(policy)` of its module, where it says so."""
-    if not config.trainer.with_heads:
+    if "heads" not in config.trainer.reads:
         return {}
     heads: dict[str, nn.Module] = vars(module_of(config.trainer))["heads"](policy)
     return heads

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as every
-from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, scaling
+from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, peer_flow_grpo, scaling
 from benchmarks.common import Parts, Seconds, Turns
 from genrl.config import load
 
@@ -41,18 +41,15 @@ def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert "no kernel can be timed: there is no GPU. --dry-run checks all but the times" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("ratios", "on"),
-    [
+def test_the_rule_of_a_default() -> None:
+    for ratios, on in (
         ([[1.05, 1.2]] * 4, True),
         ([[1.05, 1.2]] * 3 + [[1.2, 1.04]] + [[1.0, 0.97]], False),  # three shapes in both phases
         ([[1.5, 1.5]] * 5 + [[1.5, 0.969]], False),
         ([[1.05, 1.05]] * 4 + [[0.97, 0.97]] * 2, True),
         ([], False),
-    ],
-)
-def test_the_rule_of_a_default(ratios: list[list[float]], on: bool) -> None:
-    assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
+    ):
+        assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
 
 
 @pytest.mark.slow
@@ -73,8 +70,6 @@ def test_a_kernel_that_is_wrong_is_not_timed() -> None:
 
 
 # -- What the benchmarks share: the clock by parts, and loops that take turns
-
-
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part within another is not counted twice, and a part that ends by an error is counted."""
     now = [0.0]
@@ -118,8 +113,6 @@ def test_loops_take_turns_and_their_errors_are_raised_where_they_are_told_to_go_
 
 
 # -- An iteration over its bare calls
-
-
 TINY = (
     *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4"),
     *("sampling.num_inference_steps=3", "trainer.window={size: 1, high: 2}"),
@@ -149,8 +142,6 @@ def test_the_bare_loop_makes_the_calls_of_the_iteration(monkeypatch: pytest.Monk
 
 
 # -- The ring's score is that of its density, and the table's figures are of what they say
-
-
 def test_the_teachers_score_is_the_gradient_of_the_rings_density() -> None:
     x = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
     sigma = torch.tensor([[0.05], [0.2], [0.4], [0.6], [0.8], [0.95]]).double()
@@ -162,26 +153,19 @@ def test_the_teachers_score_is_the_gradient_of_the_rings_density() -> None:
 
 
 # -- The counter against the closed form
-
-
-@pytest.mark.parametrize(
-    ("row", "sampling", "training"),
-    [
+def test_formulas_by_hand() -> None:
+    for row, sampling, training in (
         ("chain, all steps", 8.0, 7.0),
         ("chain, guidance, KL", 16.0, 28.0),
         ("window, guidance, none in training", 16.0, 6.0),  # the old log-probabilities anew, once
         ("diffusion_nft", 8.0, 2.0),
-    ],
-)
-def test_formulas_by_hand(row: str, sampling: float, training: float) -> None:
-    config = model_calls.small(row)
-    found = model_calls.expected(config)
-    assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
+    ):
+        config = model_calls.small(row)
+        found = model_calls.expected(config)
+        assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
 
 
 # -- Peaks, to the byte
-
-
 MB = 2**20 // 4
 
 
@@ -202,9 +186,22 @@ def test_a_peak_is_that_of_what_lives_together() -> None:
     assert memory.peak_of(work) - before == pytest.approx(11 * 2**20, abs=4096)
 
 
+@pytest.mark.slow
+def test_graphs_that_are_kept_are_counted_in_the_rollout() -> None:
+    tiny = ("sampling.prompts_per_iteration=2", "sampling.group_size=2", "sampling.batch_size=2")
+    gc.collect()
+    others = memory.live_bytes()  # of the tests before
+    rows = ("LoRA", "LoRA, graphs kept", "full")
+    anew, kept, full = (memory.measure(tiny, row, "assets/tiny-t2i") for row in rows)
+    # 2 steps of 2 micro-batches, against what a forward needs
+    assert kept["rollout"] - others > 2 * (anew["rollout"] - others)
+    assert kept["line_over_peak"] is None and 0.5 < anew["line_over_peak"] < 1.5
+    # a trial of full fine-tuning holds the gradients of the micro-batch before, else it foresees .84 of the peak here
+    assert 0.95 < full["line_over_peak"] < 1.25
+    assert anew["between_iterations"] < anew["rollout"] < anew["training"]
+
+
 # -- What several processes make of an iteration
-
-
 def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
     """Work 3 and 1, then 1 and 2: mean 3.5, critical path 5; collectives .1 and .2 by whoever came last."""
     one = {"work": [3.0, 1.0], "collectives": [0.4], "bytes": {"all_reduce": 12}, "wall": 9.0}
@@ -227,8 +224,6 @@ def test_two_processes() -> None:
 
 
 # -- Rates and the reward gained, of trainers that take turns
-
-
 TINY_END_TO_END = (
     *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4", "evaluation.num_prompts=2"),
     "sampling.num_inference_steps=3",
@@ -257,3 +252,17 @@ def test_whole_runs_by_hand() -> None:
     others = {"jpeg-0": run | {"trained": ["jpeg"]}, "awm-0": run | {"cpu_s": None}}
     found = end_to_end.whole_runs({"crd-1": run, "crd-0": run, **others})
     assert list(found) == ["crd"] and found["crd"] == [pytest.approx([0.1, -0.05])] * 2
+
+
+@pytest.mark.slow
+def test_calls_of_the_stand_in_and_of_ours() -> None:
+    """Two prompts x 2, 3 steps under guidance, of which 2 are trained; the stand-in checks that its ratios are 1."""
+    names = ("the same in genrl", "+ graphs of sampling kept")
+    tiny = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
+    found = peer_flow_grpo.measure(1, names, tiny)
+    usual, same, kept = (found[name] for name in (peer_flow_grpo.FIRST, *names))
+    for row, training in ((usual, 4.0), (same, 4.0), (kept, 0.0)):
+        assert (row["sample_calls"], row["train_calls"]) == (6.0, training)
+    assert usual["times_faster"] == 1.0 and len(kept["rounds"]) == 1
+    whole = [row["rounds"][0]["sample"].cpu + row["rounds"][0]["train"].cpu for row in (usual, same)]
+    assert same["times_faster"] == pytest.approx(whole[0] / whole[1])

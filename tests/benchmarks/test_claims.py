@@ -94,21 +94,18 @@ def test_the_bootstrap_draws_seeds_within_tasks() -> None:
     assert (ends.value, ends.low, ends.high, ends.count) == (0.5, 0.0, 1.0, 2)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "higher", "lower", "same"),
-    [
+def test_the_rule() -> None:
+    for low, high, higher, lower, same in (
         (0.01, 0.2, "shown", "denied", "not decided"),
         (-0.2, -0.01, "denied", "shown", "not decided"),
         (-0.04, 0.03, "denied", "denied", "shown"),
         (-0.04, 0.3, "not decided", "not decided", "not decided"),
         (0.06, 0.2, "shown", "denied", "denied"),
         (0.01, 0.04, "shown", "denied", "shown"),
-    ],
-)
-def test_the_rule(low: float, high: float, higher: str, lower: str, same: str) -> None:
-    found = Interval((low + high) / 2, low, high, 3)
-    assert [verdict(found, expected, 0.05) for expected in ("higher", "lower", "same")] == [higher, lower, same]
-    assert verdict(Interval(0.5, 0.4, 0.6, 1), "higher", 0.05) == "not decided"
+    ):
+        found = Interval((low + high) / 2, low, high, 3)
+        assert [verdict(found, expected, 0.05) for expected in ("higher", "lower", "same")] == [higher, lower, same]
+        assert verdict(Interval(0.5, 0.4, 0.6, 1), "higher", 0.05) == "not decided"
 
 
 def test_values_between_evaluations() -> None:
@@ -226,8 +223,6 @@ def test_a_second_scorer_where_there_is_none() -> None:
 
 
 # -- The diversity of a finished run is what its own evaluations would have logged
-
-
 SMALL = (
     *("iterations=1", "sampling.prompts_per_iteration=2", "sampling.batch_size=2", "optimizer.lr=0.03", "trackers=[]"),
     *("evaluation.num_prompts=3", "evaluation.group_size=2"),
@@ -257,8 +252,6 @@ def test_as_the_run_evaluates(name: str, changes: tuple[str, ...], tmp_path: Pat
 
 
 # -- The estimates that benchmarks/gradient_noise.py compares
-
-
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("name", SPLITS)
 def test_credit_is_unbiased(name: str, baseline: str) -> None:

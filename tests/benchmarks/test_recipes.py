@@ -56,8 +56,6 @@ def test_trains_an_iteration(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # -- The rehearsals are of the architectures that were published
-
-
 BILLIONS = {"sd15": 0.86, "sdxl": 2.57, "pixart_sigma": 0.6, "sana_1_6b": 1.6, "sd35_medium": 2.5, "wan21_1_3b": 1.3}
 BILLIONS["lumina2"] = 2.6
 """Weights of the denoisers as papers and model cards round them; the other models are cut."""

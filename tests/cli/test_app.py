@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, start without torch, and errors without tracebacks."""
 
+import errno
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from genrl import __version__, recipes
 from tests.cli.commands import ROOT, SMALL, run
@@ -105,6 +107,28 @@ class TestErrors:
     def test_defects_keep_their_traceback(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, **_: int("not a number"))
         with pytest.raises(ValueError, match="invalid literal"):
+            run("check", "small.yaml")
+
+    @pytest.mark.parametrize(
+        ("error", "says"),
+        [
+            (OSError(errno.ENOSPC, "", "a.png"), "nothing can be written to a.png: No space left on device. Make room"),
+            (SafetensorError("I/O error: File too large (os error 27)"), "nothing can be written: File too large"),
+            (OSError(errno.EROFS, "", "a.png"), "Read-only file system"),
+            (NotADirectoryError(errno.ENOTDIR, "", "videos/a.gif"), "videos/a.gif: Not a directory"),
+        ],
+    )
+    def test_a_full_disk_is_no_defect(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+    ) -> None:
+        def fails(config: object, **_: object) -> None:
+            raise error
+
+        monkeypatch.setattr("genrl.cli.diffusion.summary", fails)
+        text = run("check", "small.yaml", code=1)
+        assert says in text and "Traceback" not in text
+        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, **_: open("/absent/file"))
+        with pytest.raises(FileNotFoundError):
             run("check", "small.yaml")
 
     @pytest.mark.parametrize(

@@ -15,17 +15,10 @@ from tests.cli.commands import MODEL, ROOT, SMALL, run, words
 
 
 class TestCheck:
-    def test_plan_and_memory(self, folder: Path) -> None:
-        if not MODEL.is_dir():
-            pytest.skip("assets/tiny-t2i is not built")
+    def test_plan_memory_cards_and_what_to_change(self, folder: Path) -> None:
         text = run("check", "small.yaml")
         for part in ("2 prompts x 2 each", "4 samples x 2 steps", "SD3Transformer2DModel", "optimiser state", "sum"):
             assert part in text
-
-    def test_cards_and_what_to_change(self, folder: Path) -> None:
-        """On which cards a run fits, and which keys to change, in their order."""
-        if not MODEL.is_dir():
-            pytest.skip("assets/tiny-t2i is not built")
         assert re.search(r"12 GB .* yes", run("check", "small.yaml"))
         found = run("check", "small.yaml", "--memory", "0.015GB")
         assert "as it is" in found and "model.gradient_checkpointing=true" in found and "it fits with the" in found
@@ -105,8 +98,6 @@ def test_schema_is_json() -> None:
 
 
 # -- `genrl plan`: the tree of a configuration as text, its calls by hand, and no torch
-
-
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
 PIPELINES = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if isinstance(load(path), Config)]
 
@@ -156,9 +147,8 @@ def test_trees_of_the_papers() -> None:
     assert "model calls in sampling: 812, 12.69 per image; independent rollouts: 1,280, ratio 0.634" in text
 
 
-@pytest.mark.parametrize(
-    ("trainer", "says"),
-    [
+def test_words() -> None:
+    for trainer, says in (
         ({"window": {"size": 2}}, "steps 0, 1 trained, in 12.5% of the iterations (8 shapes)"),
         ({"window": {"size": 2, "schedule": "progressive", "every": 3}}, "steps 3, 4 trained, in 10.0% of the iter"),
         ({"window": {"size": 4, "schedule": "backward", "shortest": 1}}, "steps 8 trained, in "),
@@ -168,11 +158,9 @@ def test_trees_of_the_papers() -> None:
         ({"tree": {"ways": 2, "at": [0], "prune": {"width": "best_sibling"}}}, "training calls are at most these"),
         ({"tree": {"ways": 2, "at": [0], "prune": {"depths": [4], "slide_every": 2}}}, "steps 0, 1, 2, 4, 5, 6, 7, "),
         ({"kl_weight": 0.1}, "model calls in training: 576, 18.00 per image; 288 of them with gradient"),
-    ],
-)
-def test_words(trainer: dict[str, Any], says: str) -> None:
-    text = "\n".join(lines(config(trainer)))
-    assert says in text, text
+    ):
+        text = "\n".join(lines(config(trainer)))
+        assert says in text, text
 
 
 def test_guidance_counts_twice() -> None:

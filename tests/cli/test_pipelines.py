@@ -78,8 +78,6 @@ def test_the_default_precision(trained: Path, monkeypatch: Any, command: list[st
 
 
 # -- `genrl compare`: what it asks for before a model is loaded, and votes read as a table
-
-
 def test_what_is_asked_before_anything_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("genrl.diffusion.sample.load", lambda *_: pytest.fail("a model was loaded"))
     (folder / "many.txt").write_text("\n".join(f"{k} circles" for k in range(10_000)))

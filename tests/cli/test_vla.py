@@ -78,21 +78,18 @@ class TestCheck:
         refusal = words(run("train", "small.yaml", code=2))  # with the whole path
         assert "go on with it by `genrl resume" in refusal and "runs/small`" in refusal
 
-    @pytest.mark.parametrize(
-        ("override", "says"),
-        [
+    def test_what_is_wrong(self, folder: Path) -> None:
+        for override, says in (
             ("policy.path=runs/smal", "there is no folder runs/smal; did you mean runs/small?"),
             ("policy.path=.", "has no config.json: it is neither a policy's folder nor the run of one"),
             ("environment.name=minitabel", "did you mean minitable?"),
             ("trainer.algorithm=pppo", "did you mean ppo?"),
             ("sampler.low=0.1", "belongs to another sampler.kind than 'flow_sde'"),
             ("environment.group_size=3", "the groups must be complete"),
-        ],
-    )
-    def test_what_is_wrong(self, override: str, says: str, folder: Path) -> None:
-        assert says in words(run("check", "ppo.yaml", override, code=2))
-        assert says in words(run("train", "ppo.yaml", override, code=2))
-        assert not (folder / "runs" / "ppo").exists()
+        ):
+            assert says in words(run("check", "ppo.yaml", override, code=2))
+            assert says in words(run("train", "ppo.yaml", override, code=2))
+            assert not (folder / "runs" / "ppo").exists()
 
 
 class TestTrain:
@@ -113,18 +110,15 @@ class TestTrain:
         run("resume", "runs/ppo", "iterations=2")
         assert len(read_metrics(place / "metrics.jsonl")) == 2
 
-    @pytest.mark.parametrize(
-        ("change", "says"),
-        [
+    def test_what_the_policy_does_not_allow(self, folder: Path) -> None:
+        """Known only with the policy, and said before anything is written."""
+        for change, says in (
             ("environment.chunk=9", "environment.chunk: 9 actions cannot be executed of chunks of 4"),
             ("environment.tasks=[pull]", "MiniTable has no task 'pull'"),
             ("sampler={kind: diffusion}", "predicts velocity; write flow_sde"),
-        ],
-    )
-    def test_what_the_policy_does_not_allow(self, change: str, says: str, folder: Path) -> None:
-        """Known only with the policy, and said before anything is written."""
-        assert says in words(run("train", "ppo.yaml", change, "output=runs/wrong", code=2))
-        assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
+        ):
+            assert says in words(run("train", "ppo.yaml", change, "output=runs/wrong", code=2))
+            assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
 
     def test_the_command_put_right_runs(self, folder: Path) -> None:
         """An instruction that the policy was not taught is found at the first reset, when the folder is there."""
@@ -176,9 +170,8 @@ class TestEval:
         assert len(list((folder / "films").iterdir())) >= 2
         assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
 
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
+    def test_what_cannot_be_evaluated(self, folder: Path) -> None:
+        for arguments, says in (
             (["runs/small/policy"], "is a policy: say where it acts by --config FILE.yaml"),
             (["runs/small/policy", "--config", str(ROOT / "configs/quickstart.yaml")], "trains no policy"),
             (["runs/small/policy", "--config", "pppo.yaml"], "no such file"),
@@ -187,10 +180,8 @@ class TestEval:
             (["runs", "--config", "ppo.yaml"], "runs is neither a policy's folder nor the run of one"),
             (["runs/small", "--reward", "shapes", "--num-prompts", "3"], "--reward, --num-prompts are not for a polic"),
             ([str(ROOT / "assets/tiny-t2i"), "--episodes", "3", "--reward", "shapes"], "is not for a pipeline"),
-        ],
-    )
-    def test_what_cannot_be_evaluated(self, arguments: list[str], says: str, folder: Path) -> None:
-        assert says in words(run("eval", *arguments, code=2))
+        ):
+            assert says in words(run("eval", *arguments, code=2))
 
 
 class TestExport:

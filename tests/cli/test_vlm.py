@@ -26,12 +26,10 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     run("train", written(tmp_path, vlm={"lora": {"rank": 2}}))
     run("resume", folder, "iterations=2")
     assert last_state(tmp_path / "run").step == 2
-
     printed = words(run("eval", folder, "--num-prompts", "16", "--out", str(tmp_path / "scores.json")))
     assert "right answers" in printed and "16 questions" in printed
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["questions"] == 16 and 0 <= scores["scores"]["eval/accuracy_mean"] <= 1
-
     run("export", folder, "--out", str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     run("export", folder, "--out", str(tmp_path / "whole"), "--full")

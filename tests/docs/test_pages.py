@@ -144,8 +144,6 @@ def test_the_figures_of_the_hacked_reward_are_the_measured_ones(root: Path) -> N
 
 
 # -- What the README shows is what is in the files, and the pages it names are there
-
-
 def test_readme_links_exist(root: Path) -> None:
     for page in [root / "README.md", *(root / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
@@ -153,8 +151,6 @@ def test_readme_links_exist(root: Path) -> None:
 
 
 # -- docs/trees.md: its configurations load, and its numbers are those of `genrl plan`
-
-
 def test_every_yaml_of_the_page_is_a_trainer() -> None:
     for block in blocks(TREES, "yaml"):
         trainer = {"algorithm": "flow_grpo", **yaml.safe_load(block)}
@@ -191,8 +187,6 @@ def test_the_table_of_systems_has_the_numbers_of_the_plan(root: Path) -> None:
 
 
 # -- The recipe in which a language model writes a reward: what it is asked, when its code runs, that a run uses it
-
-
 GOOD = """Here it is:
 ```python
 def reward(before, action, after):
@@ -221,14 +215,13 @@ def example(root: Path) -> ModuleType:
     return import_file(root / "docs" / "example_text2reward.py")
 
 
-def test_code_runs_only_where_it_is_asked_for(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_runs_where_it_is_asked_for_and_errors_are_shown_until_it_works(
+    example: Any, tmp_path: Path, capsys: Any
+) -> None:
     file = tmp_path / "reward.py"
     assert example.write(file, "reach it", Stub(RAISES)) == ""
     assert "before.position" in file.read_text() and capsys.readouterr().out == ""
     assert "position" in example.check(file) and "ran" in capsys.readouterr().out
-
-
-def test_errors_are_shown_to_the_model_until_the_code_works(example: Any, tmp_path: Path) -> None:
     file, stub = tmp_path / "reward.py", Stub(RAISES, NO_NUMBER, GOOD)
     assert example.write(file, "reach the square", stub, run=True) == ""
     assert "reach the square" in stub.asked[0] and "frozenset" in stub.asked[0] and "failed" not in stub.asked[0]

@@ -200,9 +200,8 @@ def test_a_method_of_the_script_is_trained_and_taken_again(tmp_path: Path, root:
     assert genrl.resume(result.folder, rewards=[warm], method=mine, iterations=2).complete
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path: Path, root: Path) -> None:
+    for changes, message in (
         ({"rewards": [lambda images: images]}, "a lambda has no name"),
         ({"rewards": [3]}, r"rewards\[0\]: found an object of type int"),
         ({"rewards": 5}, r"rewards\[0\]: found an object of type int"),
@@ -216,14 +215,10 @@ def test_a_method_of_the_script_is_trained_and_taken_again(tmp_path: Path, root:
         ({"model": None}, "say what is trained"),
         ({"vlm": "assets/tiny-vlm"}, "give one of model, vlm and policy"),
         ({"config": {"distributed": {"fsdp": True}}}, "fsdp"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_is_loaded(
-    given: dict[str, Any], message: str, tmp_path: Path, root: Path
-) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        small(tmp_path / "run", **({"model": root / "assets" / "tiny-t2i"} | given))
-    assert not (tmp_path / "run" / "config.yaml").exists()
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            small(tmp_path / "run", **({"model": root / "assets" / "tiny-t2i"} | changes))
+        assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(pipe: Any, tmp_path: Path) -> None:

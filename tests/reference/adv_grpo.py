@@ -1,5 +1,7 @@
 """Adv-GRPO (arXiv 2511.20256): the released reward of its discriminator."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 

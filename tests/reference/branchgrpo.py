@@ -1,5 +1,7 @@
 """BranchGRPO (arXiv 2509.06040) as its code has it: split points, calls of copied states, width pruning by edges."""
 
+from __future__ import annotations
+
 from genrl.mdp.plan import SamplingPlan
 
 

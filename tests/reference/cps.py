@@ -1,5 +1,7 @@
 """The score of a step in the released Flow-CPS trainers (Adv-GRPO, Flow-Factory, PaCo-RL)."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 from genrl.mdp.kernels import Reduction, compute_dtype, reduce_elements

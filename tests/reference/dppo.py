@@ -1,5 +1,7 @@
 """DPPO (arXiv 2409.00588): the quantile clip of its advantages."""
 
+from __future__ import annotations
+
 from torch import Tensor
 
 

@@ -1,5 +1,7 @@
 """The noise grid of the released trainers, and the times that they tell their models."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """RLinf, the code of pi_RL (arXiv 2510.25889): how it bootstraps cut chunks and averages over episodes."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

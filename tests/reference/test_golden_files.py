@@ -1,5 +1,7 @@
 """tests/golden holds what tests read, and its README says what each file is."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

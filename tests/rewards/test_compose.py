@@ -129,8 +129,6 @@ def test_a_gate_on_a_reward_that_is_not_there_names_the_nearest() -> None:
 
 
 # -- Cutting and remembering calls changes no score, and asks for nothing twice
-
-
 IMAGES = torch.rand(6, 3, 5, 4, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "b", "a", "b", "a", "b"]
 
@@ -189,21 +187,18 @@ def test_the_oldest_sample_is_forgotten_first_and_no_score_is_never_kept() -> No
     assert calls.misses == 6
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_samples_that_differ_have_other_digests() -> None:
+    for other in (
         {"images": torch.zeros(3, 8, 4)},  # the same bytes in another shape
         {"images": torch.full((3, 4, 8), -0.0)},
         {"prompts": "b"},
         {"style": {"x": 1}},
         {"pil_images": Image.new("RGB", (4, 8))},
-    ],
-)
-def test_samples_that_differ_have_other_digests(other: dict[str, Any]) -> None:
-    sample: dict[str, Any] = {"images": torch.zeros(3, 4, 8), "prompts": "a", "style": {"x": 2}}
-    assert digest(sample) == digest(dict(reversed(sample.items()))) != digest(sample | other)
-    a, b = ({"pil_images": Image.new("L", size)} for size in ((4, 8), (8, 4)))
-    assert digest(a) != digest(b)
+    ):
+        sample: dict[str, Any] = {"images": torch.zeros(3, 4, 8), "prompts": "a", "style": {"x": 2}}
+        assert digest(sample) == digest(dict(reversed(sample.items()))) != digest(sample | other)
+        a, b = ({"pil_images": Image.new("L", size)} for size in ((4, 8), (8, 4)))
+        assert digest(a) != digest(b)
 
 
 def test_what_cannot_be_digested_or_cut_is_refused_and_all_else_reaches_the_reward() -> None:
@@ -222,8 +217,6 @@ def test_what_cannot_be_digested_or_cut_is_refused_and_all_else_reaches_the_rewa
 
 
 # -- Scoring in a second thread: the same calls in the same order with the same results, and a clean end
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_results_come_in_the_order_of_the_calls(enabled: bool) -> None:
     order: list[int] = []

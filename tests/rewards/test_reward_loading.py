@@ -164,9 +164,8 @@ def test_dtype_is_handed_on_or_refused(mine: str) -> None:
             genrl_rewards.load(name, {"style": "oil"} if "Style" in name else {}, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "words"),
-    [
+def test_errors_say_what_to_do(mine: str) -> None:
+    for name, args, words in (
         ("pikscore", {}, "unknown reward 'pikscore'. Did you mean 'pickscore'.* Known: .*path/to/file.py:Name"),
         ("CLIPScore", {}, "Did you mean 'clipscore'"),
         ("mein.py:dark", {}, "'mein.py' does not exist .* Did you mean 'mine.py'"),
@@ -180,11 +179,9 @@ def test_dtype_is_handed_on_or_refused(mine: str) -> None:
         ("mine.py:dark", {"strenght": 2}, "Did you mean 'strength'.* It takes: strength"),
         ("mine.py:dark", {"images": 2}, "parameters with a default"),
         ("broken.py:dark", {}, "broken.py, line 2"),
-    ],
-)
-def test_errors_say_what_to_do(mine: str, name: str, args: dict[str, Any], words: str) -> None:
-    Path("broken.py").write_text("x = 1\ndef dark(:\n")
-    refused(words, name, args)
+    ):
+        Path("broken.py").write_text("x = 1\ndef dark(:\n")
+        refused(words, name, args)
 
 
 def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +219,6 @@ def test_a_name_claimed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # -- The command of an extra names its packages, whatever the index has under this package's name
-
-
 def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ["torch>=2.8", 'rapidocr>=3.10; extra == "ocr"']
     lines += ["triton>=3.6; platform_system == 'Linux' and extra == 'fast'"]
@@ -239,8 +234,6 @@ def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch: pytest.
 
 
 # -- The documentation's example is the file beside it, and it runs as shown
-
-
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 

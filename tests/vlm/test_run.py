@@ -67,7 +67,7 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
 def test_an_engine_with_weights_of_its_own_evaluates_the_average(tmp_path, monkeypatch) -> None:
     """And goes on with the trained ones."""
     fake_vllm.install(monkeypatch)
-    own = {"trainer": {"weights": []}, "generation": {"engine": "vllm", "vllm": {"sleep": False}}}
+    own = {"trainer": {"weights": []}, "generation": {"vllm": {"args": {"enable_sleep_mode": False}}}}
     config = vlm_runs.config(tmp_path, evaluation=EVALUATED, **own, **AVERAGED)
     run = train(config)
     assert all(row["sampler/gap_max"] < 1e-4 for row in rows(run)[1:])
@@ -117,12 +117,11 @@ def test_what_cannot_be_watched(tmp_path: Path) -> None:
     for monitor, every, message in (
         ({"reward": "exakt"}, 1, "did you mean 'exact'.* exact, tag_format, accuracy"),
         ({"reward": "accuracy"}, 0, "nothing can be watched"),
-        ({"reward": "exact", "patience": 3}, 1, "only 2 evaluations follow the first"),
     ):
         evaluation = {**EVALUATED, "every": every, "monitor": {"tolerance": 0.1, **monitor}}
         with pytest.raises(ConfigError, match=message):
             vlm_runs.config(tmp_path, iterations=2, evaluation=evaluation)
-    episodes = {"every": 1, "monitor": {"reward": "success", "tolerance": 0.1, "patience": 1}}
+    episodes = {"every": 1, "monitor": {"reward": "success", "tolerance": 0.1}}
     agent_runs.config(tmp_path, "grpo", evaluation=episodes)
     episodes["monitor"] = {**episodes["monitor"], "reward": "exact"}
     with pytest.raises(ConfigError, match="they are: success"):

@@ -1,6 +1,6 @@
 """Collapse of a run, whatever its kind: its best is remembered, and what falls or leaves its history is said.
 
-    evaluation: {on_collapse: back, monitor: {reward: clipscore, tolerance: 0.01, patience: 2}}
+    evaluation: {on_collapse: back, monitor: {reward: clipscore, tolerance: 0.01}}
 
 Two things are watched. The held-out figure (that of a second scorer where there is a monitor; without evaluation the
 trained reward's running mean) falls where it lies below its best for some evaluations in a row. Loss, gradient norm and
@@ -97,8 +97,7 @@ def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     watched = figure_of(row, HELD_OUT if monitor is None else [f"eval/{monitor.reward}"])
     if watched is None:
         return {}
-    tolerance, patience = (None, PATIENCE) if monitor is None else (monitor.tolerance, monitor.patience)
-    found = _judged(loop, *watched, tolerance, patience)
+    found = _judged(loop, *watched, None if monitor is None else monitor.tolerance)
     return found | _acted(loop, found)
 
 
@@ -164,11 +163,11 @@ def _without_evaluation(loop: State, histories: Mapping[str, Any]) -> dict[str, 
         if history is not None and len(history["newest"]) == RECENT:
             newest = history["newest"]
             score = Score(fmean(newest), stdev(newest) / math.sqrt(RECENT))
-            return _judged(loop, name, score, None, PATIENCE)
+            return _judged(loop, name, score, None)
     return {}
 
 
-def _judged(loop: State, name: str, score: Score, tolerance: float | None, patience: int) -> dict[str, float]:
+def _judged(loop: State, name: str, score: Score, tolerance: float | None) -> dict[str, float]:
     """Compare a figure with its best, which it may become; what to log of it."""
     state = _state(loop)
     before = state["figures"].get(name)
@@ -183,7 +182,7 @@ def _judged(loop: State, name: str, score: Score, tolerance: float | None, patie
     figures = state["figures"] | {name: {"best": before["best"], "low": low}}
     loop.memory[KEY] = state | {"figures": figures, "best": before["best"][0], "judge": name}
     row = {"eval/below_best": top.mean - score.mean} if name.startswith("eval/") else {}
-    if low == patience:  # said once: again only after it has recovered
+    if low == PATIENCE:  # said once: again only after it has recovered
         key = f"{KEY}/{SHORT.get(name) or name.partition('/')[2]}"
         row[key] = top.mean - score.mean
         _say(loop, {key: row[key]})

@@ -171,10 +171,10 @@ def actor_loss(
         advantage = spread_out(given["advantage"], scored.log_prob)
     if "importance" in given:  # the surrogate is linear in it where it is not clipped
         advantage = advantage * spread_out(given["importance"], scored.log_prob)
-    below: Tensor | float = settings.clip_range if low is None else low
+    below: Tensor | float = settings.clip_below if low is None else low
     above = below
-    if settings.clip_range_high is not None:
-        above = torch.full_like(scored.log_prob, settings.clip_range_high)
+    if isinstance(settings.clip_range, tuple):
+        above = torch.full_like(scored.log_prob, settings.clip_range[1])
         below = below if isinstance(below, Tensor) else torch.full_like(above, below)
     surrogate = clipped_surrogate(scored.log_prob, scored.old_log_prob, advantage, below, above)
     loss = surrogate.loss

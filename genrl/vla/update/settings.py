@@ -25,10 +25,9 @@ class Update(VLAMethod):
     """What has its own ratio: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""
     reduction: Literal["sum", "mean"] = "sum"
     """Log-densities of the numbers of one ratio: sum (pi_RL), or mean (DPPO; divide the clip range likewise)."""
-    clip_range: Margin = 0.2
-    """Ratio kept in 1 - c .. 1 + c (pi_RL: 0.2; DPPO: 0.01 with reduction mean)."""
-    clip_range_high: Positive | None = None
-    """Upper side, 1 + c; null = as the lower one (SimpleVLA-RL: 0.28)."""
+    clip_range: Margin | tuple[Margin, Positive] = 0.2
+    """Ratio kept in 1 - c .. 1 + c (pi_RL: 0.2; DPPO: 0.01 with reduction mean), or [below, above] (SimpleVLA-RL: 0.2
+    and 0.28)."""
     dual_clip: Annotated[float, Field(strict=True, gt=1, allow_inf_nan=False)] | None = None
     """Bound c of the loss where the advantage is negative, c |A| (RLinf's clip_ratio_c: 3); null = none."""
     epochs: Count = 4
@@ -60,14 +59,14 @@ class Update(VLAMethod):
         return self.microbatch or self.minibatch
 
     @property
+    def clip_below(self) -> float:
+        """How far the ratio may fall below 1."""
+        return self.clip_range[0] if isinstance(self.clip_range, tuple) else self.clip_range
+
+    @property
     def first_episodes(self) -> bool:
         """Whether a rollout ends when the first episode of every environment has ended, and holds no others."""
         return True
-
-    @property
-    def rollout_decisions(self) -> int | None:
-        """Decisions of a rollout; None = as many as the longest episode needs."""
-        return None
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """What the surrogate cannot do: bounds that fall, filters without groups, entropy that has no gradient."""

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from genrl.config.plugins import Group
 
+SHAPE_FILES = ("3DVQVAE.bin", "3DVQVAE.safetensors")
+"""Where ShapeLLM-Omni's codec of bodies lies: `vlm.codec`."""
+BODY = 1024
+"""Codes of one of its bodies, of four cells each: 16 x 16 x 16."""
+
 OUTPUTS = Group(
     "output",
     {

@@ -70,8 +70,8 @@ class Host(Protocol):
 
 
 def open_host(settings: Settings) -> Host:
-    """The host that `environment.processes` asks for."""
-    return Processes(settings) if settings.processes else Local(settings)
+    """The host that `environment.timeout_s` asks for."""
+    return Local(settings) if settings.timeout_s is None else Processes(settings)
 
 
 def done(environment: Environment, work: Work) -> Outcome:
@@ -114,7 +114,8 @@ class Processes:
     the next episode begins in a new process."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        assert settings.timeout_s is not None, "only with it they have processes of their own"
+        self.settings, self.timeout_s = settings, settings.timeout_s
         self.running: dict[int, tuple[Any, Connection]] = {}
         self.failures: dict[int, int] = {}
 
@@ -124,7 +125,7 @@ class Processes:
         begun, allowed = time.monotonic(), {}
         for slot, piece in work.items():
             new = slot not in self.running
-            allowed[slot] = begun + (max(START_S, self.settings.timeout_s) if new else self.settings.timeout_s)
+            allowed[slot] = begun + (max(START_S, self.timeout_s) if new else self.timeout_s)
             if new:
                 self.running[slot] = self._start()
             try:
@@ -164,7 +165,7 @@ class Processes:
                     self.failures[slot] = 0 if isinstance(piece, Say) else self.failures.get(slot, 0)
                     return message
                 raise message
-            why = f"said nothing for {self.settings.timeout_s:g} s (environment.timeout_s), and was killed"
+            why = f"said nothing for {self.timeout_s:g} s (environment.timeout_s), and was killed"
         except (EOFError, OSError):
             process.join(5.0)
             why = f"died with exit code {process.exitcode}"

@@ -42,9 +42,9 @@ def open_environment(settings: Settings) -> Environment:
     """Make it. Raises Misuse (a ValueError) for an unknown name, with the nearest; a package that is not there, with
     the command that installs it; an environment without pictures or words for its actions."""
     name = settings.name
-    if name == "miniwob" and not settings.processes:
+    if name == "miniwob" and settings.timeout_s is None:
         raise Misuse(
-            "miniwob has a browser in each slot, and an evaluation would open 64: write environment.processes: true, "
+            "miniwob has a browser in each slot, and an evaluation would open 64: write environment.timeout_s: 60, "
             "which has environment.parallel of them"
         )
     opened: Any = _called(_own(name), name, settings.options) if name in OWN else _made(name, settings.options)

@@ -51,7 +51,7 @@ def judge(
     judged = Judged([], [])
     sampling = Sampling(config.generation.max_new_tokens, temperature=0.0)
     # environments in processes cost memory each; those in this one are objects
-    together = table.settings.parallel if table.settings.processes else TOGETHER
+    together = table.settings.parallel if table.settings.timeout_s is not None else TOGETHER
     for begin in range(0, len(numbers), together):
         some = numbers[begin : begin + together]
         # Without the run's seed: all runs are judged by the same episodes.

@@ -167,7 +167,7 @@ def counted(answers: Answers, reads: Set[str], config: VLMConfig, iteration: int
         tensors["right"] = right.masked_fill(first.isnan(), math.nan)
     if "task" in reads:
         # numbers by name, which are the same in every process
-        column = config.trainer.recipe(config).advantage.column
+        column = config.trainer.recipe(config).advantage.task
         names = [str(row.columns[column]) for row in answers.rows]
         tensors["task"] = torch.tensor([derive_seed("task", name) for name in names])[answers.group]
     if "greedy" in reads:

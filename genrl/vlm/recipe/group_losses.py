@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from genrl.config.section import Flag, Positive
+from genrl.config.section import Positive
 from genrl.vlm.recipe.choice import Choice, lazily
 
 if TYPE_CHECKING:
@@ -82,19 +82,12 @@ class RightAnswers(WholeGroups):
     name: Literal["right_answers"] = "right_answers"
     beta: Positive = 1.0
     """Factor of the log-ratios."""
-    compare: Literal["others", "group", "none"] = "others"
-    """An answer's logit less the mean of the others', as a z-score of the group, or as it is."""
-    balanced: Flag = False
-    """The right and the wrong answers to a question weigh the same together."""
 
     def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
         log_prob, old, _, mask = batch.terms
         ratio = masking.sequence_log_ratio(log_prob, old, mask)[scored]
         right = batch.read("right", self.name)[scored] > 0
-        losses = token_surrogates.right_answer_loss(
-            self.beta * ratio, right, batch.group[scored], compare=self.compare, balanced=self.balanced
-        )
-        return losses.sum() / batch.number
+        return token_surrogates.right_answer_loss(self.beta * ratio, right, batch.group[scored]).sum() / batch.number
 
 
 GroupLoss = Regression | Classification | Preference | RightAnswers

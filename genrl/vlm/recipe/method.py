@@ -122,7 +122,7 @@ class RecipeMethod(VLMMethod):
             return replace(preset, weights=(*preset.weights, decoupling(preset)))
         # Two programs never round alike, so what an engine sampled is off policy from the start. Whoever writes
         # `weights` decides.
-        if config.generation.engine == "vllm" and not corrected and preset.group_loss is None:
+        if config.generation.vllm is not None and not corrected and preset.group_loss is None:
             preset = replace(preset, weights=(*preset.weights, EngineMismatch()))  # TRL's default
         return preset
 

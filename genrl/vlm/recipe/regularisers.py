@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.section import Flag, NonNegative, Number, Positive
+from genrl.config.section import Flag, NonNegative, Number, Positive, Range
 from genrl.vlm.recipe.choice import Choice, lazily
 
 if TYPE_CHECKING:
@@ -100,10 +100,8 @@ class EntropyBand(Added):
     name: Literal["entropy_band"] = "entropy_band"
     coefficient: Number
     """Weight."""
-    low: Number
-    """Lower end of the band."""
-    high: Number
-    """Upper end of the band."""
+    band: Range
+    """[lower end, upper end] of the band."""
     bounds: Literal["absolute", "quantile"] = "absolute"
     """The ends are entropies of all tokens (OpenVLThinkerV2), or quantiles of the [entropy] of those whose weight is
     not 0 (SPINE)."""
@@ -116,7 +114,7 @@ class EntropyBand(Added):
         if self.bounds != "quantile":
             return {}
         chosen = batch.read("entropy", self.name)[self.tokens(batch)].double()
-        ends = chosen.quantile(chosen.new_tensor([self.low, self.high]))
+        ends = chosen.quantile(chosen.new_tensor(self.band))
         return {"entropy_bounds": ends.expand(len(batch.mask), 2)}
 
     def tokens(self, batch: TokenBatch) -> Tensor:
@@ -127,7 +125,7 @@ class EntropyBand(Added):
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         import torch
 
-        low, high = self.low, self.high
+        low, high = self.band
         if "entropy_bounds" in batch.extra:
             low, high = batch.extra["entropy_bounds"][0].tolist()
         tokens, tasks = self.tokens(batch), batch.extra.get("task", batch.group.new_zeros(batch.group.shape))
@@ -145,16 +143,16 @@ class Perception(Added):
 
     tensors = ("degraded",)
     name: Literal["perception"] = "perception"
-    gamma: NonNegative = 1e-4
+    eta: ClassVar[float] = 1e-3
+    """Weight of the log-probabilities of the answers (Q-Hawkeye: 1e-3)."""
+    coefficient: NonNegative = 1e-4
     """Weight of the distance to what the degraded picture gives; it falls to 0 over the run."""
-    eta: NonNegative = 1e-3
-    """Weight of the log-probabilities of the answers."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         log_prob, mask, degraded = batch.terms[0], batch.mask.bool(), batch.read("degraded", self.name)
         twins = mask & ~(degraded.isnan() & mask).any(dim=1, keepdim=True)
         return token_regularisers.perception_loss(
-            log_prob, degraded, twins, gamma=self.gamma, eta=self.eta, rows=batch.number
+            log_prob, degraded, twins, gamma=self.coefficient, eta=self.eta, rows=batch.number
         ), {}
 
 

@@ -1,6 +1,7 @@
 """Advantage estimators of token policies: closed forms and invariants (golden arrays: test_token_surrogates)."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,3 +268,19 @@ def test_only_bad_rows_that_drifted_away_are_left_out() -> None:
     advantage = torch.tensor([-1.0, -1.0, 1.0, -1.0])
     keep = tw.off_policy_mask(log_prob, sampler, advantage, mask, threshold=1.0)
     assert keep.tolist() == [[1.0], [0.0], [1.0], [0.0]]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_geo"])
+def test_bounds_of_rejection_on_the_inverse_are_one_over_these(level: Any) -> None:
+    """Programs that bound pi_rollout / pi_old by (low, high) reject what 1 / high and 1 / low reject here."""
+    old, mask = torch.zeros(64, 5, dtype=torch.float64), torch.ones(64, 5)
+    sampler = old + 0.1 * torch.randn(old.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    low, high = 0.8, 1.02  # of no symmetry: with the same bounds other tokens are rejected
+    theirs = torch.where(mask.bool(), sampler - old, 0.0)
+    if level != "token":
+        theirs = theirs.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) if level == "sequence_geo" else 1)
+    accepted = (theirs.exp() >= low) & (theirs.exp() <= high)
+    found = tw.mismatch_weights(old, sampler, mask, level=level, low=1 / high, high=1 / low)
+    assert torch.equal(found > 0, accepted) and 0 < int(accepted.sum()) < accepted.numel()
+    same = tw.mismatch_weights(old, sampler, mask, level=level, low=low, high=high)
+    assert not torch.equal(same > 0, accepted)

@@ -114,8 +114,6 @@ def test_other_warnings_are_one_line_each(caplog: pytest.LogCaptureFixture) -> N
 
 
 # -- Which frames of a video Qwen's models read
-
-
 def test_frames_are_chosen_by_time() -> None:
     assert len(chosen(81, 16.0, 2.0, "r")) == 10 and chosen(81, 16.0, 2.0, "r")[::9] == [0, 80]
     assert chosen(16, 16.0, 2.0, "r") == [0, 5, 10, 15]  # one second: four all the same
@@ -126,8 +124,6 @@ def test_frames_are_chosen_by_time() -> None:
 
 
 # -- A torchvision that does not fit this torch breaks transformers; the shim mends that. In a process of its own
-
-
 ROOT = str(Path(genrl_rewards.__file__).parents[1])
 SHIM = """
 from genrl_rewards.models.torchvision_compat import ensure

@@ -84,8 +84,6 @@ def test_what_cannot_be_loaded_says_why(folder: Path, tmp_path: Path, monkeypatc
 
 
 # -- Orient-Anything in the published format: angles from bins, the network by hand, and files that are none
-
-
 def test_the_network_is_dino_and_two_layers_on_its_class_token(tmp_path: Path) -> None:
     """The layers by hand, from the file; the folder of the hub's layout and the file itself are the same."""
     for bins, rotation in ((180, -30.0), (360, -120.0)):  # angles are the bins with the largest scores

@@ -146,9 +146,8 @@ def sent(pictures: list[Image.Image]) -> bytes:
     return json.dumps({"images": list(map(png, pictures)), "prompts": [""] * len(pictures)}).encode()
 
 
-@pytest.mark.parametrize(
-    ("body", "kind", "status", "words"),
-    [
+def test_requests_are_bounded() -> None:
+    for body, kind, status, words in (
         (b"x" * 200_001, wire.SAFETENSORS, 413, "200000 are accepted"),
         (tensors(images=torch.zeros(9, 3, 4, 4)), wire.SAFETENSORS, 422, "9 pictures; at most 8"),
         (tensors(images=torch.zeros(3, 3, 3, 4, 4)), wire.SAFETENSORS, 422, "9 pictures; at most 8"),
@@ -156,21 +155,18 @@ def sent(pictures: list[Image.Image]) -> bytes:
         (PNG_BOMB, wire.JSON, 422, "not a picture|pixels; at most"),
         (sent([BLACK.resize((150, 150))]), wire.JSON, 422, "22500 pixels"),
         (sent([BLACK] * 9), wire.JSON, 422, "9 pictures"),
-    ],
-)
-def test_requests_are_bounded(body: bytes, kind: str, status: int, words: str) -> None:
-    if body == PNG_BOMB:
-        body = json.dumps({"images": [b64encode(PNG_BOMB).decode()], "prompts": [""]}).encode()
-    with served(plain_rewards.mean, limits=SMALL) as client:
-        reply = post(client, body, kind)
-        assert reply.status_code == status and re.search(words, reply.json()["error"]), reply.text
-        pieces = (body[k : k + 1000] for k in range(0, len(body), 1000))  # no length is told
-        assert client.post("/score", content=pieces, headers={"Content-Type": kind}).status_code == status
+    ):
+        if body == PNG_BOMB:
+            body = json.dumps({"images": [b64encode(PNG_BOMB).decode()], "prompts": [""]}).encode()
+        with served(plain_rewards.mean, limits=SMALL) as client:
+            reply = post(client, body, kind)
+            assert reply.status_code == status and re.search(words, reply.json()["error"]), reply.text
+            pieces = (body[k : k + 1000] for k in range(0, len(body), 1000))  # no length is told
+            assert client.post("/score", content=pieces, headers={"Content-Type": kind}).status_code == status
 
 
-@pytest.mark.parametrize(
-    ("body", "kind", "words"),
-    [
+def test_a_malformed_request_is_told_what_is_wrong() -> None:
+    for body, kind, words in (
         (b"", wire.SAFETENSORS, "cut off"),
         (b"\xff" * 8, wire.SAFETENSORS, "cut off"),
         (tensors()[:-5], wire.SAFETENSORS, "not safetensors"),
@@ -193,12 +189,10 @@ def test_requests_are_bounded(body: bytes, kind: str, status: int, words: str) -
         (json.dumps({"images": [png(BLACK)], "prompts": ["", ""]}).encode(), wire.JSON, "2 values"),
         (tensors(), "application/python-pickle", "content type must be"),
         (tensors(), "", "content type must be"),
-    ],
-)
-def test_a_malformed_request_is_told_what_is_wrong(body: bytes, kind: str, words: str) -> None:
-    with served(plain_rewards.mean) as client:
-        reply = post(client, body, kind)
-        assert reply.status_code == 422 and words in reply.json()["error"]
+    ):
+        with served(plain_rewards.mean) as client:
+            reply = post(client, body, kind)
+            assert reply.status_code == 422 and words in reply.json()["error"]
 
 
 def mutations(seed: int) -> Iterator[tuple[str, bytes]]:

@@ -146,13 +146,10 @@ def test_a_fingerprint_sees_both_ends_and_the_size(tmp_path: Path, size: int, wh
 
 
 # -- A run that was begun when genrl had fewer keys goes on as if it had been begun today
-
-
 def test_a_run_whose_configuration_lacks_todays_keys(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """Saved as it was written, without a default."""
     straight, older = tmp_path / "straight", tmp_path / "older"
     train(vla_runs.config(tmp_path, iterations=2, output=str(straight)))
-
     whole = vla_runs.config(tmp_path, iterations=2, output=str(older))
     written = (tmp_path / "tiny.yaml").read_text()
     with monkeypatch.context() as patch:
@@ -167,8 +164,6 @@ def test_a_run_whose_configuration_lacks_todays_keys(tmp_path: Path, monkeypatch
 
 
 # -- Folders that are complete or not there, and files that are a folder's own
-
-
 def content(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 

@@ -63,8 +63,6 @@ def test_ids_of_a_new_run_and_broken_ones(tmp_path: Path) -> None:
 
 
 # -- stand-ins that record calls: these packages are not among those of the tests ------------------------------------
-
-
 class Recorder(ModuleType):
     """A package whose functions and classes only note how they were called."""
 
@@ -209,8 +207,6 @@ def test_a_tracker_that_does_not_start_is_an_error_that_says_what_to_do(
 
 
 # -- Every metric is documented, every row is readable, and equal runs write equal rows
-
-
 def test_the_page_is_made_from_the_catalogue_and_keys_find_their_entry_or_are_an_error(
     root: Path, tmp_path: Path
 ) -> None:

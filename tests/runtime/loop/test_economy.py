@@ -139,9 +139,8 @@ SPREAD = {"selection": {"by": "spread"}}
 GRAPH = {"algorithm": "flow_grpo", "keep_graph": True}
 
 
-@pytest.mark.parametrize(
-    ("base", "changes", "words"),
-    [
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    for base, changes, words in (
         (PICTURES, {"economy": {"keep": 8}}, "so none is left out; write 4"),
         (PICTURES, {"economy": {"keep": 1}}, "a whole number of 2 or more or null"),
         (PICTURES, {"economy": {"keep": 4}, "sampling": {"batch_size": 12}}, "whole groups of 8; use 16"),
@@ -152,17 +151,14 @@ GRAPH = {"algorithm": "flow_grpo", "keep_graph": True}
         (PICTURES, {"economy": SPREAD, "sampling": {"buckets": [[64, 64], [64, 96]]}}, "micro-batches are of one size"),
         (LANGUAGE, {"economy": SPREAD, "task": {"name": "shapes", "curriculum": {}}}, "which questions come first"),
         (LANGUAGE, {"economy": {"selektion": {}}}, "selection"),
-    ],
-)
-def test_what_cannot_be_is_refused(tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], words: str) -> None:
-    (tmp_path / "a.yaml").write_text(json.dumps({**base, **changes}))
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "a.yaml")
-    assert len(caught.value.problems) == 1 and words in str(caught.value), str(caught.value)
+    ):
+        (tmp_path / "a.yaml").write_text(json.dumps({**base, **changes}))
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path / "a.yaml")
+        assert len(caught.value.problems) == 1 and words in str(caught.value), str(caught.value)
 
 
 # -- A run that trains nothing says so at once, and ends with the reason after some iterations
-
 REWARDS = """
 def never(images):
     return [float("nan")] * len(images)

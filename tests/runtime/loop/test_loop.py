@@ -186,7 +186,6 @@ class TestLeaving:
         first.save()
         saved = first.process.run.checkpoints / "step-000002"
         assert (saved / "exported").read_text() == str(model(first).policy.tolist())
-
         second, after, _ = begun("b", saved)
         assert (after.seen, second.iteration, second.optimizer_steps) == (2, 2, 4)
         assert second.memory["sum"] == 1 and moved(second, values(first)) == set()

@@ -92,8 +92,6 @@ def test_durations_and_markup_in_what_is_said() -> None:
 
 
 # -- A run goes on where nobody reads what it says any more
-
-
 TALKS = """
 import sys, time
 from genrl.runtime.loop.progress import Progress
@@ -164,8 +162,6 @@ def test_a_process_whose_reader_leaves_ends_with_its_own_code(reader: str) -> No
 
 
 # -- What code of others changes for the whole process is put back, and said once
-
-
 CHANGES: dict[str, Callable[[], object]] = {
     "the current folder": lambda: os.chdir("/"),
     "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),

@@ -11,14 +11,15 @@ from accelerate import Accelerator
 
 from genrl.config.sections import Checkpoint
 from genrl.runtime.folder import checkpoint
-from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop import idle
 from genrl.runtime.loop.frame import saved_on_error
 from genrl.runtime.loop.guards import NonFiniteError, any_rank, non_finite, read_dump, require_finite, statistics
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.weights import weights as runtime_weights
 from tests.run_folders import differences, start_ranks, wait
-from tests.runtime.loop.loops import Evaluation, Settings, backward, loop, values
+from tests.runtime.loop.loops import Settings, backward, loop, values
 from tests.runtime.loop.test_loop import Counter, learn, train
 
 
@@ -92,26 +93,6 @@ def test_a_row_that_could_not_be_written_is_written_on_resume(tmp_path: Path, mo
     assert [row["step"] for row in read_metrics(again.process.run.metrics)] == [1, 2, 3, 4]
 
 
-def test_an_evaluation_that_raises_is_done_again(tmp_path: Path) -> None:
-    broken = [True]
-
-    def judge(iteration: int) -> dict[str, float]:
-        if iteration == 2 and broken:
-            raise ZeroDivisionError
-        return {"eval/success_mean": 0.5}
-
-    settings = Settings(evaluation=Evaluation(2))
-    one = loop(tmp_path, settings, evaluate=judge)
-    with pytest.raises(ZeroDivisionError), saved_on_error(one):
-        train(one, Counter())
-    broken.clear()
-    again = loop(tmp_path, settings, evaluate=judge)
-    again.restore(one.process.run.checkpoints / "step-000002")
-    train(again, Counter())
-    rows = {row["step"]: row.get("eval/success_mean") for row in read_metrics(again.process.run.metrics)}
-    assert rows == {0: 0.5, 1: None, 2: 0.5, 3: None, 4: 0.5}
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, value: float) -> None:
     """Neither after the last update nor where the error comes later."""
@@ -138,7 +119,7 @@ def test_a_checkpoint_has_the_configuration_the_run_began_with(tmp_path: Path) -
     assert (one.process.run.checkpoints / "step-000001" / "config.yaml").read_text() == "lr: 0.001\n"
 
 
-@pytest.mark.parametrize("how", ["moved", "removed", "another run's"])
+@pytest.mark.parametrize("how", ["moved", "removed", "another run's", "made anew"])
 def test_a_folder_that_is_another_is_noticed(tmp_path: Path, how: str) -> None:
     """And nothing is written under its name."""
     one = loop(tmp_path)
@@ -153,13 +134,29 @@ def test_a_folder_that_is_another_is_noticed(tmp_path: Path, how: str) -> None:
                 if how == "another run's":
                     folder.mkdir()
                     one.process.run.info.write_text('{"started": "later"}')
+                if how == "made anew":  # as by a film that was just written
+                    folder.mkdir()
+                    (folder / "film.gif").touch()
             learn(one, Counter())
-    assert [path.name for path in folder.iterdir()] == ["run.json"] if how == "another run's" else not folder.exists()
+    left = {"another run's": ["run.json"], "made anew": ["film.gif"]}.get(how, [])
+    assert left == ([path.name for path in folder.iterdir()] if folder.exists() else [])
+    assert not one.process.has_folder
+    folder.mkdir(exist_ok=True)
+    (folder / "run.lock").touch()
+    one.process.run.info.unlink(missing_ok=True)
+    assert one.process.has_folder  # run.json alone was removed: it only tells how the run was begun
+
+
+def test_rows_that_are_removed_meanwhile_are_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = MetricLogger(Run(tmp_path))
+    log.log(0, {"lr": 1.0})
+    Run(tmp_path).metrics.unlink()
+    log.log(1, {"lr": 1.0})
+    log.log(2, {"lr": 1.0})
+    assert caplog.text.count("was removed while the run was going: the rows before 1 are lost") == 1
 
 
 # -- A number that is not finite stops all ranks before the step, and its micro-batch can be read back
-
-
 BAD = [float("nan"), float("inf"), -float("inf")]
 
 

@@ -103,8 +103,6 @@ def test_what_is_not_on_policy_stops_before_the_first_update(off: float) -> None
 
 
 # -- Samples that a second thread makes: in their order, told of here, raised here, and ended
-
-
 def test_in_their_order_and_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "POLL_S", 0.001)
     coming: Ahead[int] = Ahead()

@@ -155,8 +155,6 @@ def test_files_of_another_machine_and_an_old_torch_are_refused(tmp_path: Path, m
 
 
 # -- State survives the round trip through named tensors and JSON, bit for bit (optimisers': `test_optimizers`)
-
-
 def equal(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)

@@ -12,12 +12,14 @@ from torch import Tensor
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
+from genrl.runtime.show import sheet
 from genrl.vla.methods.grpo import train as grpo
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.run import VLARun
+from genrl.vla.sheet import of_rollout
 from genrl.vla.update.learn import learn
 from genrl.vla.update.scores import decisions, score
 from tests.vla import vla_runs
@@ -256,6 +258,14 @@ def test_the_row_says_what_the_rollout_was(opened: Opened, monkeypatch: pytest.M
         lengths = (rollout.n_executed * (rollout.episode == 0)).sum(0).double()
         assert row["rollout/length_mean"] == pytest.approx(float(lengths.mean()))
         assert row["rollout/dropped"] == 0 and 0 < row["rollout/action_std"] < 1
+    # without evaluation the report opens with the first iteration's episodes
+    seen = sheet.read(run.process.run.samples / sheet.NAME)
+    won = (rollouts[0].success & (rollouts[0].episode == 0)).any(0)
+    assert [look["text"] for look in seen["looks"]] == rollouts[0].instruction[:4]
+    assert [look["facts"]["success"] for look in seen["looks"]] == [str(bool(flag)) for flag in won[:4]]
+    assert {row[0] for row in seen["numbers"]} >= {"observation.environment_state[0]", "action[0]"}
+    lost = rollouts[0]._replace(valid=torch.zeros_like(rollouts[0].valid))
+    assert of_rollout(run.acting, lost, run.config) == sheet.ContactSheet([])
 
 
 # -- GRPO on chunks: the advantage of an episode within its group, and what has none

@@ -222,8 +222,8 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
         "diffusion",
         {"reduction": "mean", "clip_range": 0.02, "clip_base": 0.001, "denoising_gamma": 0.9, "value_weight": 0.5},
     ),
-    "dppo, higher above": ("diffusion", {"clip_range": 0.02, "clip_base": 0.001, "clip_range_high": 0.05}),
-    "dual clip": ("flow_sde", {"dual_clip": 1.01, "clip_range": 0.01, "clip_range_high": 0.02}),
+    "dppo, higher above": ("diffusion", {"clip_range": [0.02, 0.05], "clip_base": 0.001}),
+    "dual clip": ("flow_sde", {"dual_clip": 1.01, "clip_range": [0.01, 0.02]}),
     "element": ("flow_sde", {"level": "element"}),
     "value clip": ("flow_sde", {"value_clip": 0.05, "huber_delta": 0.1, "value_weight": 2.0}),
     "microbatches": ("diffusion", {"microbatch": 7}),
@@ -258,14 +258,14 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
                 elements, old = elements / count, old / count
         ratio = (elements - old).exp()
         shape = (-1,) + (1,) * (ratio.dim() - 1)
-        advantage, low = chosen.advantage.float(), torch.full((len(chosen.row),), p.clip_range)
+        advantage, low = chosen.advantage.float(), torch.full((len(chosen.row),), p.clip_below)
         if kind == "diffusion":
             inner = p.denoising_gamma ** (ratios - 1 - chosen.step)
             advantage = advantage * inner.view(-1, *[1] * (advantage.dim() - 1))
             if p.clip_base is not None:
                 rise = (torch.exp(3.0 * chosen.step / (ratios - 1)) - 1) / (math.e**3 - 1)
-                low = p.clip_base + (p.clip_range - p.clip_base) * rise
-        high = low if p.clip_range_high is None else torch.full_like(low, p.clip_range_high)
+                low = p.clip_base + (p.clip_below - p.clip_base) * rise
+        high = torch.full_like(low, p.clip_range[1]) if isinstance(p.clip_range, tuple) else low
         low, high = low.view(shape), high.view(shape)
         own = shape if p.values == "chunk" else (-1, 4) + (1,) * (ratio.dim() - 2)  # action j has advantage j
         a = advantage.view(own)

@@ -12,7 +12,7 @@ from tests.vlm.methods import test_rlfr, test_sft
 from tests.vlm.methods.episodes import test_sub_agents
 
 AGENT: dict[str, Any] = {"task": None, "rewards": None, "environment": {"name": "grid"}}
-SERVER = {"engine": "vllm", "staleness": 1, "vllm": {"url": "http://localhost:1"}}
+SERVER = {"staleness": 1, "vllm": {"url": "http://localhost:1"}}
 AHEAD = {"generation": SERVER, "iterations": 4}
 
 
@@ -42,14 +42,10 @@ REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
         ),
         ({"trainer": {"preset": "trloo"}}, "turns are of episodes: write environment"),
         ({"trainer": {"preset": "ui_s1"}}, "turns are of episodes: write environment"),
-        (
-            {"generation": {"vllm": {"args": {"gpu_memory_utilization": 0.3}}}},
-            "vllm.*read with engine: vllm",
-        ),
         ({"vlm": {"quantize": "int4", "lora": {"rank": 2}}}, "vlm.quantize.*packed four-bit"),
         ({"vlm": {"quantize": "nf4"}}, "vlm.quantize, vlm.lora|quantised weights cannot be trained"),
         ({"vlm": {"quantize": "nf4", "lora": {}}, "distributed": {"fsdp": True}}, "cannot be divided"),
-        ({"vlm": {"quantize": "int8", "lora": {}}, "generation": {"engine": "vllm"}}, "vLLM is sent merged weights"),
+        ({"vlm": {"quantize": "int8", "lora": {}}, "generation": {"vllm": {}}}, "vLLM is sent merged weights"),
         # before which the server has to know what is asked
         (AHEAD | {"trainer": {"filter": "spread", "resample": 1}}, "before which the server samples"),
         (AHEAD | {"augmentation": {}}, "before which the server samples"),
@@ -66,7 +62,6 @@ REFUSED: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
         ({"flow": {"threshold": 1.0}}, "threshold"),
     ],
     opd: [
-        ({"teachers": [{"name": "a"}, {"name": "b"}]}, "which of 2 teaches a question"),
         ({"beta": 0.001}, "the distance vanishes"),
         ({"preset": "gspo"}, "takes one advantage per answer"),
         ({"preset": "poad"}, "trainer.preset"),

@@ -27,7 +27,7 @@ from tests.vlm.fake_vllm_server import Handler, serving
 from tests.vlm.methods.episodes import agent_runs
 from tests.vlm.vlm_runs import fast_first
 
-VLLM = {"engine": "vllm"}
+VLLM: dict[str, Any] = {"vllm": {}}
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_a_server_or_a_package_that_is_not_there_is_named_with_the_command(serve
         Server("http://127.0.0.1:9", tmp_path, "tiny")
     with pytest.raises(RuntimeError, match=r"/nothing answers 404: .*no such route"):
         Server(server, tmp_path, "tiny")._call("/nothing", {})
-    with pytest.raises(ConfigError, match=r"generation.engine.*pip install 'vllm"):
+    with pytest.raises(ConfigError, match=r"generation.vllm.*pip install 'vllm"):
         check_files(vlm_runs.config(tmp_path, generation=VLLM))
 
 

@@ -27,6 +27,7 @@ from genrl.vlm.recipe.surrogates import (
     DynamicClip,
     LogClamp,
     Reinforce,
+    RowClip,
     Sapo,
     SequenceClip,
     SequenceTokenClip,
@@ -194,7 +195,7 @@ def mismatch(name: str, case: Case) -> Iterator[Way]:
         weight = EngineMismatch(level=level, mode=mode, low=0.5, high=2.0)
         chosen = Preset(CriticAdvantage(), Clip(low=0.2, high=0.28), "token_mean", weights=(weight,))
         yield chosen, batch, f"_{level}_{mode}", {}
-    off_policy = OffPolicyMask(threshold=case.number("opsm_threshold"))
+    off_policy = OffPolicyMask(high=case.number("opsm_threshold"))
     for weight, suffix in ((TopEntropy(share=0.2), "_top20"), (off_policy, "_opsm")):
         yield Preset(CriticAdvantage(), Clip(), "token_mean", weights=(weight,)), batch, suffix, {}
 
@@ -209,8 +210,10 @@ def q_hawkeye(name: str, case: Case) -> Iterator[Way]:
     if "logp" in case:
         nothing = {"old_logp": case.arrays["logp"], "adv": np.zeros(len(case["logp"]))}
         batch = golden_batch(Case(case.arrays | nothing), degraded=case["degraded_logp"])
-        perception = Perception(gamma=case.number("gamma"), eta=case.number("eta1"))
-        yield given_advantage(name, transforms=(), regularisers=(perception,)), batch, "", {}
+        perception = Perception(coefficient=case.number("gamma"))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Perception, "eta", case.number("eta1"))
+            yield given_advantage(name, transforms=(), regularisers=(perception,)), batch, "", {}
 
 
 GOLDEN: dict[str, Callable[[str, Case], Iterator[Way]]] = {
@@ -244,7 +247,7 @@ def test_golden_vl_dac(golden) -> None:
         batch = golden_batch(rest, value=case["new_values"], old_value=case["values"], **extra)
         chosen = replace(
             PRESETS["vl_dac"],
-            surrogate=Clip(low=clip, high=clip, drop_above=10.0),
+            surrogate=RowClip(low=clip, high=clip),
             regularisers=(Kl(beta=params["kl_beta"]), ValueLoss(coefficient=params["value_coef"], clip=clip)),
         )
         log_prob = batch.log_prob.requires_grad_()
@@ -343,7 +346,7 @@ def test_choices_of_equal_constants_are_told_apart_by_their_names() -> None:
     assert preset.advantage.name == "leave_one_out" and preset.surrogate.name == "sequence_token_clip"
 
 
-MASK = OffPolicyMask(threshold=0.1)
+MASK = OffPolicyMask(high=0.1)
 
 
 @pytest.mark.parametrize(

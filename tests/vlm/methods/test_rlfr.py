@@ -125,13 +125,13 @@ def test_a_model_that_teaches_itself_has_nothing_to_say(tmp_path: Path) -> None:
 
 def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path) -> None:
     teachers = [{"name": "red", "prompt": TOLD}, {"name": "other", "path": str(vlm_runs.MODEL)}]
-    changes = {"teachers": teachers, "route": "whose", "estimator": "distribution", "top": 6, "epochs": 8}
+    changes = {"teachers": teachers, "estimator": "distribution", "top": 6, "epochs": 8}
     settings = config_of_opd_language(tmp_path, changes, optimizer={"lr": 3e-4})
     method: Any = settings.trainer
     with vlm_runs.opened(settings) as run:
         answers, _ = run.draw()
         for number, row in enumerate(answers.rows):
-            row.columns["whose"] = ("red", "other")[number % 2]
+            row.columns["teacher"] = ("red", "other")[number % 2]
         ready = run.estimate(answers)
         teaching = Teachers(run, method)
         assert set(run.loop.memory["teachers"]) == {"red", "other"}
@@ -160,8 +160,8 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
         run.loop.memory["teachers"]["other"] = "another"
         with pytest.raises(ValueError, match="other: the checkpoint was taught by other weights"):
             Teachers(run, method)
-        answers.rows[0].columns["whose"] = "nobody"
-        with pytest.raises(ValueError, match="whose: 'nobody', which is none of the teachers red, other"):
+        answers.rows[0].columns["teacher"] = "nobody"
+        with pytest.raises(ValueError, match="teacher: 'nobody', which is none of the teachers red, other"):
             teaching.names(answers)
 
 

@@ -54,14 +54,14 @@ def episodes(place: Path, **changes: Any) -> VLMConfig:
 
 
 @pytest.mark.parametrize(
-    ("kind", "names", "config", "engine"),
+    ("kind", "names", "config", "vllm"),
     [
-        (AnswersRun, ("draw", "_ask"), vlm_runs.config, "transformers"),
-        pytest.param(AnswersRun, ("draw", "_ask"), vlm_runs.config, "vllm", marks=pytest.mark.slow),
-        pytest.param(EpisodesRun, ("act", "_groups"), episodes, "vllm", marks=pytest.mark.slow),
+        (AnswersRun, ("draw", "_ask"), vlm_runs.config, None),
+        pytest.param(AnswersRun, ("draw", "_ask"), vlm_runs.config, {}, marks=pytest.mark.slow),
+        pytest.param(EpisodesRun, ("act", "_groups"), episodes, {}, marks=pytest.mark.slow),
     ],
 )
-def test_which_weights_draw(kind: Any, names: tuple[str, str], config: Any, engine: str, tmp_path, monkeypatch) -> None:
+def test_which_weights_draw(kind: Any, names: tuple[str, str], config: Any, vllm: Any, tmp_path, monkeypatch) -> None:
     """Those after i - 2 iterations, which give the recorded log-probabilities; the trainer's are the present ones'."""
     fake_vllm.install(monkeypatch)
     asked = test_sub_agents.looking(monkeypatch)
@@ -89,7 +89,7 @@ def test_which_weights_draw(kind: Any, names: tuple[str, str], config: Any, engi
 
     monkeypatch.setattr(kind, names[0], drawn)
     monkeypatch.setattr(kind, names[1], asking)
-    run = train(config(tmp_path, generation={"staleness": 2, "engine": engine}, iterations=4, optimizer={"lr": 1e-3}))
+    run = train(config(tmp_path, generation={"staleness": 2, "vllm": vllm}, iterations=4, optimizer={"lr": 1e-3}))
     assert any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
     for iteration, those in enumerate(used):
         assert all(torch.equal(value, those[name]) for name, value in before[max(0, iteration - 2)].items())
@@ -141,11 +141,11 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
 )
 def test_the_weight_is_there_once(staleness: int, trainer: dict[str, Any], expected: Any, tmp_path: Path) -> None:
     """Of answers of older weights, and of an engine's rounding, which it serves, too; what is written stays."""
-    for engine in ("transformers", "vllm"):
-        generation = {"staleness": staleness, "engine": engine}
+    for vllm in (None, {}):
+        generation = {"staleness": staleness, "vllm": vllm}
         config = vlm_runs.config(tmp_path, trainer=trainer, iterations=4, generation=generation)
         *others, last = [None, *config.trainer.recipe(config).weights]
-        wanted = expected if staleness or engine == "vllm" else None
+        wanted = expected if staleness or vllm is not None else None
         assert last == wanted if isinstance(last, EngineMismatch) else wanted is None
         assert not any(isinstance(one, EngineMismatch) for one in others)
 

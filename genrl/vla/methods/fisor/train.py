@@ -112,7 +112,7 @@ def weights(nets: Fisor, observation: Batch, action: Tensor, settings: FISOR) ->
         nets.reward.v(observation),
         nets.violation.slow_q(observation, action).amax(0),
         nets.violation.v(observation),
-        reward_temperature=settings.reward_temperature,
+        reward_temperature=settings.temperature,
         cost_temperature=COST_TEMPERATURE,
         largest_cost_weight=settings.largest_cost_weight,
     )
@@ -223,11 +223,10 @@ class Released(Diffusion):
         return ddpm.with_floor(step, self.floor)
 
 
-def sampler_of(actor: DiffusionMLP, draw: str = "beta") -> Diffusion:
+def sampler_of(actor: DiffusionMLP) -> Diffusion:
     """All of the actor's noise levels."""
     levels = actor.config.train_steps
-    kind = Released if draw == "beta" else Diffusion
-    return kind(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
+    return Released(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
 
 
 def new_policy(config: VLAConfig) -> DiffusionMLP:
@@ -329,7 +328,7 @@ def judge(run: VLARun, settings: FISOR, behave: Behaviour, steps: Steps | None) 
 def train(run: VLARun, settings: FISOR) -> None:
     """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
     config, loop, actor = run.config, run.loop, run.policy
-    sampler = sampler_of(actor, settings.draw)
+    sampler = sampler_of(actor)
     with seeded(config.seed, "critics"):
         nets = Fisor(actor).to(loop.process.accelerator.device)
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]

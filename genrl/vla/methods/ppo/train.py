@@ -110,7 +110,7 @@ def denoising(settings: PPO, scored: Scored, given: Recorded) -> dict[str, Tenso
     advantage = spread_out(given["advantage"], scored.log_prob) * spread_out(discount, scored.log_prob)
     if settings.clip_base is None:
         return {"advantage": advantage}
-    low = actor_critic.denoising_clip(given["step"], ratios, clip=settings.clip_range, base=settings.clip_base)
+    low = actor_critic.denoising_clip(given["step"], ratios, clip=settings.clip_below, base=settings.clip_base)
     return {"advantage": advantage, "low": spread_out(low, scored.log_prob)}
 
 

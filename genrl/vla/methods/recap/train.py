@@ -153,12 +153,9 @@ def expected(logits: Tensor) -> Tensor:
     return logits.float().softmax(1) @ atoms
 
 
-def told_of(positive: Tensor, uniform: Tensor, drop: float, positive_only: bool) -> Tensor:
+def told_of(positive: Tensor, uniform: Tensor, drop: float) -> Tensor:
     """Which of `CLAUSES` each step has, int64 [N]: what it is, or, where uniform [N] is at most `drop`, nothing."""
-    silent = uniform <= drop
-    if positive_only:
-        silent = silent | ~positive
-    return torch.where(silent, 2, (~positive).long())
+    return torch.where(uniform <= drop, 2, (~positive).long())
 
 
 def learned_values(run: VLARun, settings: RECAP, shown: Batch, target: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -177,12 +174,12 @@ def learned_values(run: VLARun, settings: RECAP, shown: Batch, target: Tensor) -
         return found
 
     def steps() -> Iterator[dict[str, float]]:
-        for step in range(settings.value_steps):
+        for step in range(settings.critic_steps):
             rng = generator(seed, "values", step)
             index = torch.randint(len(target), (settings.batch_size,), generator=rng)
             yield {"step_loss": step_beside(optimiser, value_loss(logits(index), target[index].to(device)).mean())}
 
-    followed(run, "learning values", settings.value_steps, steps(), "value")
+    followed(run, "learning values", settings.critic_steps, steps(), "value")
     optimiser.zero_grad(set_to_none=True)  # the policy's optimiser has the critic, too, and must not move it
     with torch.no_grad():
         parts = [logits(index).cpu() for index in torch.arange(len(target)).split(settings.batch_size)]
@@ -228,7 +225,7 @@ def train(run: VLARun, settings: RECAP) -> None:
     positive = store.data["positive"]
     for iteration in loop.iterations():
         uniform = torch.rand(len(positive), generator=generator(run.config.seed, "told", iteration))
-        which = told_of(positive, uniform, settings.drop, settings.positive_only)
+        which = told_of(positive, uniform, settings.drop)
         found = imitation_updates(run, settings, data.shown(which), loss)
         loop.finish(store.data["figures"] | found | {"lr": loop.lr})
 

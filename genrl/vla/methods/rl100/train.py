@@ -275,8 +275,8 @@ def improve(
 
     gate, old = Gate(worth()), copy.deepcopy(policy).requires_grad_(False)
     first = gate.best
-    loop.phase("training", settings.updates)
-    for update in range(settings.updates):
+    loop.phase("training", settings.steps_per_iteration)
+    for update in range(settings.steps_per_iteration):
         rng = generator(seed, "update", update)
         index = torch.randint(len(data.reward), (settings.batch_size,), generator=rng)
         observation = rows(data.observation, index)

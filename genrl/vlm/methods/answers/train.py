@@ -111,7 +111,7 @@ def annealed(preset: Preset, iteration: int, iterations: int) -> Preset:
         return preset
     factor = matching.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
     changed = [
-        regulariser.model_copy(update={"gamma": regulariser.gamma * factor})
+        regulariser.model_copy(update={"coefficient": regulariser.coefficient * factor})
         if isinstance(regulariser, Perception)
         else regulariser
         for regulariser in preset.regularisers

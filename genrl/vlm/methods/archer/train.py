@@ -185,7 +185,7 @@ def learn(run: EpisodesRun, settings: ArCHer, memory: Turns) -> dict[str, float]
     loop.phase("training", len(kinds), len(kinds))
     with loop.timed("train"):
         for number, kind in enumerate(kinds):
-            turns = memory.drawn(settings.batch, generator(run.config.seed, "turns", loop.iteration, number))
+            turns = memory.drawn(settings.batch_size, generator(run.config.seed, "turns", loop.iteration, number))
             meter.note(step(run, settings, turns, number, kind))
             if kind == "critic":
                 critic.follow(settings.critic.follow)

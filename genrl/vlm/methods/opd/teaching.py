@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from genrl.objectives.tokens import log_ratio, per_token
 from genrl.vlm.methods.extras import CHUNK, allowed_logits
-from genrl.vlm.methods.opd.settings import LEAST, LanguageOPD, Teacher
+from genrl.vlm.methods.opd.settings import LEAST, ROUTE, LanguageOPD, Teacher
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.augment import with_text
@@ -68,14 +68,13 @@ class Teachers:
 
     def names(self, answers: Answers) -> list[str]:
         """Who teaches each question. Raises ValueError for a row whose column names none."""
-        route = self.settings.route
-        if route is None:
+        if len(self.known) == 1:
             return [self.settings.teachers[0].name] * len(answers.rows)
         for row in answers.rows:
-            if row.columns.get(route) not in self.known:
-                raise ValueError(f"{row.name} has {route}: {row.columns.get(route)!r}, which is none of the teachers "
-                                 f"{', '.join(self.known)} (trainer.route)")  # fmt: skip
-        return [str(row.columns[route]) for row in answers.rows]
+            if row.columns.get(ROUTE) not in self.known:
+                raise ValueError(f"{row.name} has {ROUTE}: {row.columns.get(ROUTE)!r}, which is none of the teachers "
+                                 f"{', '.join(self.known)} (trainer.teachers)")  # fmt: skip
+        return [str(row.columns[ROUTE]) for row in answers.rows]
 
     def prompts(self, answers: Answers, names: Sequence[str]) -> list[Encoded]:
         """What the teachers read, each by its own model."""

@@ -58,7 +58,7 @@ def taught(
     advantage = settings.reward_coef * per_token(batch.advantage, batch.mask).expand(batch.mask.shape)
     extra = dict(batch.extra)
     if teacher.ids is None or teacher.rows is None:
-        advantage = gap_advantage(advantage, old, teacher.log_prob, batch.mask, coef=settings.coef)
+        advantage = gap_advantage(advantage, old, teacher.log_prob, batch.mask)
     else:
         extra |= {"teacher_ids": teacher.ids, "teacher_rows": teacher.rows}
     ready = ready._replace(batch=replace(batch, advantage=advantage, extra=extra))
@@ -85,5 +85,5 @@ def loss(settings: LanguageOPD, policy: Policy, given: Recorded) -> dict[str, Te
     teacher = (given["extra/teacher_ids"], given["extra/teacher_rows"])
     far = divergence(settings, policy, now.states, given["answered"], *teacher, batch.temperature)
     totals = {"rows": int(given["rows"]), "tokens": int(given["tokens"]), "length": batch.preset.length}
-    term = settings.coef * aggregate(far.cpu(), given["answered"].cpu(), batch.preset.aggregation, **totals)
+    term = aggregate(far.cpu(), given["answered"].cpu(), batch.preset.aggregation, **totals)
     return result | {"loss": result["loss"] + term, "loss/distill": term.detach()}

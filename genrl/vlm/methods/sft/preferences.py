@@ -48,7 +48,7 @@ class Judged(NamedTuple):
             halves = [one.split(number) if number else (one[:0], one[:0]) for one in (told.tokens, told.mask)]
             unlike = torch.stack([(first != second).any(1) for first, second in halves]).any(0)
             return cls(run, unlike.nonzero()[:, 0], torch.ones(number, dtype=torch.bool), 0.0)
-        good = torch.tensor([mark_of(row, wanted.mark) for row in rows], dtype=torch.bool)
+        good = torch.tensor([mark_of(row) for row in rows], dtype=torch.bool)
         z = baseline(run, told, settings.rows_per_pass) if wanted.loss == "kto" else 0.0
         return cls(run, torch.arange(number), good, z)
 
@@ -129,14 +129,14 @@ def loss(wanted: Preference, now: Replay, given: Recorded) -> dict[str, Tensor]:
     return {"loss": value} | {f"preference/{name}": figure / number for name, figure in figures.items()}
 
 
-def mark_of(row: Row, column: str) -> bool:
-    """Whether an answer is good. Raises ValueError for a column that does not say so."""
-    said = row.columns.get(column)
+def mark_of(row: Row) -> bool:
+    """Whether an answer is good, by its column `label` as in TRL. Raises ValueError where that does not say so."""
+    said = row.columns.get("label")
     said = said.strip().lower() if isinstance(said, str) else said
     if isinstance(said, list | dict) or said not in MARKS:
         have = ", ".join(row.columns) or "none"
-        text = f"the column {column!r} is to mark the answer true or false (trainer.preference.mark), and holds"
-        raise ValueError(f"{row.name}: {text} {row.columns.get(column)!r}; columns: {have}")
+        text = "the column 'label' is to mark the answer true or false, and holds"
+        raise ValueError(f"{row.name}: {text} {row.columns.get('label')!r}; columns: {have}")
     return MARKS[said]
 
 
@@ -150,7 +150,7 @@ def survey(settings: VLMSFT, questions: Questions) -> str:
         row = Row(name, prompt, columns)
         try:
             texts = [target_of(row, target) for target in settings.targets]
-            counts[len(set(texts)) == 2 if wanted.of_pairs else mark_of(row, wanted.mark)] += 1
+            counts[len(set(texts)) == 2 if wanted.of_pairs else mark_of(row)] += 1
         except ValueError as error:
             wrong.append(str(error))
     number, what = sum(counts.values()), "pairs" if wanted.of_pairs else "marked answers"

@@ -193,8 +193,6 @@ def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tenso
 
 
 # -- The judge of pairs: two stages, every ordered pair, and what counts as an answer
-
-
 class Bright:
     """A model that prefers the brighter picture, and says so in the second stage."""
 
@@ -235,8 +233,6 @@ def test_both_stages_in_both_orders_and_what_counts_as_an_answer(monkeypatch: py
 
 
 # -- Questions about a picture: the chance of each expected answer, and what becomes of them, locally and by a server
-
-
 def test_chances_are_combined_and_a_word_summed_over_its_spellings() -> None:
     chances = [0.9, 0.4, 0.1]
     assert combined(chances, "geometric") == pytest.approx((0.9 * 0.4 * 0.1) ** (1 / 3))

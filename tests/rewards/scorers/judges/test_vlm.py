@@ -122,8 +122,6 @@ def test_a_model_that_is_not_qwens_is_asked_through_its_own_processor(tmp_path: 
 
 
 # -- The client of OpenAI-compatible judges, against a real server on loopback
-
-
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8))
 
 
@@ -167,20 +165,17 @@ def test_answers_keep_their_order_and_a_busy_or_broken_reply_is_asked_for_again(
     assert len(requests) == 7
 
 
-@pytest.mark.parametrize(
-    ("reply", "ask", "words"),
-    [
+def test_a_refusal_is_not_asked_again() -> None:
+    for reply, ask, words in (
         ((404, b"no such model"), "answers", "refuses: status 404, no such model"),
         (chat_server.text("Yes"), "yes_no", "gives no log-probabilities"),
-    ],
-)
-def test_a_refusal_is_not_asked_again(reply: tuple[int, bytes], ask: str, words: str) -> None:
-    with chat_server.serve(lambda body, n: reply) as (url, requests):
-        with pytest.raises(ServerFailed, match=words):
-            getattr(client(url), ask)([["?"]], *([1] if ask == "answers" else []))
-        assert len(requests) == 1
-    with chat_server.serve(lambda body, n: (200, b'{"choices": [{"message": {"content": null}}]}')) as (url, _):
-        assert client(url).answers([["?"]], 1) == [""]  # cut before its first word
+    ):
+        with chat_server.serve(lambda body, n, reply=reply: reply) as (url, requests):
+            with pytest.raises(ServerFailed, match=words):
+                getattr(client(url), ask)([["?"]], *([1] if ask == "answers" else []))
+            assert len(requests) == 1
+        with chat_server.serve(lambda body, n: (200, b'{"choices": [{"message": {"content": null}}]}')) as (url, _):
+            assert client(url).answers([["?"]], 1) == [""]  # cut before its first word
 
 
 def test_a_server_that_stays_away_or_drips_raises_at_the_deadline_and_gives_no_score() -> None:
@@ -198,15 +193,12 @@ def test_a_server_that_stays_away_or_drips_raises_at_the_deadline_and_gives_no_s
         client(url, deadline_s=0.3).yes_no([["?"]])
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_wrong_settings_are_refused() -> None:
+    for given, words in (
         ({}, "judge: server needs a url. It takes: url, key_env"),
         ({"url": "http://x/v1", "timeout": 3}, "has no 'timeout'. Did you mean 'timeout_s'"),
         ({"url": "127.0.0.1:8000"}, "should look like http://127.0.0.1:8000/v1"),
         ({"url": "http://x/v1", "key_env": "NOT_SET_HERE"}, "the environment has no NOT_SET_HERE"),
-    ],
-)
-def test_wrong_settings_are_refused(given: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Server.of(given, "judge")
+    ):
+        with pytest.raises(ValueError, match=words):
+            Server.of(given, "judge")

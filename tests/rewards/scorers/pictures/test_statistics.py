@@ -30,22 +30,19 @@ def as_tensor(picture: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(picture).permute(2, 0, 1)[None].double() / 255
 
 
-@pytest.mark.parametrize(
-    ("scale", "column"),
-    [
+def test_jpeg_equals_the_golden_sizes(golden: Callable[[str], Any]) -> None:
+    for scale, column in (
         ("incompressibility", "incompressibility_kB"),
         ("compressibility", "compressibility_ddpo"),
         ("compressibility_500", "compressibility_flow_grpo"),
-    ],
-)
-def test_jpeg_equals_the_golden_sizes(golden: Callable[[str], Any], scale: str, column: str) -> None:
-    data = golden("rewards_jpeg")
-    scores = torch.cat([jpeg(as_tensor(data[f"image/{name}"]), scale) for name in data["names"]])
-    same_library = features.version_feature("libjpeg_turbo") == str(data["libjpeg"]).rpartition("=")[2]
-    np.testing.assert_allclose(scores, data[column], rtol=1e-12 if same_library else 0.02)
-    for name, count in zip(data["names"], data["bytes_q95"], strict=True):
-        size = jpeg(as_tensor(data[f"image/{name}"])).item() * 1000
-        assert size == pytest.approx(count, rel=1e-12 if same_library else 0.02)
+    ):
+        data = golden("rewards_jpeg")
+        scores = torch.cat([jpeg(as_tensor(data[f"image/{name}"]), scale) for name in data["names"]])
+        same_library = features.version_feature("libjpeg_turbo") == str(data["libjpeg"]).rpartition("=")[2]
+        np.testing.assert_allclose(scores, data[column], rtol=1e-12 if same_library else 0.02)
+        for name, count in zip(data["names"], data["bytes_q95"], strict=True):
+            size = jpeg(as_tensor(data[f"image/{name}"])).item() * 1000
+            assert size == pytest.approx(count, rel=1e-12 if same_library else 0.02)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
@@ -83,8 +80,6 @@ def test_a_video_scores_the_mean_of_its_frames(name: str) -> None:
 
 
 # -- The gate: the probability of a classifier's label, of a video's worst frame
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -115,8 +110,6 @@ def test_it_is_the_probability_of_the_label(folder: str) -> None:
 
 
 # -- Rewards of videos: frames of a picture's reward, motion of a square that moves, what stays the same
-
-
 FIRST = """
 def first(images, prompts, colour):
     return [None if c == "none" else float(i.mean()) for i, c in zip(images, colour)]
@@ -202,8 +195,6 @@ def test_a_still_is_consistent_and_a_cut_is_not(tmp_path: Path) -> None:
 
 
 # -- SSIM against its definition; what LPIPS needs is said before any work
-
-
 @pytest.fixture
 def images() -> torch.Tensor:
     pytest.importorskip("torchmetrics", reason="the extra is not installed: pip install 'genrl-diffusion[similarity]'")

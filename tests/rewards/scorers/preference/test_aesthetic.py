@@ -79,8 +79,6 @@ def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: Any,
 
 
 # -- CLAP on sounds, from a random checkpoint in the true format, and the sounds that it is given
-
-
 @pytest.fixture(scope="module")
 def clap(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_clap(tmp_path_factory.mktemp("clap")))

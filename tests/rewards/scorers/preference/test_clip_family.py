@@ -36,9 +36,8 @@ def images() -> torch.Tensor:
     return torch.rand(3, 3, 40, 24, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    ("scale", "column"),
-    [
+def test_scales_equal_the_golden_columns(golden: Callable[[str], Any]) -> None:
+    for scale, column in (
         ("cosine", "cosine"),
         ("cosine", "clip_logits_over_100"),
         ("over_30", "clip_logits_over_30"),
@@ -48,13 +47,11 @@ def images() -> torch.Tensor:
         ("raw", "pickscore_raw"),
         ("minus_18_over_8", "pickscore_mixgrpo"),
         ("cosine", "pickscore_dancegrpo"),
-    ],
-)
-def test_scales_equal_the_golden_columns(golden: Callable[[str], Any], scale: str, column: str) -> None:
-    data = golden("rewards_clip_family")
-    cos = cosine(torch.from_numpy(data["image_embeds"]), torch.from_numpy(data["text_embeds"]))
-    own = pickscore(cos, math.exp(data["logit_scale"]), scale) if "pick" in column else clipscore(cos, scale)
-    np.testing.assert_allclose(own, data[column], rtol=0, atol=1e-9)
+    ):
+        data = golden("rewards_clip_family")
+        cos = cosine(torch.from_numpy(data["image_embeds"]), torch.from_numpy(data["text_embeds"]))
+        own = pickscore(cos, math.exp(data["logit_scale"]), scale) if "pick" in column else clipscore(cos, scale)
+        np.testing.assert_allclose(own, data[column], rtol=0, atol=1e-9)
 
 
 def test_preprocessing_equals_the_golden_pixels(golden: Callable[[str], Any], checkpoint: Path) -> None:
@@ -119,8 +116,6 @@ def test_a_checkpoint_of_another_architecture_or_without_weights_is_refused(chec
 
 
 # -- ImageReward: transformers' BLIP with the published weights' names against the published equations
-
-
 RED = ["red circles", "a b c"]
 
 
@@ -165,8 +160,6 @@ def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: P
 
 
 # -- The embedded CLIP: right about right and wrong pictures, whole and in the cells of a grid
-
-
 FOLDER = Path(__file__).parents[4] / "assets" / "tiny-clip"
 
 

@@ -141,8 +141,6 @@ def test_what_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
 
 
 # -- VideoAlign on a small Qwen2-VL with adapters and a head, saved under the names that the published file has
-
-
 INSTRUCTION = f"Rate it. Look: {TOKENS[0]}\nMotion: {TOKENS[1]}\nTextual prompt - {{text_prompt}}\nText: {TOKENS[2]}\n"
 RATED = ["a red circle rolls", "two <|VQ_reward|> stars"]
 LORA = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "use_rslora": False}

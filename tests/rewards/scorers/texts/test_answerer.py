@@ -63,7 +63,6 @@ def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.Mon
         """Says the colour of the one picture that it is shown."""
 
         def to(self, device: str) -> None: ...
-
         def answers(self, questions: list[list[Any]], max_tokens: int) -> list[str]:
             asked.extend(questions)
             return [f"<answer> {'red' if q[0].getpixel((0, 0))[0] > 99 else 'blue'} </answer>" for q in questions]
@@ -116,7 +115,6 @@ def test_points_of_criteria_that_are_met_over_the_positive_ones(monkeypatch: pyt
             self.asked: list[str] = []
 
         def to(self, device: str) -> None: ...
-
         def yes_no(self, questions: list[list[str]]) -> list[Any]:
             self.asked += [question[0] for question in questions]
             said = [0.9 if "three" in q and ">\n3\n" in q else math.nan if "polite" in q else 0.2 + 0.7 * ("best" in q)
@@ -172,15 +170,12 @@ def test_questions_are_filled_in_for_a_server_too(tmp_path: Path) -> None:
 
 
 # -- Rewards of tool use, by hand
-
-
 LOOKED = "<think> i look closer </think> <bbox>[0,0,16,16]</bbox>\n"
 LOOKED += "<think> it is rows </think> <answer> rows </answer>\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "worth"),
-    [
+def test_the_form_is_paid_for_part_by_part() -> None:
+    for text, worth in (
         # .2 thought, .3 + .2 answer, (.4 closed + .3 flow) / 2, .3 thought before the call, .1 balance: above 1
         (LOOKED, 1.0),
         ("<think> i look closer </think> <answer> rows </answer>", 0.2 + 0.5 + 0.35 + 0.1),
@@ -191,13 +186,11 @@ LOOKED += "<think> it is rows </think> <answer> rows </answer>\n"
         ("<bbox>[0,0,16,16]</bbox> <think> i look closer </think>", 0.2 + 0.2 + 0.1),  # thought after the call
         ("<think> i look closer </think> <bbox>here</bbox>", 0.2 + 0.2 + 0.1),  # no call that can be read
         ("", 0.0),
-    ],
-)
-def test_the_form_is_paid_for_part_by_part(text: str, worth: float) -> None:
-    assert tool_format(text) == pytest.approx(min(1.0, worth))
-    other = "<think> i look closer </think> <clip>[1,4]</clip>"  # a tool with a tag and numbers of its own
-    assert tool_format(other, call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3 + 0.1)
-    assert tool_format(other + " <clip>", call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3)
+    ):
+        assert tool_format(text) == pytest.approx(min(1.0, worth))
+        other = "<think> i look closer </think> <clip>[1,4]</clip>"  # a tool with a tag and numbers of its own
+        assert tool_format(other, call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3 + 0.1)
+        assert tool_format(other + " <clip>", call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3)
 
 
 def test_a_tool_pays_when_it_is_read_executed_and_of_use() -> None:

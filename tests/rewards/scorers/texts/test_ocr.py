@@ -66,21 +66,18 @@ def test_text_scores_and_targets_equal_the_golden_columns(golden_json: Callable[
         assert ocr.quoted(case["prompt"]) == case["flow_grpo_target"], case
 
 
-@pytest.mark.parametrize(
-    ("fold", "equal"),
-    [
+def test_folds_lose_just_the_named_differences() -> None:
+    for fold, equal in (
         ("case_space", ["OPEN late", "open late", "OPENLATE", "openlate"]),
         ("case", ["OPEN late", "open late"]),
         ("space", ["OPEN late", "OPENlate"]),
         ("none", ["OPEN late"]),
-    ],
-)
-def test_folds_lose_just_the_named_differences(fold: ocr.Fold, equal: list[str]) -> None:
-    texts = ["OPEN late", "open late", "OPENLATE", "openlate", "OPENlate"]
-    for text in texts:
-        lines = text.split(" ", 1)  # a new line counts as a space
-        assert (ocr.exact(lines, "OPEN late", fold) == 1.0) == (text in equal or (fold == "case_space"))
-        assert ocr.contains([f"x{text}x"], "OPEN late", fold) == ocr.exact([text], "OPEN late", fold)
+    ):
+        texts = ["OPEN late", "open late", "OPENLATE", "openlate", "OPENlate"]
+        for text in texts:
+            lines = text.split(" ", 1)  # a new line counts as a space
+            assert (ocr.exact(lines, "OPEN late", fold) == 1.0) == (text in equal or (fold == "case_space"))
+            assert ocr.contains([f"x{text}x"], "OPEN late", fold) == ocr.exact([text], "OPEN late", fold)
 
 
 def test_quotes_of_all_kinds_and_marks_of_inches() -> None:
@@ -195,9 +192,10 @@ def test_the_dense_score_sums_over_alignments() -> None:
     assert ocr.ctc([line], "c") == 0.0 and ocr.ctc([], "a") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
+def test_wrong_arguments_and_missing_engines_are_refused(monkeypatch: Any) -> None:
+    found, hidden = importlib.util.find_spec, ("pytesseract", "paddleocr")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
+    for args, words in (
         ({"variant": "ned"}, "ocr: unknown variant 'ned'. Did you mean 'ned_max'"),
         ({"crop": "whole"}, "ocr: unknown crop 'whole'. Known: detect, ink"),
         ({"alphabets": "ABC"}, "Did you mean 'alphabet'"),
@@ -206,13 +204,9 @@ def test_the_dense_score_sums_over_alignments() -> None:
         ({"engine": "tesseract", "variant": "ctc"}, "variant 'ctc' needs the probabilities that only 'rapidocr' gives"),
         ({"engine": "tesseract"}, r"needs 'pytesseract'.*pip install 'pytesseract"),
         ({"engine": "paddleocr"}, r"needs 'paddleocr'.*pip install 'paddleocr"),
-    ],
-)
-def test_wrong_arguments_and_missing_engines_are_refused(args: dict[str, str], words: str, monkeypatch: Any) -> None:
-    found, hidden = importlib.util.find_spec, ("pytesseract", "paddleocr")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
-    with pytest.raises(ValueError, match=words):
-        genrl_rewards.load("ocr", args)
+    ):
+        with pytest.raises(ValueError, match=words):
+            genrl_rewards.load("ocr", args)
 
 
 def test_case_and_spaces_are_read_where_they_count() -> None:

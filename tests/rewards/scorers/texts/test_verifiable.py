@@ -113,25 +113,15 @@ def test_the_majority_and_the_diversity_of_each_group() -> None:
 
 
 # --- calling them
-
-
-def test_functions_of_trl_run_as_they_are() -> None:
-    def accuracy_reward(completions, solution, **kwargs):
-        assert kwargs.keys() == {"prompts", "level"}
+def test_functions_of_trl_run_as_they_are_their_defaults_get_their_column_and_an_option_of_ours_stays_one() -> None:
+    def accuracy_reward(completions, answer, **kwargs):
+        assert kwargs.keys() == {"prompts", "tag"}
         contents = [completion[0]["content"] for completion in completions]
-        return [1.0 if a == b else None for a, b in zip(contents, solution, strict=True)]
+        return [1.0 if a == b else None for a, b in zip(contents, answer, strict=True)]
 
     def length_reward(completion_ids, **kwargs):
         return [float(len(ids)) for ids in completion_ids]
 
-    row = {"prompts": ["p", "p"], "completions": ["x", "y"]}
-    columns = {"solution": ["x", "x"], "level": [1, 2]}
-    scores = score_completions(accuracy_reward, **row, columns=columns, conversational=True)
-    assert scores.values[0] == 1.0 and math.isnan(scores.values[1])
-    assert score_completions(length_reward, **row, completion_ids=[[1, 2], [3]]).values == [2, 1]
-
-
-def test_a_default_of_trl_gets_its_column_and_an_option_of_ours_stays_one() -> None:
     def accuracy(completions, answer=None, **kwargs):
         return [float(one[0]["content"] == wanted) for one, wanted in zip(completions, answer, strict=True)]
 
@@ -142,6 +132,9 @@ def test_a_default_of_trl_gets_its_column_and_an_option_of_ours_stays_one() -> N
         return [float(one == wanted) for one, wanted in zip(completions, answer, strict=True)]
 
     row = {"prompts": ["p", "p"], "completions": ["x", "y"], "columns": {"answer": ["x", "x"], "tag": ["counting"] * 2}}
+    scores = score_completions(accuracy_reward, **row, conversational=True)
+    assert scores.values[0] == 1.0 and math.isnan(scores.values[1])
+    assert score_completions(length_reward, **row, completion_ids=[[1, 2], [3]]).values == [2, 1]
     assert score_completions(accuracy, **row, conversational=True).values == [1.0, 0.0]
     assert score_completions(plain, **row).values == score_completions(slow, **row).values == [1.0, 0.0]
     tagged_row = row | {"completions": tagged("x", "y")}
@@ -150,7 +143,6 @@ def test_a_default_of_trl_gets_its_column_and_an_option_of_ours_stays_one() -> N
 
 def test_what_is_wrong_is_named() -> None:
     def needy(completions, anwser): ...
-
     def broken(completions):
         raise KeyError("oops")
 

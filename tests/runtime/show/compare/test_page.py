@@ -148,7 +148,6 @@ def test_a_page_is_judged_by_keyboard_and_by_mouse(tmp_path: Path) -> None:
         assert tab.locator("#done").is_visible() and judged(tab) == "6 of 6 judged, 0 remaining"
         tab.keyboard.press("ArrowLeft")  # there is nothing left to judge
         first = downloaded(tab, tmp_path / "first.json")
-
         other = browser.new_context().new_page()
         other.goto(out.as_uri())
         for k, token in enumerate(tokens):
@@ -175,7 +174,6 @@ def test_videos_and_sounds_play(tmp_path: Path) -> None:
     sounds = Page(tmp_path / "sounds.html", question="")
     sounds.add(Pair("a tune", *(encode(torch.sin(torch.arange(4000) * 0.1 * (k + 1)), rate=8000) for k in range(2))))
     sounds.write(pages.MODELS)
-
     playing = "[...document.querySelectorAll('video, audio')].map((one) => !one.paused)"
     with chromium() as browser:
         tab = browser.new_context().new_page()
@@ -195,8 +193,6 @@ def test_videos_and_sounds_play(tmp_path: Path) -> None:
 
 
 # -- Samples as files: pictures and sounds exactly, videos with their frames and rate
-
-
 def test_pictures_are_exact() -> None:
     sample = torch.randint(0, 256, (3, 6, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     found = encode(sample.float() / 255)

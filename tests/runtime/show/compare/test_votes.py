@@ -85,20 +85,17 @@ def changed(file: Path, **keys: Any) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
+def test_votes_that_cannot_be_read(vote: Vote) -> None:
+    for keys, says in (
         ({"page": "ffff"}, "no key of the page"),
         ({"votes": {"ffff": "left"}}, "1 votes are of no pair of this page"),
         ({"votes": {"ffff": "up"}}, "'up' is no answer"),
         ({"votes": {"ffff": ["left"]}}, "is no answer"),
         ({"votes": {}}, "there are no votes in it"),
         *(({key: None}, "holds no votes: give the votes.json") for key in ("votes", "format", "judge")),
-    ],
-)
-def test_votes_that_cannot_be_read(vote: Vote, keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        read([changed(vote("votes.json", {0: "b"}), **keys)])
+    ):
+        with pytest.raises(ValueError, match=says):
+            read([changed(vote("votes.json", {0: "b"}), **keys)])
 
 
 def test_files_that_do_not_belong_together(vote: Vote, out: Path, tmp_path: Path) -> None:
@@ -124,8 +121,6 @@ def test_files_that_do_not_belong_together(vote: Vote, out: Path, tmp_path: Path
 
 
 # -- Win rates, agreement and predictors against scipy, published values and what can be counted by hand
-
-
 def test_win_rate_counts_ties_by_half_and_pairs_once() -> None:
     """Six pairs: B, B, B, A, tie, and one on which B, B and A were said."""
     found = win_rate([[1], [1], [1], [0], [0.5], [1, 1, 0]])

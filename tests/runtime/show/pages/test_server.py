@@ -192,8 +192,6 @@ def test_a_port_that_is_taken_and_a_run_folder_that_is_a_link(folder: Path, tmp_
 
 
 # -- The page, clicked through in a browser while a run goes on
-
-
 HOSTILE = "<img src=x onerror='window.hit = 1'><script>window.hit = 1</script>"
 PROMPTS = [*(f"prompt {i}" for i in range(44)), f"prompt 44 {HOSTILE}"]
 DRAWN = "figure[data-key='loss'] circle.line-{} title"
@@ -225,24 +223,20 @@ def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
         cards.nth(1).get_by_text("10 of 10 iterations").wait_for()
         assert "running" in cards.nth(0).inner_text() and "training, iteration 4" in cards.nth(0).inner_text()
         assert "finished" in cards.nth(1).inner_text()
-
         assert not any("key=loss" in url for url in asked)  # it is below what is on the screen
         page.locator("figure[data-key='loss']").scroll_into_view_if_needed()
         page.locator(DRAWN.format(1)).nth(9).wait_for(state="attached")
         assert page.locator(DRAWN.format(0)).count() == 3
-
         log(going, rows(4, 6, 1.0))  # the run goes on, and the page with it
         beat(going, step=5, phase="sampling")
         page.locator(DRAWN.format(0)).nth(4).wait_for(state="attached", timeout=8000)
         assert "sampling, iteration 6" in cards.nth(0).inner_text()
         assert page.locator(DRAWN.format(0)).nth(4).text_content() == "going, step 5: 5"
-
         page.get_by_role("checkbox").nth(1).uncheck()
         page.locator(DRAWN.format(1)).first.wait_for(state="detached")
         assert page.locator(DRAWN.format(0)).count() == 5 and page.locator(".sheet").nth(1).is_hidden()
         page.get_by_role("checkbox").nth(1).check()
         page.locator(DRAWN.format(1)).nth(9).wait_for(state="attached")
-
         first, second = page.locator(".sheet img").nth(0), page.locator(".sheet img").nth(1)
         assert "step-000002.png" in (first.get_attribute("src") or "")
         samples(going, 5, PROMPTS, [0.8125] * 45)
@@ -254,7 +248,6 @@ def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
         for image in (first, second):
             image.scroll_into_view_if_needed()
             image.evaluate("image => image.decode()")  # raises where it is none
-
         assert page.locator("#place").inner_text() == "page 1 of 3, 45 prompts"
         page.get_by_role("button", name="next").click()
         page.get_by_text("prompt 20", exact=True).wait_for()
@@ -264,7 +257,6 @@ def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
         page.get_by_label("Find in prompts").fill("<img")
         page.get_by_text(HOSTILE).nth(1).wait_for()  # the metric and the prompt
         assert page.evaluate("window.hit") is None
-
         page.set_viewport_size({"width": 390, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         assert all(url.startswith(server.url) or url.startswith("data:") for url in asked) and troubles == []

@@ -117,8 +117,6 @@ def test_iterations_without_scores_are_told(tmp_path: Path) -> None:
 
 
 # -- A run is read on from where the last look ended, whatever happens to its files meanwhile
-
-
 def values(run: Followed, key: str) -> list[tuple[float, float | None]]:
     run.look()
     assert run.problem == ""

@@ -140,7 +140,7 @@ class Dies:
 @pytest.mark.slow
 def test_what_dies_in_a_step_or_over_its_picture_is_lost_and_the_others_are_filmed_to_the_end(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
-    place = {"name": f"{tmp_path / 'dies.py'}:Dies", "parallel": 3, "steps": 3, "processes": True}
+    place = {"name": f"{tmp_path / 'dies.py'}:Dies", "parallel": 3, "steps": 3, "timeout_s": 60.0}
     fates = [derive_seed("held out", number) % SEEDS % 3 for number in range(20)]
     numbers = [fates.index(fate) for fate in (0, 1, 2)]
     with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", environment=place)) as run:
