@@ -151,10 +151,10 @@ def test_remax_compares_with_the_greedy_answer_to_the_same_question(tmp_path: Pa
 
 
 def test_a_task_without_its_column_is_found_by_check(tmp_path: Path) -> None:
-    wrong = vlm_runs.config(tmp_path, trainer={"preset": "g2rpo", "advantage": {"scope": "task"}})
+    wrong = vlm_runs.config(tmp_path, trainer={"preset": "g2rpo", "advantage": {"task": "task"}})
     with pytest.raises(ValueError, match="the column task is to name"):
         check_files(wrong, {})
-    trainer = {"preset": "g2rpo", "advantage": {"scope": "task", "column": "question"}}
+    trainer = {"preset": "g2rpo", "advantage": {"task": "question"}}
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer=trainer)) as run:
         answers, _ = run.draw()
         ready = run.estimate(answers)
