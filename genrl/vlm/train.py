@@ -18,11 +18,11 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.episodes import run as episodes
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
+from genrl.vlm.methods.updates import Asked
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.rollout.data import Questions, tell
-from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.run import AnswersRun
 from genrl_rewards.rows import survey

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from genrl.runtime.folder.software import DISTRIBUTIONS
+from genrl.runtime.folder.contents import DISTRIBUTIONS
 from genrl_rewards.extras import install
 
 PATIENCE_S = 60.0

@@ -129,9 +129,10 @@ def _further(task: str, notes: list[str]) -> tuple[str, ...]:
     try:
         first_row = task_made("train")[0] if isinstance(task_made, type) else task_made(default_rng(0), "train")
     except Exception as error:  # a user's code
-        raise ValueError(f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks") from error
+        text = f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks.py"
+        raise ValueError(text) from error
     if not isinstance(first_row, tuple) or len(first_row) not in (3, 4):
-        raise ValueError(f"{task} gives no question but a {type(first_row).__name__}; see genrl/vlm/tasks")
+        raise ValueError(f"{task} gives no question but a {type(first_row).__name__}; see genrl/vlm/tasks.py")
     return tuple(first_row[3]) if len(first_row) == 4 else ()
 
 

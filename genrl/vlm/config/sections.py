@@ -81,7 +81,7 @@ class Task(Section):
     """The questions: a generated task, or data."""
 
     name: Annotated[Text, Field(examples=sorted(TASKS.built_in))] | None = None
-    """A task that needs no download (docs/vlm_tasks.md), or one of your own, path/file.py:Name (genrl/vlm/tasks says
+    """A task that needs no download (docs/vlm_tasks.md), or one of your own, path/file.py:Name (genrl/vlm/tasks.py says
     what it is); null = `train`."""
     rows: Count = 4096
     """Training questions of a generated task."""

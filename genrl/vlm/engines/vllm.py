@@ -26,8 +26,8 @@ from genrl.runtime.loop.process import Process
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
 from genrl.vlm.engines.server import Asked, Drawn, Engine, Reply, Server, Shared, Version
+from genrl.vlm.policies.folder import Stream, stream_of
 from genrl.vlm.policies.policy import Encoded, Policy
-from genrl.vlm.policies.shards import Stream, stream_of
 
 
 class InProcess:

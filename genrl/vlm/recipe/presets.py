@@ -28,9 +28,19 @@ from genrl.vlm.recipe.advantages import (
     WhitenedPopulation,
     WhitenedReturns,
 )
-from genrl.vlm.recipe.group_losses import Classification, Preference, Regression, RightAnswers
+from genrl.vlm.recipe.losses import (
+    Classification,
+    EntropyBand,
+    EntropyBonus,
+    EntropyPenalty,
+    Kl,
+    Perception,
+    Preference,
+    Regression,
+    RightAnswers,
+    ValueLoss,
+)
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Kl, Perception, ValueLoss
 from genrl.vlm.recipe.shaping import (
     Asymmetry,
     BatchNormalise,
@@ -293,8 +303,7 @@ PRESETS: dict[str, Preset] = {
         transforms=(Uncertainty(),),
         regularisers=(Kl(beta=0.04), Perception()),
         source="Q-Hawkeye, paper and code",
-        notes="its weight falls to 0 over 5 epochs (objectives.matching.cosine); G = 4; score_reward + .8 "
-        "format",
+        notes="its weight falls to 0 over 5 epochs (objectives.matching.cosine); G = 4; score_reward + .8 format",
     ),
     "g2rpo": Preset(
         RankQuantiles(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.section import NonNegative, Positive, Share
-from genrl.vlm.recipe.choice import Choice, lazily
+from genrl.vlm.recipe import Choice, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor

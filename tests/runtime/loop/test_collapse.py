@@ -16,7 +16,7 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics, truncate_metrics
 from genrl.runtime.loop import collapse
 from genrl.runtime.loop.loop import Interrupted
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from tests.run_folders import differences
 from tests.runtime.loop.loops import Evaluation, Settings, loop, moved, values
 from tests.runtime.loop.test_loop import Counter, learn, train

@@ -13,8 +13,8 @@ import torch
 from genrl.runtime.folder import run as runs
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
+from genrl.runtime.show.compare.statistics import Z_95, wilson
 from genrl.runtime.show.curves import chart, labels, thin, ticks
-from genrl.runtime.show.intervals import Z_95, wilson
 from genrl.runtime.show.pictures import save_samples
 from genrl.runtime.show.report import write_report
 

@@ -30,8 +30,8 @@ from tests.vla import vla_runs
 
 _RL100 = (
     "environment.num_envs=8 demonstrations.expert=6 trainer.imitation_steps=4 trainer.rounds=1 trainer.episodes=8 "
-    "trainer.critic_steps=4 trainer.dynamics_steps=4 trainer.steps_per_iteration=4 trainer.batch_size=16 trainer.gate_every=2 "
-    "trainer.union_steps=2 trainer.distil_steps=0"
+    "trainer.critic_steps=4 trainer.dynamics_steps=4 trainer.steps_per_iteration=4 trainer.batch_size=16 "
+    "trainer.gate_every=2 trainer.union_steps=2 trainer.distil_steps=0"
 )
 SMALL = {
     "rl100": _RL100,

@@ -17,11 +17,11 @@ from genrl.mdp import ddpm
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vla.methods.ppo import train as gae
-from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.methods.ppo.train import learn
+from genrl.vla.methods.settings import Update
+from genrl.vla.rollout.collect import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
-from genrl.vla.run import VLARun, check_on_policy
-from genrl.vla.update.learn import learn
-from genrl.vla.update.scores import (
+from genrl.vla.rollout.scores import (
     Decisions,
     Scored,
     actor_loss,
@@ -31,7 +31,7 @@ from genrl.vla.update.scores import (
     recorded_decisions,
     score,
 )
-from genrl.vla.update.settings import Update
+from genrl.vla.run import VLARun, check_on_policy
 from tests.vla import vla_runs
 
 SAMPLERS: dict[str, dict[str, Any]] = {

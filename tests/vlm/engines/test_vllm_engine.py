@@ -15,9 +15,9 @@ from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.server import Drawn, Reply, Server
 from genrl.vlm.engines.vllm import InProcess, Sampler, nested
 from genrl.vlm.methods.answers import train as answers
+from genrl.vlm.policies.folder import checkpoint_weights
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.policies.shards import checkpoint_weights
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.folder import checkpoint_weights, stream_of
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import checkpoint_weights, stream_of
 from genrl.vlm.train import check_processes, train
 from tests.run_folders import rows
 from tests.vlm import fake_vllm, vlm_ranks, vlm_runs

@@ -14,9 +14,8 @@ from PIL import Image
 
 from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.discrete import Misuse
-from genrl.vlm.environments.hosts import Begin, Local, Processes, Say
+from genrl.vlm.environments.hosts import Begin, Local, Processes, Say, open_environment
 from genrl.vlm.environments.miniwob import MiniWoB, read
-from genrl.vlm.environments.opening import open_environment
 from genrl.vlm.episodes.episodes import Table
 
 FRAIL = """

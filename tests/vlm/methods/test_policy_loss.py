@@ -16,10 +16,9 @@ from genrl.objectives import token_weights
 from genrl.objectives.token_credit import step_gae
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, WhitenedReturns
-from genrl.vlm.recipe.group_losses import Regression
+from genrl.vlm.recipe.losses import EntropyBand, Kl, Perception, Regression, ValueLoss
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.recipe.regularisers import EntropyBand, Kl, Perception, ValueLoss
 from genrl.vlm.recipe.shaping import TrajectoryDependency
 from genrl.vlm.recipe.surrogates import (
     Cispo,

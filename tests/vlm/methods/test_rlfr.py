@@ -12,8 +12,7 @@ from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods import extras
 from genrl.vlm.methods.answers import train as answering
-from genrl.vlm.methods.opd.teaching import Teachers, divergence, generalised_divergence
-from genrl.vlm.methods.opd.train import loss, taught
+from genrl.vlm.methods.opd.train import Teachers, divergence, generalised_divergence, loss, taught
 from genrl.vlm.methods.rlfr.settings import Flow
 from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped
 from genrl.vlm.policies.processor import answer_ids

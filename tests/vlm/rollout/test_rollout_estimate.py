@@ -15,9 +15,9 @@ from genrl.objectives.tokens import token_count
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe import shaping
 from genrl.vlm.recipe.advantages import GroupAdvantage, RankQuantiles, WhitenedGroups, WhitenedReturns
+from genrl.vlm.recipe.losses import EntropyBand, EntropyBonus, EntropyPenalty, Perception, ValueLoss
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Perception, ValueLoss
 from genrl.vlm.recipe.surrogates import Clip
 from genrl.vlm.recipe.weights import TopEntropyOfRow
 from genrl.vlm.rollout.token_batch import TokenBatch

@@ -10,7 +10,7 @@ from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Flag, NonNegative, Positive, Share
 from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA, for_a_new_policy, on_the_table
+from genrl.vla.methods.settings import FROM_DATA, for_a_new_policy, on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -10,7 +10,7 @@ from pydantic import Field
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Margin, Positive, Share, Whole
-from genrl.vla.update.settings import Update, from_a_loaded_policy
+from genrl.vla.methods.settings import Update, from_a_loaded_policy
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

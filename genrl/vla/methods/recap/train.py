@@ -20,16 +20,14 @@ from genrl.mdp.noise import generator
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla import setup
 from genrl.vla.data.demonstrations import dataset_episodes, read_by, world_of
-from genrl.vla.data.frames import episode_frames
+from genrl.vla.data.frames import check_spread, episode_frames
 from genrl.vla.data.lerobot_dataset import Episode
-from genrl.vla.data.spread import check_spread
 from genrl.vla.methods.recap.settings import RECAP
-from genrl.vla.offline.descent import followed, step_beside
-from genrl.vla.offline.imitation import imitation_loss, imitation_updates
-from genrl.vla.offline.regression import wayward_data
+from genrl.vla.offline.critics import wayward_data
+from genrl.vla.offline.imitation import followed, imitation_loss, imitation_updates, step_beside
 from genrl.vla.offline.transitions import Store, frames_of, successful, take
+from genrl.vla.policies.folder import critic_of
 from genrl.vla.policies.policy import ACTION, TOKENS, Batch, rows, tokenise, vocabulary
-from genrl.vla.policies.published import critic_of
 from genrl.vla.rollout.sampling import Acting
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Margin, Share, Whole
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA, from_demonstrations
+from genrl.vla.methods.settings import FROM_DATA, from_demonstrations
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

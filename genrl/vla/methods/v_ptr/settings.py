@@ -10,7 +10,7 @@ from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative
 from genrl.vla.config.names import EMBEDDED, WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA
+from genrl.vla.methods.settings import FROM_DATA
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -30,11 +30,10 @@ from genrl.vlm.episodes.critic import ValueHead
 from genrl.vlm.episodes.episodes import Walk
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.archer.settings import ArCHer
-from genrl.vlm.methods.updates import NORMS, check_on_policy
+from genrl.vlm.methods.updates import NORMS, Asked, check_on_policy
 from genrl.vlm.policies.policy import Encoded, Policy, dtype_of
 from genrl.vlm.policies.processor import Parts, Prompt
 from genrl.vlm.policies.processor import Turn as Spoken
-from genrl.vlm.rollout.recorded import Asked
 
 LOSSES = ("loss/q", "loss/v", "loss/policy")
 

@@ -11,7 +11,7 @@ from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Section, Text
 from genrl.vlm.config.schema import Row
 from genrl.vlm.methods.answers.settings import Answers
-from genrl.vlm.recipe.choice import Factor
+from genrl.vlm.recipe import Factor
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PresetName
 

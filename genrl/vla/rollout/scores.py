@@ -15,10 +15,10 @@ from genrl.objectives import actor_critic
 from genrl.objectives.episodes import executed_mask, informative_groups
 from genrl.objectives.policy_losses import clipped_surrogate, truncated_weight
 from genrl.runtime.loop.recorded import Recorded
+from genrl.vla.methods.settings import Update
 from genrl.vla.policies.policy import Batch
-from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
+from genrl.vla.rollout.collect import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.update.settings import Update
 
 
 class Decisions(NamedTuple):
