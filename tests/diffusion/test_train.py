@@ -14,9 +14,9 @@ from PIL import Image
 
 from genrl.config import load
 from genrl.config.method import code_of
-from genrl.diffusion import looks
 from genrl.diffusion import train as training
 from genrl.diffusion.config.schema import Config
+from genrl.diffusion.evaluate import high_frequencies, look_figures, moved_from, thumbnails_of
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.train import train
 from genrl.runtime.folder import run as run_folder
@@ -291,20 +291,20 @@ def test_the_bar_of_training_fills_up(folder: Path, model: Path, trainer: dict[s
 def test_confetti_has_high_frequencies_and_a_slope_has_none() -> None:
     slope = torch.linspace(0, 1, 32).expand(2, 3, 32, 32)
     confetti = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    assert float(looks.high_frequencies(slope)[0]) < 0.01 < 0.2 < float(looks.high_frequencies(confetti)[1])
+    assert float(high_frequencies(slope)[0]) < 0.01 < 0.2 < float(high_frequencies(confetti)[1])
     video = torch.stack([slope, slope], 1)
-    assert torch.allclose(looks.high_frequencies(video), looks.high_frequencies(slope))
-    assert looks.thumbnails(video).tolist() == looks.thumbnails(slope).tolist()
+    assert torch.allclose(high_frequencies(video), high_frequencies(slope))
+    assert thumbnails_of(video).tolist() == thumbnails_of(slope).tolist()
 
 
 def test_one_picture_for_every_noise_has_no_diversity() -> None:
     black, white = torch.zeros(1, 3, 16, 16), torch.ones(1, 3, 16, 16)
-    seen, none = looks.thumbnails(torch.cat([black, white, white, white])), torch.zeros(4)
-    assert looks.figures(seen, none, [0, 0, 2, 2])["eval/diversity"] == pytest.approx(0.5**0.5 / 2)
-    assert looks.figures(seen, none, [0, 1, 2, 2])["eval/diversity"] == 0.0
-    assert "eval/diversity" not in looks.figures(seen, none, [0, 1, 2, 3])
+    seen, none = thumbnails_of(torch.cat([black, white, white, white])), torch.zeros(4)
+    assert look_figures(seen, none, [0, 0, 2, 2])["eval/diversity"] == pytest.approx(0.5**0.5 / 2)
+    assert look_figures(seen, none, [0, 1, 2, 2])["eval/diversity"] == 0.0
+    assert "eval/diversity" not in look_figures(seen, none, [0, 1, 2, 3])
 
 
 def test_how_far_pictures_have_moved() -> None:
-    black, white = (looks.thumbnails(torch.full((2, 3, 16, 16), value)) for value in (0.0, 1.0))
-    assert looks.moved(black, black) == 0.0 and looks.moved(black, white) == pytest.approx(1.0)
+    black, white = (thumbnails_of(torch.full((2, 3, 16, 16), value)) for value in (0.0, 1.0))
+    assert moved_from(black, black) == 0.0 and moved_from(black, white) == pytest.approx(1.0)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from genrl.diffusion.config.shares import most_processes
+from genrl.diffusion.config.combinations import most_processes
 from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from genrl.config import load
-from genrl.diffusion.config.shares import even, processes_problem, remedy, waiting
+from genrl.diffusion.config.combinations import even, processes_problem, remedy, waiting
 from tests.cli.commands import run, words
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from genrl.config import LoRA
 from genrl.diffusion.files.export import save_lora
-from genrl.diffusion.policy.adapters import activate, load_lora
+from genrl.diffusion.policy.adapters import activate, load_lora, trainable
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.policy.weights import trainable
 from genrl.runtime.weights.weights import REFERENCE, Weights
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from genrl.config import LoRA
 from genrl.diffusion.config.estimate import Component
 from genrl.diffusion.config.memory_estimate import _kept_by_blocks
-from genrl.diffusion.policy.weights import trainable
+from genrl.diffusion.policy.adapters import trainable
 
 WIDTH, TEXT = 512, 77
 ROTATED = {"attention_head_dim": 128, "num_attention_heads": 4}
