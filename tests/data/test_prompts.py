@@ -126,11 +126,8 @@ def test_json_file_with_columns_and_paths(folder: Path) -> None:
     path.write_text("\n\n".join(json.dumps(row) for row in rows))
     found = read(str(path))
     picture = str((folder / "in.png").resolve())
-    assert [row.columns for row in found.rows] == [
-        {"n": 1, "image": picture, "tags": ["x"]},
-        {"n": None, "image": picture},
-        {"image": None},
-    ]
+    wanted = [{"n": 1, "image": picture, "tags": ["x"]}, {"n": None, "image": picture}, {"image": None}]
+    assert [row.columns for row in found.rows] == wanted
     assert [row.text for row in found.rows] == ["a", "b\nc", "😀"] and [row.line for row in found.rows] == [1, 3, 5]
     assert found.column_names == ["image"]
     path.write_text('{"Prompt": "a", "prompt": 3}')
@@ -169,9 +166,8 @@ def test_data_set_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.rows[0] == Prompt("p0", {"word": "x"}, 1) and len(found.rows) == 120
     assert found.skipped[0].where == f"{data}:train:121"
     assert len(read(f"{data}:train[:50%]").rows) == 60
-    with pytest.raises(
-        PromptError, match="no column 'Prompt', found 'prompt', 'word', 'image_path'; did you mean 'prompt'"
-    ):
+    says = "no column 'Prompt', found 'prompt', 'word', 'image_path'; did you mean 'prompt'"
+    with pytest.raises(PromptError, match=says):
         read(f"{data}:train", "Prompt")
     with pytest.raises(PromptError, match="cannot be loaded"):
         read(f"{data}:test")
@@ -232,9 +228,8 @@ def test_pictures_of_a_folder_stay_where_they_are(folder: Path, monkeypatch: pyt
     lines = [{"file_name": f"{name}.png", "prompt": name} for name in ("a", "b")]
     (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     rows = read(f"{data.parent}:train").rows
-    assert {row.text: Path(row.columns["image"]) for row in rows} == {
-        name: (data / f"{name}.png").resolve() for name in ("a", "b")
-    }
+    found = {row.text: Path(row.columns["image"]) for row in rows}
+    assert found == {name: (data / f"{name}.png").resolve() for name in ("a", "b")}
 
 
 @settings(max_examples=150, deadline=None)

@@ -94,8 +94,6 @@ def test_all_pictures_are_checked_before_training(tmp_path: Path, layout: int) -
 
 
 # -- Sets of given pictures are checked before anything is trained on, each picture opened once
-
-
 def test_soundness_and_shapes_are_seen_in_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, side in (("source", 16), ("target", 16), ("long", 24)):
         Image.new("RGB", (side, 16)).save(tmp_path / f"{name}.png")
@@ -120,8 +118,6 @@ def test_soundness_and_shapes_are_seen_in_one_go(tmp_path: Path, monkeypatch: py
 
 
 # -- Edits of the small world: what is asked can be done, is done, and touches nothing else; files are told apart
-
-
 @pytest.mark.parametrize("task", ["move", "scale"])
 def test_an_edit_changes_the_named_thing_as_asked_and_no_other(task: Task) -> None:
     rng = np.random.default_rng(0)
@@ -176,10 +172,8 @@ def test_the_shipped_files_are_the_drawn_ones(task: Task, root: Path) -> None:
 def test_the_shipped_pairs_are_the_edits_carried_out_as_asked(root: Path) -> None:
     """Targets of the first moves to train on, as the rules of the small world judge them."""
     folder = root / "assets/edits"
-    rows, known = (
-        [json.loads(line) for line in (folder / f"move_{part}.jsonl").read_text().splitlines()]
-        for part in ("pairs", "train")
-    )
+    texts = ((folder / f"move_{part}.jsonl").read_text() for part in ("pairs", "train"))
+    rows, known = ([json.loads(line) for line in text.splitlines()] for text in texts)
     blank = {"target_image": None}
     assert len(rows) == 96 and [row | blank for row in rows] == [row | blank for row in known[:96]]
     before, after = (
@@ -193,8 +187,6 @@ def test_the_shipped_pairs_are_the_edits_carried_out_as_asked(root: Path) -> Non
 
 
 # -- The size of each prompt's samples: from its row, or a bucket
-
-
 WIDE, TALL = (16, 24), (24, 16)
 
 
@@ -203,9 +195,8 @@ def rows(*columns: dict[str, object]) -> list[Prompt]:
 
 
 def test_rows_say_their_own_size_and_what_they_leave_out_is_the_pipelines() -> None:
-    found = sized(
-        rows({"height": 16, "width": 24}, {"height": 8, "num_frames": 5, "x": 1}, {}), "rows", None, "a.jsonl"
-    )
+    columns = {"height": 16, "width": 24}, {"height": 8, "num_frames": 5, "x": 1}, {}
+    found = sized(rows(*columns), "rows", None, "a.jsonl")
     assert [row.size for row in found] == [{"height": 16, "width": 24}, {"height": 8, "num_frames": 5}, {}]
     for wrong in (0, -8, 8.5, "16", True):
         with pytest.raises(PromptError, match="a.jsonl:1: height must be a whole number above 0"):

@@ -21,28 +21,19 @@ from genrl.data.sizes import sized, unread
 from genrl_rewards.given import lending
 
 ENDS = (b"\n", b"\r\n", b"\r")
+TEXTS = ["a red circle", "ein Bär", "赤い円", "# left out", "", "  wide  ", "a\tb"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    texts=st.lists(
-        st.sampled_from(["a red circle", "ein Bär", "赤い円", "# left out", "", "  wide  ", "a\tb"]), max_size=9
-    ),
+    texts=st.lists(st.sampled_from(TEXTS), max_size=9),
     end=st.sampled_from(ENDS),
     suffix=st.sampled_from([".txt", ".jsonl"]),
     begin=st.sampled_from([b"", b"\xef\xbb\xbf"]),
     last=st.booleans(),
     block=st.sampled_from([1, 2, 7, 1000]),
 )
-def test_every_line_is_a_row_whatever_ends_it(
-    tmp_path_factory: pytest.TempPathFactory,
-    texts: list[str],
-    end: bytes,
-    suffix: str,
-    begin: bytes,
-    last: bool,
-    block: int,
-) -> None:
+def test_every_line_is_a_row_whatever_ends_it(tmp_path_factory, texts, end, suffix, begin, last, block) -> None:
     lines = [json.dumps({"prompt": text, "k": k}) if suffix == ".jsonl" else text for k, text in enumerate(texts)]
     raw = begin + end.join(line.encode() for line in lines) + end * last
     file = tmp_path_factory.mktemp("rows") / f"p{suffix}"
@@ -64,9 +55,8 @@ def test_every_line_is_a_row_whatever_ends_it(
         patch.setattr(row_module, "MAX_LINE_BYTES", block)  # ends fall on borders of blocks
         seen = [*lines_of(io.BytesIO(raw))]
         short = [line.encode() for line in lines]
-        assert [line[:block] for line in seen] == [line[:block] for line in (begin + end.join(short)).split(end)][
-            : len(seen)
-        ]
+        wanted = (begin + end.join(short)).split(end)
+        assert [line[:block] for line in seen] == [line[:block] for line in wanted][: len(seen)]
 
 
 def picture(file: Path, size: tuple[int, int] = (6, 4), turn: int = 1) -> bytes:
@@ -102,12 +92,8 @@ def test_a_table_that_the_library_did_not_write_has_its_pictures(tmp_path: Path)
     """`{bytes, path}` as plain columns, and bytes, as pandas and other trainers write them."""
     pa = pytest.importorskip("pyarrow")
     raw = picture(tmp_path / "a.jpg")
-    columns = {
-        "prompt": ["p"],
-        "image": [{"bytes": raw, "path": "a.jpg"}],
-        "source_image": [raw],
-        "mask_path": ["/etc"],
-    }
+    pictures = {"image": [{"bytes": raw, "path": "a.jpg"}], "source_image": [raw]}
+    columns = {"prompt": ["p"], **pictures, "mask_path": ["/etc"]}
     import pyarrow.parquet as pq
 
     (tmp_path / "set").mkdir()

@@ -1,6 +1,5 @@
 """Chains of action chunks: replay, which steps are drawn, a learned std."""
 
-import math
 import re
 from functools import partial
 
@@ -22,17 +21,7 @@ def velocity(x: Tensor, sigma: Tensor) -> Tensor:
     return torch.tanh(0.7 * x + 0.3) + sigma.reshape(-1, *[1] * (x.dim() - 1)) * x.flip(-1)
 
 
-def flow_sde_chain(noisy: Tensor, sigmas: Tensor, level: float, seed: int, field=velocity) -> Chain:
-    batch, steps = noisy.shape
-    drawn = noise.keyed_noise((batch, steps + 1, 4, 3), seed)
-
-    def transition(k: int, x: Tensor) -> Transition:
-        at = sigmas[k].expand(batch)
-        return kernels.flow_sde(
-            x, field(x, at), at, sigmas[k + 1], noise_level=noisy[:, k] * level, sigma_max=sigmas[1]
-        )
-
-    return chains.sample_chain(transition, drawn[:, 0], drawn[:, 1:])
+SELECTIONS = ["all", "random_per_env", "random_per_batch", "last"]
 
 
 def transition_of(kind: str):
@@ -67,42 +56,15 @@ def test_replaying_a_whole_chain_gives_ratio_one(kind: str) -> None:
     rows = chain.states[:, :steps].flatten(0, 1)
     again = transition(torch.arange(steps).repeat(6), rows)
     shape = (6, steps, 4, 3)
-    replayed = Chain(
-        chain.states[:, : steps + 1],
-        again.mean.view(shape),
-        again.std.expand_as(again.mean).reshape(shape),
-    )
+    std = again.std.expand_as(again.mean).reshape(shape)
+    replayed = Chain(chain.states[:, : steps + 1], again.mean.view(shape), std)
     recorded = Chain(chain.states[:, : steps + 1], chain.means[:, :steps], chain.stds[:, :steps])
-    old, new = (
-        chains.aggregate(chains.chain_log_prob(c, initial=True, reduction="sum"), "chunk", "sum")
-        for c in (recorded, replayed)
-    )
+    elements = (chains.chain_log_prob(c, initial=True, reduction="sum") for c in (recorded, replayed))
+    old, new = (chains.aggregate(each, "chunk", "sum") for each in elements)
     assert torch.equal(old, new)
 
 
-def test_a_chain_with_a_deterministic_step_has_no_joint_density() -> None:
-    chain = flow_sde_chain(chains.noisy_steps("last", 2, 3), levels.linspace_grid(3), 1.0, seed=6)
-    with pytest.raises(ValueError, match="not an action"):
-        chains.chain_log_prob(chain, initial=False, reduction="sum")
-
-
-def test_gradients_reach_the_learned_std_and_not_the_action() -> None:
-    raw = torch.zeros(2, 4, 3, requires_grad=True)
-    x = noise.keyed_noise((2, 4, 3), 7).requires_grad_()
-    std = chains.bounded_std(raw, 0.1, 0.4)
-    density = chains.element_log_prob(x, torch.zeros_like(x), std)
-    grad = torch.autograd.grad(density.sum(), raw)[0]
-    z = (x / std).detach()
-    torch.testing.assert_close(grad, (z**2 - 1) * math.log(4.0) / 2)  # d ln p / d ln s = z^2 - 1, d ln s / d raw
-    assert torch.autograd.grad(density.sum(), x, allow_unused=True)[0] is None
-
-
-@given(
-    st.integers(1, 8),
-    st.integers(1, 6),
-    st.sampled_from(["all", "random_per_env", "random_per_batch", "last"]),
-    st.data(),
-)
+@given(st.integers(1, 8), st.integers(1, 6), st.sampled_from(SELECTIONS), st.data())
 def test_steps_that_are_drawn(batch: int, steps: int, selection, data) -> None:
     skip = data.draw(st.booleans()) and steps > 1
     count = data.draw(st.integers(1, steps - skip)) if selection == "last" else 1
@@ -135,8 +97,6 @@ def test_what_cannot_be_is_refused(call, message) -> None:
 # -- Transitions of action chunks against the golden arrays of pi_RL, DPPO and ReinFlow. Covered: every case of
 # samplers_vla (steps, noise head, annealing, rollout and replay), samplers_dppo (schedule, chains, log-probabilities)
 # and samplers_reinflow (chain, joint log-probabilities, noise bounds)
-
-
 Errors = dict[str, tuple[float, float]]
 
 
@@ -316,14 +276,8 @@ def check_schedule(case: Case, alpha_bars: Tensor) -> Errors:
     """Betas, posterior variance and the posterior's weights of the clean action and of the state, by timestep."""
     full = ddpm.ddpm_grid(alpha_bars)
     one, index = torch.ones(case.params["K"], 1, dtype=torch.float64), torch.arange(case.params["K"])
-    posterior = partial(
-        kernels.ddim,
-        alpha_bar=full.alpha_bar.flip(0),
-        alpha_bar_next=full.alpha_bar_next.flip(0),
-        eta=1.0,
-        prediction_type="sample",
-        recompute_noise=True,
-    )
+    levels = {"alpha_bar": full.alpha_bar.flip(0), "alpha_bar_next": full.alpha_bar_next.flip(0)}
+    posterior = partial(kernels.ddim, **levels, eta=1.0, prediction_type="sample", recompute_noise=True)
     variance = posterior(one, one).std[:, 0] ** 2
     assert torch.equal(full.timesteps.flip(0), index)
     return {
@@ -399,9 +353,8 @@ def test_reinflow(golden) -> None:
                 x = states[:, k]
                 at = sigmas[k], sigmas[k + 1]
                 std = case["std"][:, k].view(x.shape)
-                moved.append(
-                    chains.learned_noise(x, turned(x, at[0]), *at, std=std, clip=options["denoised_clip_value"])
-                )
+                clip = options["denoised_clip_value"]
+                moved.append(chains.learned_noise(x, turned(x, at[0]), *at, std=std, clip=clip))
             return Chain(states, torch.stack([m.mean for m in moved], 1), torch.stack([m.std for m in moved], 1))
 
         chain = joint(case["V_train"])

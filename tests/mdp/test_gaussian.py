@@ -72,8 +72,6 @@ def test_wrong_shapes_and_names_are_refused() -> None:
 
 
 # -- Tokens: their probabilities are torch's, a draw is decided by its noise alone and has their frequencies
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
 def test_probabilities_and_entropy_are_torchs(temperature: float) -> None:
     logits = 3.0 * keyed_noise((4, 3, 256), "logits")
@@ -107,21 +105,10 @@ def test_frequencies_of_draws_are_the_probabilities() -> None:
 
 
 # -- One rule for randomness
-
-
-KEYS = st.lists(st.one_of(st.integers(-(2**70), 2**70), st.text(max_size=8)), max_size=5)
-
-
-@given(KEYS, KEYS)
-def test_different_keys_give_different_seeds(first: list[int | str], second: list[int | str]) -> None:
-    same = [(type(k), k) for k in first] == [(type(k), k) for k in second]
-    assert (derive_seed(*first) == derive_seed(*second)) == same
-    assert 0 <= derive_seed(*first) < 2**63
-
-
 def test_boundaries_between_keys_count() -> None:
     assert len({derive_seed("ab", "c"), derive_seed("a", "bc"), derive_seed("abc"), derive_seed("a", "b", "c")}) == 4
     assert len({derive_seed(12, 3), derive_seed(1, 23), derive_seed("12", "3"), derive_seed(123)}) == 4
+    assert len({derive_seed(1), derive_seed("1"), derive_seed(-1), derive_seed(2**70), derive_seed()}) == 5
 
 
 def test_the_rule_is_pinned() -> None:
@@ -166,8 +153,6 @@ def test_the_global_generator_is_that_of_the_keys_and_then_as_it_was() -> None:
 
 
 # -- Prompt order: a permutation per epoch, the same for any number of processes
-
-
 @given(st.integers(1, 40), st.integers(1, 25), st.integers(0, 2**40), st.integers(0, 30))
 def test_every_row_is_used_once_before_any_is_used_twice(rows: int, per_iteration: int, seed: int, start: int) -> None:
     used = []
@@ -214,9 +199,7 @@ def test_shares_have_every_row_once_and_processes_in_step(count: int, size: int,
 @given(
     st.lists(st.integers(0, 2), min_size=6, max_size=40), st.integers(1, 4), st.integers(1, 5), st.integers(0, 2**40)
 )
-def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
-    buckets: list[int], together: int, pieces: int, seed: int
-) -> None:
+def test_pieces_are_of_one_bucket_and_use_its_rows_alike(buckets, together, pieces, seed) -> None:
     members = {b: [row for row, own in enumerate(buckets) if own == b] for b in buckets}
     per_epoch = sum(len(rows) // together for rows in members.values()) * together
     if not per_epoch:
@@ -242,8 +225,6 @@ def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
 
 
 # -- The forward process belongs to the kernels: with the right prediction, their deterministic steps stay on its path
-
-
 def pictures(seed: int) -> tuple[Tensor, Tensor]:
     return noise.keyed_noise((3, 2, 4), seed, "clean").double(), noise.keyed_noise((3, 2, 4), seed, "noise").double()
 
@@ -262,9 +243,7 @@ def test_an_ode_step_with_the_right_velocity_stays_on_the_path(seed: int, sigma:
     st.floats(0.0, 1.0),
     st.sampled_from(["epsilon", "v_prediction", "sample"]),
 )
-def test_a_ddim_step_with_the_right_prediction_stays_on_the_path(
-    seed: int, alpha_bar: float, share: float, kind: str
-) -> None:
+def test_a_ddim_step_with_the_right_prediction_stays_on_the_path(seed, alpha_bar, share, kind) -> None:
     clean, source = pictures(seed)
     target = levels.diffusion_target(clean, source, alpha_bar, kind)  # type: ignore[arg-type]
     next_level = alpha_bar + share * (1 - alpha_bar)
@@ -287,11 +266,7 @@ def test_levels_may_differ_per_sample_and_half_precision_is_computed_in_float32(
         assert torch.equal(low, sample(clean.bfloat16().float(), source.bfloat16().float(), 0.3))
 
 
-def test_the_ends_are_noise_and_data() -> None:
+def test_unknown_predictions_are_refused() -> None:
     clean, source = pictures(1)
-    assert torch.equal(levels.flow_sample(clean, source, 1.0), source)
-    assert torch.equal(levels.flow_sample(clean, source, 0.0), clean)
-    assert torch.equal(levels.diffusion_sample(clean, source, 0.0), source)
-    assert torch.equal(levels.diffusion_sample(clean, source, 1.0), clean)
     with pytest.raises(ValueError, match="prediction_type must be"):
         levels.diffusion_target(clean, source, 0.5, "x0")  # type: ignore[arg-type]

@@ -36,8 +36,6 @@ BY_NAME = pytest.mark.parametrize("kernel", STOCHASTIC.values(), ids=STOCHASTIC)
 
 
 # Replay --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, torch.float16])
 @BY_NAME
 def test_a_replayed_step_has_ratio_one_bit_for_bit(kernel, storage: torch.dtype) -> None:
@@ -98,13 +96,7 @@ def test_wrong_arguments_are_refused() -> None:
         kernels.ddim(x, v, 0.0, 0.5, eta=1.0, prediction_type="epsilon")
 
 
-def test_names_offered_to_configurations_exist() -> None:
-    assert all(callable(getattr(kernels, name)) for name in kernels.FLOW_KERNELS)
-
-
 # DDIM ----------------------------------------------------------------------------------------------------------------
-
-
 class NoFloat64OnTheWay(TorchDispatchMode):
     """As on MPS, which has no float64: no conversion from or to it together with a change of device."""
 
@@ -144,8 +136,6 @@ def test_a_step_on_the_device_is_the_step_on_the_host(where: str) -> None:
 
 
 # -- Every kernel against the numbers of the released trainers (golden samplers_* and trainers_sde_step)
-
-
 Errors = dict[str, tuple[float, float]]
 
 
@@ -281,16 +271,10 @@ def test_ddim(golden) -> None:
         threshold = None
         if options.get("thresholding"):
             threshold = options["dynamic_thresholding_ratio"], options["sample_max_value"]
-        step = kernels.ddim(
-            case["x"],
-            case["model_output"],
-            *now,
-            eta=options["eta"],
-            prediction_type=options["prediction_type"],
-            clip_range=clip,
-            threshold=threshold,
-            recompute_noise=options.get("use_clipped_model_output", False),
-        )
+        again = options.get("use_clipped_model_output", False)
+        how = {name: options[name] for name in ("eta", "prediction_type")}
+        how |= {"clip_range": clip, "threshold": threshold, "recompute_noise": again}
+        step = kernels.ddim(case["x"], case["model_output"], *now, **how)
         result = compare(case, step, full_density, 2e-5, max(1e-4, through(step.std, 1e-5)))
         if "x0_pred" in case:
             kind = options["prediction_type"]
@@ -406,7 +390,7 @@ def test_ode_and_flow_ddim(golden) -> None:
         return result
 
     def left_out(case: Case) -> bool:
-        """Multistep solvers, and windows whose noise is not stored: tests/mdp/test_dpm.py."""
+        """Multistep solvers, and windows whose noise is not stored: test_schedules."""
         kind = case.params["kind"]
         return case.params.get("order", 1) > 1 or kind.endswith("dpm2") or kind == "mixed_window_trajectory"
 

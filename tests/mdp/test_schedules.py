@@ -1,6 +1,5 @@
 """Grids and windows: golden samplers_schedules, and what holds for any of them."""
 
-import json
 import math
 import re
 from functools import partial
@@ -11,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genrl.diffusion.steps.plans import geometric_window, window_steps
-from genrl.mdp import kernels, levels, plan
+from genrl.mdp import ddpm, kernels, levels, plan
+from genrl.mdp.dpm import Prediction, dpm_solver, predict
 from genrl.mdp.plan import compress_tail, make_plan, moving_window
 from genrl.objectives.groups import group_advantages
-from tests.golden_cases import Arrays, Case, cases, check_all, error
+from tests.golden_cases import Arrays, Case, check_all, error, through
 from tests.reference.grids import is_truncated, shifted_grid
-from tests.reference.released_windows import mixgrpo_window, released_points
+from tests.reference.released_windows import released_points
 
 ROUNDING = 5e-7
 """Of a few operations in float32."""
 
 
 def test_golden_grids(golden) -> None:
-    """Left out: those that diffusers' schedulers make on a way of their own, and MixGRPO-Flash's (test_dpm)."""
+    """Left out: those that diffusers' schedulers make on a way of their own, and MixGRPO-Flash's (below)."""
 
     def check(case: Case) -> dict[str, tuple[float, float]]:
         kind, steps = case.params["kind"], case.params["N"]
@@ -99,8 +99,6 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
 
 
 # -- Windows that move, and the laws of those that are drawn: full at every iteration, where they should be
-
-
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 12), st.integers(1, 5), st.integers(0, 200))
 def test_a_moving_window_is_always_full(size: int, low: int, extra: int, every: int, iteration: int) -> None:
     high = low + size + extra
@@ -111,24 +109,16 @@ def test_a_moving_window_is_always_full(size: int, low: int, extra: int, every: 
         assert 0 <= window.start - before <= 1
 
 
-def test_a_moving_window_reaches_every_step_and_stays_as_long_as_told() -> None:
-    starts = [plan.moving_window(4, 0, 8, iteration=i, every=3).start for i in range(40)]
-    assert starts[:15] == [start for start in range(5) for _ in range(3)] and set(starts[12:]) == {4}
-
-
-def test_a_ratio_of_1_makes_all_starts_alike() -> None:
-    assert plan.geometric_start_probabilities(4, 1.0) == [0.25] * 4
+def test_a_draw_near_1_is_the_last_start() -> None:
     assert plan.draw_start([0.25] * 4, 1.0 - 1e-17) == 3
     for starts, ratio in ((0, 0.5), (3, 0.0), (3, 1.1)):
         with pytest.raises(ValueError, match="at least one start"):
             plan.geometric_start_probabilities(starts, ratio)
 
 
-def test_the_backward_interval_grows_to_the_longest_and_stays() -> None:
-    intervals = [plan.backward_interval(20, shortest=14, longest=18, stages=10, stage=s) for s in range(15)]
-    assert all(interval.stop == 20 for interval in intervals)
-    lengths = [len(interval) for interval in intervals]
-    assert lengths[0] == 14 and lengths == sorted(lengths) and lengths[9:] == [18] * 6
+def test_the_backward_interval_stays_at_the_longest() -> None:
+    interval = plan.backward_interval(20, shortest=14, longest=18, stages=10, stage=14)
+    assert interval == range(2, 20)
     with pytest.raises(ValueError, match="1 <= shortest <= longest <= steps"):
         plan.backward_interval(10, shortest=4, longest=11, stages=5, stage=0)
 
@@ -138,11 +128,9 @@ def test_the_noise_of_one_depth_does_not_grow() -> None:
     assert plan.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
 
 
-# -- MixGRPO as released: windows, tails, transitions, sums of advantages (golden tree_mixgrpo and samplers_windows)
-
-
+# -- MixGRPO as released: windows, tails, transitions, sums of advantages (golden tree_mixgrpo)
 def check_flash(a: Arrays, tag: str) -> None:
-    """A compressed tail as released, and how many steps the paper has (-1: the window is past its range)."""
+    """MixGRPO-Flash's tail as released, and how many steps the paper has (-1: the window is past its range)."""
     steps, start, size, cap, ratio, shift = a.given(f"{tag}_T_start_w_cap_ratio_shift").tolist()
     steps, start, size, cap = int(steps), int(start), int(size), int(cap)
     grid, last = shifted_grid(steps, shift), min(start + size, cap)
@@ -168,59 +156,13 @@ def check_flash(a: Arrays, tag: str) -> None:
     a.check(f"{tag}_nfe_paper", plan.calls)
 
 
-STEPS = r"(step_|flow\d|dance\d)"
-"""Names in the file that belong to single transitions."""
-
-
-def test_transitions(golden) -> None:
-    a = Arrays(golden("tree_mixgrpo"))
-    x, v, given, sigmas = (a.given(f"step_{name}") for name in ("x", "v", "given_next", "sigmas"))
-    eta = float(a.given("step_eta"))
-    for tag in a.tags(r"(flow\d+)_mean"):
-        at = int(tag.removeprefix("flow"))
-        level = sigmas[at], sigmas[at + 1]
-        step = kernels.flow_sde(x, v, *level, noise_level=eta, sigma_max=sigmas[1])
-        a.check(f"{tag}_mean", step.mean)
-        a.check(f"{tag}_std", step.std.flatten()[0])
-        drawn, straight = kernels.sample(step.mean, step.std, a.given(f"{tag}_noise")), kernels.ode(x, v, *level).mean
-        a.check(f"{tag}_det0_next", drawn)
-        a.check(f"{tag}_det1_next", straight)
-        a.check(f"{tag}_x0", kernels.ode(x, v, level[0], 0.0).mean)
-        # The peer's constant is of float32. An ODE step's value is meaningless: it is never asked for elsewhere.
-        for name, at_point in (("given", given), ("det0", drawn), ("det1", straight)):
-            a.check(f"{tag}_{name}_logp", kernels.log_prob(at_point, step.mean, step.std), rtol=1e-9, atol=5e-8)
-    for tag in a.tags(r"(dance\d+)_mean"):
-        at = int(tag.removeprefix("dance"))
-        step = kernels.dance_sde(x, v, sigmas[at], sigmas[at + 1], noise_level=eta)
-        a.check(f"{tag}_mean", step.mean)
-        a.check(f"{tag}_std", step.std.flatten()[0])
-        full = kernels.log_prob(given, step.mean, step.std)
-        a.check(f"{tag}_given_logp_full", full, rtol=1e-9, atol=5e-8)
-        peak = kernels.log_prob(step.mean, step.mean, step.std)
-        a.check(f"{tag}_given_logp_no_const", full - peak, rtol=1e-9, atol=5e-8)
-    a.all_used(f"{STEPS}.*")
-
-
 def test_windows_tails_and_advantages(golden) -> None:
     a = Arrays(golden("tree_mixgrpo"))
-    for tag in a.tags(r"(sched_\w+)_cfg_json"):
-        o = json.loads(a.text(f"{tag}_cfg_json"))
-        plan = [
-            mixgrpo_window(o["w"], o["M"], iteration=iteration, strategy=o["strategy"], every=o["tau"],
-                           stride=o["stride"] if o["overlap"] else None, wrap=o["roll"], first=o["start"], seed=1000,
-                           longest=o["max_it"], shortest=o["min_it"], rate=o["k"], threshold=o["thr"])
-            for iteration in range(len(a.given(f"{tag}_start")))
-        ]  # fmt: skip
-        a.check(f"{tag}_start", [window.start for window in plan])
-        a.check(f"{tag}_length", [len(window) for window in plan])
     for tag in a.tags(r"(paper_T\w+)"):
-        steps, size, stride, every = (
-            int(number) for number in re.fullmatch(r"paper_T(\d+)_w(\d+)_s(\d+)_tau(\d+)", tag).groups()
-        )
-        starts = [
-            moving_window(size, 0, steps, iteration=iteration, every=every, stride=stride).start
-            for iteration in range(len(a.given(tag)))
-        ]
+        groups = re.fullmatch(r"paper_T(\d+)_w(\d+)_s(\d+)_tau(\d+)", tag).groups()
+        steps, size, stride, every = map(int, groups)
+        window = partial(moving_window, size, 0, steps, every=every, stride=stride)
+        starts = [window(iteration=iteration).start for iteration in range(len(a.given(tag)))]
         a.check(tag, starts)
 
     for tag in a.tags(r"(post\d+)_sigmas"):
@@ -228,45 +170,17 @@ def test_windows_tails_and_advantages(golden) -> None:
 
     rewards, weights = a.given("adv_rewards"), a.given("adv_weights").tolist()
     groups = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
-    parts = [
-        group_advantages(column.flatten(), groups, scale="group", eps=1e-8, ddof=1) for column in rewards.unbind(-1)
-    ]
+    normalised = partial(group_advantages, group=groups, scale="group", eps=1e-8, ddof=1)
+    parts = [normalised(column.flatten()) for column in rewards.unbind(-1)]
     total = sum(w * part for w, part in zip(weights, parts, strict=True)).view(rewards.shape[:2])
     a.check("adv_sum_of_normalised", total)
     for limit in a.tags(r"adv_clipped(\d+)"):
         a.check(f"adv_clipped{limit}", total.clamp(-int(limit), int(limit)))
-    a.all_used(but=f"{STEPS}.*")
-
-
-def test_windows_of_whole_runs(golden) -> None:
-    """Left out: draws of Flow-GRPO-Fast, Adv-GRPO and Flow-Factory, whose windows nothing here has."""
-    kinds = [case for case in cases(golden("samplers_windows")) if case.params["kind"] == "mixgrpo_window"]
-    assert kinds
-    for case in kinds:
-        p = case.params
-        plan = [
-            mixgrpo_window(
-                p["group_size"],
-                p["max_timesteps"],
-                iteration=iteration,
-                strategy=p["sample_strategy"],
-                every=p["iters_per_group"],
-                stride=p.get("prog_overlap_step", 1) if p.get("prog_overlap", True) else None,
-                wrap=p.get("roll_back", True),
-                longest=p.get("max_iters_per_group"),
-                shortest=p.get("min_iters_per_group"),
-                rate=p.get("exp_decay_k", 0.1),
-                threshold=p.get("exp_decay_thre_timestep", 13),
-            )
-            for iteration in range(len(case["start"]))
-        ]
-        assert [window.start for window in plan] == case["start"].tolist(), case.id
-        assert [len(window) for window in plan] == case["size"].tolist(), case.id
+    # transitions: test_kernels, by other arrays of the same peer; the released windows may be empty, ours are full
+    a.all_used(but=r"(step_|flow\d|dance\d|sched_).*")
 
 
 # -- Draws of noise levels: golden trainers_schedules (its columns of times), and their distributions
-
-
 def test_golden_times(golden) -> None:
     """Flow-Factory draws positions on the way from noise (t = 1000) to data, in a range of .9 of it."""
     a = Arrays(golden("trainers_schedules"))
@@ -294,16 +208,6 @@ def test_golden_times(golden) -> None:
     a.all_used("out_ff_(discrete|logit_normal).*")
 
 
-@given(st.integers(1, 20), st.integers(0, 999))
-def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None:
-    normal = levels.logit_normal_draws(count, torch.Generator().manual_seed(seed))
-    assert normal.min() >= 0.01 and normal.max() < 1.0
-    quantiles = torch.special.ndtr(normal.logit())
-    inside = (normal > 0.01) & (normal < 1 - 1e-6)  # where the floor did not act
-    parts = (quantiles.sort().values * count + 1e-3).floor()
-    assert ((parts - torch.arange(count)).abs()[inside.sort().values] <= 1).all()
-
-
 @given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
 def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
     steps = levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
@@ -320,3 +224,80 @@ def test_no_draw_is_refused() -> None:
         levels.logit_normal_draws(0, source)
     with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
         levels.stratified_steps(2, 3, 1, source)
+
+
+# -- The multistep solver: golden samplers_ode_dpm; what it and DPPO's grids refuse
+Errors = dict[str, tuple[float, float]]
+
+
+def solver_case(case: Case) -> Errors:
+    """Over the prescribed velocities. As released, third order drops to second before the last of few steps."""
+    kind = case.params["kind"]
+    order = case.params.get("order", 2 if kind.endswith("dpm2") else 1)
+    correction, stochastic = case.params.get("solver_type", "midpoint"), kind == "sde_dpm_trajectory"
+    x, states, densities, history, smallest = case["X"][0], [case["X"][0]], [], [], torch.ones(())
+    steps = len(case["V"])
+    for i, v in enumerate(case["V"]):
+        sigma, sigma_next = case["sigmas"][i], case["sigmas"][i + 1]
+        most = 1 if i == steps - 2 and steps < 15 else 2
+        used = history[-min(order - 1, most) :] if order > 1 else []
+        step = dpm_solver(x, v, sigma, sigma_next, used, correction=correction, stochastic=stochastic)
+        history.append(predict(x, v, sigma))
+        x = kernels.sample(step.mean, step.std, case["Z"][i]) if stochastic else step.mean
+        states.append(x)
+        if stochastic and bool((step.std > 0).all()):
+            densities.append(kernels.log_prob(case["X"][i + 1], step.mean, step.std))
+            smallest = torch.minimum(smallest, step.std.min())
+    result = {"states": (error(torch.stack(states), case["X"]), 4e-6)}
+    if stochastic:
+        assert case["logp"][-1].isnan().all() and len(densities) == len(case["V"]) - 1
+        result["logp"] = error(torch.stack(densities), case["logp"][:-1]), through(smallest, 4e-6)
+    return result
+
+
+def window_case(case: Case) -> Errors:
+    """ODE steps around a window of noise; the noise is drawn as the case says (X is [B, N + 1, ...] here)."""
+    draws = torch.Generator().manual_seed(int(re.search(r"manual_seed\((\d+)\)", case.params["rng"])[1]))
+    sigmas, x, dance = case["sigmas"], case["X"][:, 0], case.params["dynamics"] == "dance"
+    states, worst = [x], 0.0
+    for i, v in enumerate(case["V"]):
+        at, in_window = (x, v, sigmas[i], sigmas[i + 1]), i in case.params["window"]
+        assert in_window != bool(case["deterministic"][i])
+        noise = torch.randn(x.shape, generator=draws) if in_window or not dance else None
+        if not in_window:  # the log-probability stored here is meaningless, and ours is not defined
+            x = kernels.ode(*at).mean
+        else:
+            level = case.params["eta"]
+            noisy = kernels.dance_sde if dance else partial(kernels.flow_sde, sigma_max=sigmas[1])
+            step = noisy(*at, noise_level=level)
+            x = kernels.sample(step.mean, step.std, noise)
+            density = kernels.log_prob(case["X"][:, i + 1], step.mean, step.std)
+            if dance:  # released without its constants
+                density = density - kernels.log_prob(step.mean, step.mean, step.std)
+            worst = max(worst, error(density, case["logp"][:, i]) / through(step.std, 4e-6))
+        states.append(x)
+    return {"states": (error(torch.stack(states, dim=1), case["X"]), 4e-6), "logp": (worst, 1.0)}
+
+
+def test_golden_trajectories(golden) -> None:
+    def check(case: Case) -> Errors:
+        return window_case(case) if case.params["kind"] == "mixed_window_trajectory" else solver_case(case)
+
+    def left_out(case: Case) -> bool:
+        """Euler steps and DDIM: tests/mdp/test_kernels.py."""
+        return case.params["kind"] in ("euler_ode_trajectory", "flow_ddim")
+
+    check_all(golden("samplers_ode_dpm"), check, left_out)
+
+
+def test_solvers_and_grids_that_cannot_be_are_refused() -> None:
+    x = torch.zeros(1, 2)
+    for sigma, sigma_next in ((0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1)):
+        with pytest.raises(ValueError, match="smaller sigma_next"):
+            dpm_solver(x, x, sigma, sigma_next)
+    with pytest.raises(ValueError, match="history of 2"):
+        dpm_solver(x, x, 0.5, 0.4, [Prediction(x, 0.7), Prediction(x, 0.6)], stochastic=True)
+    with pytest.raises(ValueError, match="cannot be taken"):
+        ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 21)
+    with pytest.raises(ValueError, match="fine-tuned"):
+        ddpm.fine_tuned(torch.arange(5), 5, 6)

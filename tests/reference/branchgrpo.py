@@ -11,11 +11,6 @@ def copied_calls(plan: SamplingPlan) -> int:
     return sum(nodes[step + 1] if ways > 1 else nodes[step] for step, ways in enumerate(plan.branching))
 
 
-def uniform_splits(count: int, steps: int) -> tuple[int, ...]:
-    """`count` split steps spread evenly over the schedule from step 0: floor(k steps / count) (BranchGRPO's code)."""
-    return tuple(k * steps // count for k in range(count))
-
-
 def repeated_windows(size: int, stride: int, steps: int) -> tuple[int, ...]:
     """Steps i with i mod stride < size: windows that begin at every multiple of `stride` (BranchGRPO-Mix's code)."""
     return tuple(step for step in range(steps) if step % stride < size)

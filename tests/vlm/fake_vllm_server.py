@@ -60,20 +60,13 @@ class Handler(BaseHTTPRequestHandler):
         params = fake_vllm.SamplingParams(**sampling)
         prompt = {"prompt_token_ids": given["token_ids"], "multi_modal_data": {"image": pictures}}
         made = self.llm.one(prompt, params)
-        choices = [
-            {
-                "index": one.index,
-                "token_ids": one.token_ids,
-                "logprobs": {
-                    "content": [
-                        {"token_id": t, "logprob": chance[t].logprob}
-                        for t, chance in zip(one.token_ids, one.logprobs, strict=True)
-                    ]
-                },
-                "weight_versions": [{"version": self.llm.version, "start": 0, "end": len(one.token_ids)}],
-            }
-            for one in made.outputs
-        ]
+        choices = []
+        for one in made.outputs:
+            pairs = zip(one.token_ids, one.logprobs, strict=True)
+            content = [{"token_id": token, "logprob": chance[token].logprob} for token, chance in pairs]
+            drawn = {"index": one.index, "token_ids": one.token_ids, "logprobs": {"content": content}}
+            spans = [{"version": self.llm.version, "start": 0, "end": len(content)}]
+            choices.append(drawn | {"weight_versions": spans})
         return {"choices": choices, "prompt_token_ids": made.prompt_token_ids}
 
 

@@ -92,12 +92,9 @@ def test_several_pictures_and_places_are_read_back_and_trained_on(tmp_path: Path
     assert [line["prompt"] for line in written] == [line["prompt"] for line in lines]
     assert [len(line["image"] or []) for line in written] == [2, 2, 0]
     (tmp_path / "second").mkdir()
-    config = vlm_runs.config(
-        tmp_path / "second",
-        vlm={"path": str(model)},
-        task={"name": None, "train": str(own / "train.jsonl")},
-        trainer={"algorithm": "sft", "target": "response", "batch_size": 3},
-    )
+    trainer = {"algorithm": "sft", "target": "response", "batch_size": 3}
+    task = {"name": None, "train": str(own / "train.jsonl")}
+    config = vlm_runs.config(tmp_path / "second", vlm={"path": str(model)}, task=task, trainer=trainer)
     before, after = Questions(asked, "train"), Questions(config, "train")
     for number in range(3):
         one, other = policy.encode(before[number].prompt).tokens, policy.encode(after[number].prompt).tokens

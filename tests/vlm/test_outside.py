@@ -68,9 +68,8 @@ class Scaled(Answers):
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    (example,) = re.findall(
-        r"```python\n(# stripes\.py.*?)```", (ROOT / "docs" / "vlm_tasks.md").read_text(), re.DOTALL
-    )
+    page = (ROOT / "docs" / "vlm_tasks.md").read_text()
+    (example,) = re.findall(r"```python\n(# stripes\.py.*?)```", page, re.DOTALL)
     (tmp_path / "tasks.py").write_text(example + TASKS)
     (tmp_path / "policies.py").write_text(POLICIES)
     (tmp_path / "methods.py").write_text(METHODS)
@@ -88,14 +87,11 @@ def test_a_task_from_a_file(code: Path) -> None:
     own = {"rewards": [{"name": "exact"}, vlm_runs.low(code)], "evaluation": evaluation, "iterations": 2}
     assert_resumes(train, vlm_runs.config(code, task=task, **own), code)
     assert rows(code / "run")[-1]["eval/accuracy_mean"] is not None
+    read = vlm_runs.config(code, task={"name": f"{code / 'tasks.py'}:Sums"})  # questions that are read
+    assert len(Questions(read, "train")) == 10 and len(Questions(read, "eval")) == 3
+    assert Questions(read, "train")[4].columns["answer"] == "6"
     judged = CliRunner().invoke(app, ["eval", str(code / "run"), "--num-prompts", "4"])
     assert judged.exit_code == 0 and "right answers" in judged.output
-
-
-def test_a_task_whose_questions_are_read(code: Path) -> None:
-    config = vlm_runs.config(code, task={"name": f"{code / 'tasks.py'}:Sums"})
-    assert len(Questions(config, "train")) == 10 and len(Questions(config, "eval")) == 3
-    assert Questions(config, "train")[4].columns["answer"] == "6"
 
 
 def test_a_vision_language_model_that_is_loaded_in_its_own_way(code: Path) -> None:
@@ -128,9 +124,7 @@ def test_a_policy_that_samples_its_answers_itself(code: Path) -> None:
         ({"vlm": {"output": "policies.py:Carefull"}}, "vlm.output", "did you mean Careful?"),
     ],
 )
-def test_what_cannot_be_found_is_said(
-    changes: dict[str, Any], key: str, text: str, code: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_found_is_said(changes: dict[str, Any], key: str, text: str, code, monkeypatch) -> None:
     monkeypatch.chdir(code)
     with pytest.raises(ConfigError, match=key) as caught:
         vlm_runs.config(code, **changes)

@@ -12,7 +12,7 @@ import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from genrl.config import ConfigError, load
+from genrl.config import load
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.folder import load_trained, save_model
 from genrl.vlm.policies.loading import loaded
@@ -20,18 +20,19 @@ from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.train import train
 from tests.run_folders import assert_resumes, rows
-from tests.vlm import test_economy, test_music, test_sequence_training, tiny_checkpoints, tiny_musicgen, vlm_runs
+from tests.vlm import test_music, test_sequence_training, test_train, tiny_checkpoints, tiny_musicgen, vlm_runs
 from tests.vlm.methods import test_rlfr, test_sft
 from tests.vlm.methods.episodes import agent_runs, test_archer, test_sub_agents
 from tests.vlm.policies import test_sequences
 from tests.vlm.policies.test_token_policy import picture
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 STAGES = [
     {"iterations": 1, "trainer": test_sft.SFT, "optimizer": {"lr": 1e-3}},
     {"iterations": 1, "optimizer": {"lr": 1e-4}},
 ]
 SPREAD = [{"name": f"{test_sequences.__file__}:shortness"}]
+ONE = {"iterations": 1}
 FEW = {"prompts_per_iteration": 2, "group_size": 4}
 
 
@@ -70,13 +71,11 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "adafactor": lambda place: optimised(place, "adafactor"),
     "adamw_8bit": lambda place: optimised(place, "adamw_8bit"),
     "prodigy": lambda place: optimised(place, "prodigy", 1.0),
-    "chosen questions and answers": lambda place: test_economy.config(place),
-    "chosen questions of rlfr": lambda place: test_economy.config(place, trainer={"preset": "rlfr"}),
+    "chosen questions and answers": lambda place: test_train.economical(place),
+    "chosen questions of rlfr": lambda place: test_train.economical(place, trainer={"preset": "rlfr"}),
     "rlfr": lambda place: test_rlfr.config(place),
     "sft, then grpo": lambda place: vlm_runs.config(place, stages=STAGES, iterations=2),
-    "sft at a rate of its own, then grpo": lambda place: vlm_runs.config(
-        place, stages=[STAGES[0], {"iterations": 1}], iterations=2
-    ),
+    "sft at its rate, then grpo": lambda place: vlm_runs.config(place, stages=[STAGES[0], ONE], iterations=2),
     "episodes that go on": lambda place: agent_runs.config(place, "vl_dac"),
     "groups of episodes": lambda place: agent_runs.config(place, "para_grpo"),
     "sub-agents": asking,
@@ -93,10 +92,8 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "an adapter of musicgen": lambda place: music(place, "music_rl", test_music.LORA),
     "preferences of music": music_preference,
 }
-SLOW = (
-    *("adafactor", "adamw_8bit", "prodigy", "chosen questions of rlfr", "sub-agents", "trloo", "ui_s1"),
-    *("pictures by dpo", "an adapter of musicgen"),
-)
+SLOW = "adafactor adamw_8bit prodigy sub-agents trloo ui_s1".split()
+SLOW += ["chosen questions of rlfr", "pictures by dpo", "an adapter of musicgen"]
 
 
 @pytest.mark.parametrize("name", fast_first(RUNS, [name for name in RUNS if name not in SLOW]))
@@ -110,29 +107,40 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path, monke
     assert all(row["grad_norm"] > 0 for row in (first, second))
 
 
-# -- LoRA on weights in fewer bits (`vlm.quantize`): trained, resumed, exported; nf4 by bitsandbytes on the CPU
+# -- Whole runs of models as users have them: trained, resumed bit for bit, exported; all weights, LoRA, and LoRA on
+# weights in fewer bits (`vlm.quantize`; nf4 by bitsandbytes on the CPU)
+LORA: dict[str, Any] = {"lora": {"rank": 2}}
+NEWER = ("llava_onevision", "internvl", "gemma3", "mistral3", "pixtral", "glm4v", "glm46v", "kimi_k25")
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    *(("qwen2_5_vl", {}), ("qwen2_5_vl", LORA), ("qwen3_vl", LORA), ("smolvlm", {})),
+    *((family, LORA if number % 2 else {}) for number, family in enumerate(NEWER)),
+    *(("qwen2_5_vl", LORA | {"quantize": "int8"}), ("gemma3", LORA | {"quantize": "fp8"})),
+    *(("smolvlm", LORA | {"quantize": "nf4"}),),
+    ("qwen2_5_vl", LORA | {"quantize": "nf4", "gradient_checkpointing": True}),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "kind", "again"),
-    [("qwen2_5_vl", "int8", False), ("qwen2_5_vl", "nf4", True), ("smolvlm", "nf4", False), ("gemma3", "fp8", False)],
-)
-def test_train_resume_export(family: str, kind: str, again: bool, tmp_path: Path) -> None:
-    model = tiny_checkpoints.save(family, tmp_path / "model")
+@pytest.mark.parametrize(("family", "vlm"), MODELS)
+def test_train_resume_export(family: str, vlm: dict[str, Any], tmp_path: Path) -> None:
+    """VPPO with a KL: pictures with black patches and a reference beside the usual passes, ragged pixels cut. In fewer
+    bits, whose rounding depends on the pass, one update of GRPO."""
+    model, kind = tiny_checkpoints.save(family, tmp_path / "model"), vlm.get("quantize")
+    trainer = {"preset": "grpo", "micro_batch": 4} if kind else {"preset": "vppo", "updates": 2, "micro_batch": 3}
     config = vlm_runs.config(
         tmp_path,
-        vlm={"path": str(model), "lora": {"rank": 2}, "quantize": kind, "gradient_checkpointing": again},
+        vlm={"path": str(model), **vlm},
         rewards=[vlm_runs.low(tmp_path)],
-        trainer={"preset": "grpo", "regularisers": [{"name": "kl"}], "micro_batch": 4},
-        optimizer={"lr": 1e-2},
+        trainer={**trainer, "regularisers": [{"name": "kl"}]},
+        optimizer={"lr": 1e-2 if kind else 1e-3},
         iterations=2,
     )
     assert_resumes(train, config, tmp_path)
     run = Path(config.output)
     trained = [row for row in rows(run) if "grad_norm" in row]
-    assert len(trained) == 2 and all(abs(row["ratio/max"] - 1) < 1e-5 for row in trained)
-    assert all(row["grad_norm"] > 0 for row in trained) and trained[0]["sampler/gap_max"] < 1e-4
+    assert len(trained) == 2 and all(row["grad_norm"] > 0 for row in trained)
+    assert all(abs(row["ratio/max"] - 1) < 1e-5 if kind else row["sampler/gap_max"] < 1e-4 for row in trained)
+    assert trained[0]["sampler/gap_max"] < 1e-4
 
     policy = load_trained(config, run)
     question = policy.encode(vlm_runs.first_question(config))
@@ -142,78 +150,28 @@ def test_train_resume_export(family: str, kind: str, again: bool, tmp_path: Path
         with torch.no_grad():
             return judge.log_probs([question], tokens, mask, group=group).log_prob
 
-    held = scored(policy)
+    # exported whole, it is a model of transformers' with the names of the one that was trained, and answers alike
+    whole, plain = save_model(policy, str(model), tmp_path / "whole", full=True), Policy(str(model))
+    held, before, found = scored(policy), scored(plain), scored(Policy(str(whole)))
+    if not kind:
+        assert {*load_file(model / "model.safetensors")} == {*load_file(whole / "model.safetensors")}
+        torch.testing.assert_close(found, held, rtol=0, atol=2e-5)
+        assert (found - before).abs().max() > 1e-3
+        return
+    # of fewer bits, the adapter loads into the published weights, and merged into these it is the same model
     layers = dict(policy.model.named_modules())
     linear = next(m for name, m in layers.items() if name.endswith("q_proj.base_layer"))
     assert linear.weight.dtype == torch.uint8 if kind == "nf4" else type(linear.weight) is not torch.nn.Parameter
     assert policy.model.get_output_embeddings().weight.dtype == torch.float32
-
-    # the adapter loads into the published weights, and merged into these it is the same model
     adapter = save_model(policy, str(model), tmp_path / "adapter")
-    plain = Policy(str(model))
-    before = scored(plain)
     plain.model = PeftModel.from_pretrained(loaded(str(model), torch.float32).model, adapter).get_base_model().eval()
     adapted = scored(plain)
-    whole = scored(Policy(str(save_model(policy, str(model), tmp_path / "whole", full=True))))
-    torch.testing.assert_close(whole, adapted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found, adapted, rtol=0, atol=2e-5)
     assert 1e-4 < (adapted - before).abs().max()  # it has learnt
     assert 1e-6 < (held - adapted).abs().max()  # and what it learnt on was rounded
 
 
-def test_what_cannot_be_quantised(tmp_path: Path) -> None:
-    for more, match in (
-        ({"vlm": {"quantize": "int4", "lora": {"rank": 2}}}, r"vlm.quantize.*packed four-bit"),
-        ({"vlm": {"quantize": "nf4"}}, r"vlm.quantize, vlm.lora|quantised weights cannot be trained"),
-        ({"vlm": {"quantize": "nf4", "lora": {}}, "distributed": {"fsdp": True}}, "cannot be divided"),
-        ({"vlm": {"quantize": "int8", "lora": {}}, "generation": {"vllm": {}}}, "vLLM is sent merged weights"),
-    ):
-        with pytest.raises(ConfigError, match=match):
-            vlm_runs.config(tmp_path, **more)
-
-
-# -- Whole runs of models as users have them: trained, resumed bit for bit, exported; all weights, or LoRA
-
-
-NEWER = ("llava_onevision", "internvl", "gemma3", "mistral3", "pixtral", "glm4v", "glm46v", "kimi_k25")
-RUNS_FAMILIES_TRAIN = [("qwen2_5_vl", False), ("qwen2_5_vl", True), ("qwen3_vl", True), ("smolvlm", False)]
-RUNS_FAMILIES_TRAIN += [(family, number % 2 == 1) for number, family in enumerate(NEWER)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "adapted"), RUNS_FAMILIES_TRAIN)
-def test_train_resume_export_families_train(family: str, adapted: bool, tmp_path: Path) -> None:
-    """VPPO with a KL: pictures with black patches and a reference beside the usual passes, ragged pixels cut."""
-    model = tiny_checkpoints.save(family, tmp_path / "model")
-    changes = {
-        "vlm": {"path": str(model), **({"lora": {"rank": 2}} if adapted else {})},
-        "rewards": [vlm_runs.low(tmp_path)],
-        "trainer": {"preset": "vppo", "regularisers": [{"name": "kl"}], "updates": 2, "micro_batch": 3},
-        "optimizer": {"lr": 1e-3},
-    }
-    config = vlm_runs.config(tmp_path, iterations=2, **changes)
-    assert_resumes(train, config, tmp_path)
-    run = Path(config.output)
-    trained = [row for row in rows(run) if "grad_norm" in row]
-    assert len(trained) == 2 and all(row["grad_norm"] > 0 and row["sampler/gap_max"] < 1e-4 for row in trained)
-
-    # exported whole, it is a model of transformers' with the names of the one that was trained, and answers alike
-    policy = load_trained(config, run)
-    question = policy.encode(vlm_runs.first_question(config))
-    tokens, mask, group = torch.arange(65, 71)[None], torch.ones(1, 6), torch.tensor([0])
-    with torch.no_grad():
-        want = policy.log_probs([question], tokens, mask, group=group).log_prob
-        whole = Policy(str(save_model(policy, str(model), tmp_path / "whole", full=True)))
-        found = whole.log_probs([question], tokens, mask, group=group).log_prob
-        before = Policy(str(model)).log_probs([question], tokens, mask, group=group).log_prob
-    torch.testing.assert_close(found, want, rtol=0, atol=2e-5)
-    assert (found - before).abs().max() > 1e-3
-    names = [set(load_file(folder / "model.safetensors")) for folder in (model, tmp_path / "whole")]
-    assert names[0] == names[1]
-
-
 # -- The files of docs/from_easyr1.md: shown as they are, and run on a few rows of their format with tiny models
-
-
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("from_trl_geometry3k", "from_easyr1_video", "from_verl_tool")
 

@@ -1,9 +1,13 @@
 """Whole tiny runs of the policies that make pictures, masked texts, bodies and tunes; their losses by hand."""
 
+import io
 import json
+import shutil
+import wave
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -11,20 +15,26 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
-from genrl.config import load
+from genrl.config import dump, load
 from genrl.objectives.preferences import pair_loss
+from genrl.runtime.show.compare.page import Page, key_path
+from genrl.vlm.evaluate import compare
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.rollout.rollout import draw
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.train import train
+from genrl_rewards.scorers.texts.tunes import sound_quality
+from tests.cli import commands
 from tests.run_folders import rows
+from tests.runtime.show.compare import pages
 from tests.vlm import vlm_runs
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 GROUPS = {"prompts_per_iteration": 2, "group_size": 3}
+TUNES = "rewards/genrl_rewards/scorers/texts/tunes.py"
 KINDS: dict[str, dict[str, Any]] = {
     "image": {
         "vlm": {"path": str(ASSETS / "tiny-janus"), "output": "image"},
@@ -48,10 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "vlm": {"path": str(ASSETS / "tiny-tunes"), "output": "audio"},
         "task": {"name": "tunes"},
         "generation": {**GROUPS, "max_new_tokens": 11, "temperature": 0.99},
-        "rewards": [
-            {"name": "rewards/genrl_rewards/scorers/texts/tunes.py:text_fit"},
-            {"name": "rewards/genrl_rewards/scorers/texts/tunes.py:sound_quality"},
-        ],
+        "rewards": [{"name": f"{TUNES}:text_fit"}, {"name": f"{TUNES}:sound_quality"}],
     },
 }
 
@@ -63,18 +70,10 @@ def config(place: Path, kind: str, preset: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", fast_first(("janus_pro_7b_grpo", "janus_pro_7b_dpo"), ("janus_pro_7b_grpo",)))
 def test_recipes_for_a_published_model_train_a_tiny_one(recipe: str, tmp_path: Path) -> None:
-    changes = [
-        f"vlm.path={ASSETS / 'tiny-janus'}",
-        "vlm.dtype=float32",
-        "task={name: captions}",
-        "generation={prompts_per_iteration: 2, group_size: 4, max_new_tokens: 16, guidance_scale: 5.0, batch_size: 8}",
-        "rewards=[{name: shapes}]",
-        "trainer.micro_batch=8",
-        "evaluation.every=0",
-        "trackers=[]",
-        "iterations=1",
-        f"output={tmp_path / 'run'}",
-    ]
+    changes = [f"vlm.path={ASSETS / 'tiny-janus'}", "vlm.dtype=float32", "task={name: captions}", "trackers=[]"]
+    made = "prompts_per_iteration: 2, group_size: 4, max_new_tokens: 16, guidance_scale: 5.0, batch_size: 8"
+    changes += [f"generation={{{made}}}", "rewards=[{name: shapes}]", "trainer.micro_batch=8", "evaluation.every=0"]
+    changes += ["iterations=1", f"output={tmp_path / 'run'}"]
     train(load(ASSETS.parent / "configs" / "vlm" / f"{recipe}.yaml", changes))
     (row,) = rows(tmp_path / "run")
     assert row["updates"] == 1 and row["grad_norm"] > 0
@@ -114,7 +113,6 @@ def test_a_shape_has_one_score_of_its_views_for_each_step(tmp_path: Path) -> Non
     assert set(answers.scores) == {"shapes", "shapes/coarse", "shapes-2", "shapes-2/coarse"}
     best, total = answers.scores["shapes"], answers.scores["shapes-2"]
     assert bool((total <= 6 * best + 1e-9).all()) and bool((total >= best - 1e-9).all())
-    assert ready is not None
     advantage, step = ready.batch.advantage, ready.batch.extra["step"]
     assert advantage is not None and advantage.shape == step.shape
     for row in range(len(step)):
@@ -171,8 +169,47 @@ class TestLosses:
             wanted = [p.grad.clone() for p in policy.parameters]
             policy.model.zero_grad()
             again = policy.log_probs(*arguments, group=answers.group).log_prob
-            batch = TokenBatch(
-                torch.ones(3, 3).bool(), answers.group, old_log_prob=elbo.detach(), advantage=advantage, rows=3
-            )
+            known = {"old_log_prob": elbo.detach(), "advantage": advantage, "rows": 3}
+            batch = TokenBatch(torch.ones(3, 3).bool(), answers.group, **known)
             policy_loss(PRESETS["bgpo"], batch.with_log_prob(again)).loss.backward()
             assert all(torch.allclose(p.grad, w, atol=1e-6) for p, w in zip(policy.parameters, wanted, strict=True))
+
+
+# -- Tunes of two models on one page, from the same noise, scored by the rewards of the run
+BASE = str(ASSETS / "tiny-tunes")
+
+
+@pytest.mark.slow
+def test_tunes_of_a_run_and_of_the_model_that_it_began_with(tmp_path: Path) -> None:
+    changes = {"optimizer": {"lr": 0.05}, "evaluation": {"every": 0, "questions": 6}, "iterations": 1}
+    run = train(config(tmp_path, "audio", "music_rl", **changes))
+    out = tmp_path / "compare.html"
+    said = commands.run("compare", BASE, str(run), "--out", str(out), "--category", "answer")
+    key = json.loads(key_path(out).read_text())
+    assert f"{len(key['pairs'])} pairs" in said and len(key["pairs"]) + key["identical"] == 6
+    shown = pages.data(out)["pairs"]
+    for pair in shown:
+        of_pair = key["pairs"][pair["token"]]
+        assert pair["prompt"] == of_pair["prompt"] and of_pair["category"] in pair["prompt"]
+        for side in ("left", "right"):
+            with wave.open(io.BytesIO(pages.content(pair[side]["url"], tmp_path))) as file:
+                sound = np.frombuffer(file.readframes(file.getnframes()), np.int16) / 32767
+                rate = file.getframerate()
+            score = sound_quality([torch.from_numpy(sound.copy()).float()], [rate])[0]
+            index = "ab".index(of_pair["left"]) if side == "left" else "ba".index(of_pair["left"])
+            assert of_pair["rewards"]["sound_quality"][index] == pytest.approx(float(score), abs=0.01)
+    copy = shutil.copytree(run, tmp_path / "copy")
+    page = Page(tmp_path / "copies.html", question="")
+    compare(str(run), str(copy), page, scores=False)
+    assert (len(page), page.identical) == (0, 6)
+    with pytest.raises(ValueError, match="A and B are the same model"):
+        compare(str(run), str(run), page)
+
+
+def test_answers_that_are_text(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    settings = vlm_runs.config(tmp_path)
+    (tmp_path / "run" / "config.yaml").write_text(dump(settings))
+    page = Page(tmp_path / "compare.html", question="")
+    with pytest.raises(ValueError, match="its answers are text or actions; a page shows pictures and sounds"):
+        compare(BASE, str(tmp_path / "run"), page)

@@ -16,8 +16,8 @@ from genrl.runtime.folder import checkpoint
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.policy import Policy
 from tests import opened as opening
-from tests.run_folders import differences, last_state, rows, start_ranks, wait
-from tests.vlm import vlm_ranks, vlm_runs
+from tests.run_folders import differences, last_state, rows
+from tests.vlm import tiny_checkpoints, vlm_ranks, vlm_runs
 from tests.vlm.methods.episodes import agent_runs
 
 pytestmark = pytest.mark.slow
@@ -30,26 +30,13 @@ ROUNDING = 2e-6
 are then Adam's steps apart. Largest seen: 9.1e-7."""
 
 
-def finish(place: Path, count: int, *resume: Path, machines: int = 1) -> None:
-    """Train place/tiny.yaml in so many processes."""
-    files = [str(place / "tiny.yaml"), *map(str, resume)]
-    processes = start_ranks(count, vlm_ranks.run, *files, log=place / "log.txt", machines=machines)
-    assert wait(processes, 300) == [0] * count, logs(place)
-
-
 def recorded(place: Path, make: Any = vlm_runs.config, *given: Any, count: int = 2, **changes: Any) -> Path:
     """The folder with what `vlm_ranks.record` wrote of a run."""
     place.mkdir()
     make(place, *given, **changes)
     machines = 2 if changes.get("distributed", {}).get("fsdp") == "node" else 1
-    target, file = vlm_ranks.record, str(place / "tiny.yaml")
-    processes = start_ranks(count, target, file, str(place), log=place / "log.txt", machines=machines)
-    assert wait(processes, 300) == [0] * count, logs(place)
+    vlm_runs.in_processes(place, vlm_ranks.record, place, count=count, machines=machines)
     return place
-
-
-def logs(place: Path) -> str:
-    return "\n".join(path.read_text()[-2000:] for path in sorted(place.glob("log*")))
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -87,16 +74,17 @@ def check_equal(shards: Path, whole: Path, *, exact: bool) -> list[int]:
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 def test_shards_learn_what_whole_models_do(lora: Any, tmp_path: Path) -> None:
     """With a reference, black patches in pictures, two updates of several passes. Prompts are computed for each answer
-    in both."""
+    in both. All weights are those of a Qwen2.5-VL, as in the shipped configuration of the one with 7B."""
+    model = vlm_runs.MODEL if lora else tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model", layers=3)
     common: dict[str, Any] = {
         "rewards": [vlm_runs.low(tmp_path)],
         "trainer": {"preset": "vppo", "regularisers": KL, "updates": 2, "micro_batch": 3},
         "evaluation": {"every": 1, "questions": 1, "blind": False},  # one process has nothing to ask
         "iterations": 2,
     }
-    again = {"vlm": {"lora": lora, "gradient_checkpointing": True}}
+    again = {"vlm": {"path": str(model), "lora": lora, "gradient_checkpointing": True}}
     whole = recorded(tmp_path / "whole", **again, **common)
-    shards = recorded(tmp_path / "shards", vlm={"lora": lora}, **common, **FSDP)
+    shards = recorded(tmp_path / "shards", vlm={"path": str(model), "lora": lora}, **common, **FSDP)
     check_equal(shards, whole, exact=lora is not None)
     held = [int(load_file(place / "rank-1-3.safetensors")["whole"]) for place in (shards, whole)]
     assert held[0] == 1 < held[1]  # layers at a time, in a pass that learns
@@ -119,16 +107,11 @@ def test_a_process_without_answers_makes_the_passes_of_the_others(tmp_path: Path
 def test_a_process_without_any_group_learns_along(tmp_path: Path) -> None:
     """The groups of the second one are all worth the same, and left out."""
     reward = tmp_path / "first.py"
-    reward.write_text(
-        "import os\ndef first(completions):\n"
-        "    return [len(c) % 5 / 4 * (os.environ['RANK'] == '0') for c in completions]\n"
-    )
+    told = "[len(c) % 5 / 4 * (os.environ['RANK'] == '0') for c in completions]"
+    reward.write_text(f"import os\ndef first(completions):\n    return {told}\n")
     common = {"rewards": [{"name": f"{reward}:first"}], "trainer": {"filter": "spread", "micro_batch": 4}}
-    vlm = {"vlm": {"gradient_checkpointing": True}}
-    whole, shards = (
-        recorded(tmp_path / "whole", **common, **vlm),
-        recorded(tmp_path / "shards", **common, **vlm, **FSDP),
-    )
+    common |= {"vlm": {"gradient_checkpointing": True}}
+    whole, shards = recorded(tmp_path / "whole", **common), recorded(tmp_path / "shards", **common, **FSDP)
     idle = check_equal(shards, whole, exact=False)
     assert idle[0] == 0 and idle[1] > 0
     assert rows(shards / "run")[0]["updates"] == 1
@@ -163,11 +146,11 @@ def test_a_run_in_shards_goes_on_and_is_handed_over(name: str, tmp_path: Path) -
     common |= {"generation": {"prompts_per_iteration": 6, "group_size": 4}, "optimizer": {"lr": 1e-3}}
     (tmp_path / "straight").mkdir()
     vlm_runs.config(tmp_path / "straight", iterations=2, **common)
-    finish(tmp_path / "straight", 2)
+    vlm_runs.in_processes(tmp_path / "straight", vlm_ranks.run)
     shutil.copytree(tmp_path / "straight", tmp_path / "stopped")
     shutil.rmtree(tmp_path / "stopped" / "run" / "checkpoints" / "step-000002")
     vlm_runs.config(tmp_path / "stopped", iterations=2, **common)
-    finish(tmp_path / "stopped", 2, tmp_path / "stopped" / "run")
+    vlm_runs.in_processes(tmp_path / "stopped", vlm_ranks.run, tmp_path / "stopped" / "run")
     straight = tmp_path / "straight" / "run"
     assert differences(straight, tmp_path / "stopped" / "run") == []
 
@@ -189,14 +172,13 @@ def test_a_run_in_shards_goes_on_and_is_handed_over(name: str, tmp_path: Path) -
 def test_a_checkpoint_in_shards_is_of_any_number_of_processes(tmp_path: Path) -> None:
     """Written by two, read and written by one that holds all, and by two again: the same weights and state."""
     vlm_runs.config(tmp_path, ema={"decay": 0.5}, **FSDP)
-    finish(tmp_path, 2)
-    run, file = tmp_path / "run", tmp_path / "tiny.yaml"
+    vlm_runs.in_processes(tmp_path, vlm_ranks.run)
+    run = tmp_path / "run"
     shards, first = run / "checkpoints" / "step-000001" / "shards", last_state(run).tensors
     assert {path.name for path in shards.iterdir()} == {"weights", "snapshot-average", "optimizer"}
     for count in (1, 2):
         vlm_runs.config(tmp_path, ema={"decay": 0.5}, distributed={"fsdp": count > 1})
-        processes = start_ranks(count, opening.saved_again, str(file), log=tmp_path / "log.txt")
-        assert wait(processes, 300) == [0] * count, logs(tmp_path)
+        vlm_runs.in_processes(tmp_path, opening.saved_again, count=count)
         assert shards.is_dir() == (count > 1)
         other = last_state(run).tensors
         assert first.keys() == other.keys() and all(first[stem].keys() == other[stem].keys() for stem in first)
@@ -209,7 +191,7 @@ def test_the_best_weights_come_back(tmp_path: Path) -> None:
     common: dict[str, Any] = {"evaluation": {"every": 1, "questions": 16, "blind": False, "monitor": monitor}}
     common["evaluation"]["on_collapse"] = "back"
     vlm_runs.config(tmp_path, optimizer={"lr": 0.05}, iterations=2, **common, **FSDP)
-    finish(tmp_path, 2)
+    vlm_runs.in_processes(tmp_path, vlm_ranks.run)
     assert last_state(tmp_path / "run").step == 2
     before, after = Policy(str(vlm_runs.MODEL)), Policy(str(tmp_path / "run" / "model"))
     assert all(torch.equal(a, b) for a, b in zip(before.parameters, after.parameters, strict=True))

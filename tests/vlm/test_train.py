@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from genrl.config import check_files
+from genrl.runtime.loop import economy
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.rollout.rollout import Answers, order, sample
+from genrl.vlm.rollout.rollout import Answers, order, sample, totals
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
 from genrl_rewards.scorers.texts.verifiable import answer_in
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, gradients, naive_log_probs, watched
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
@@ -31,7 +33,6 @@ def an_update(run: AnswersRun, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers
     seen = watched(run, monkeypatch)
     answers, _ = run.draw()
     ready = run.estimate(answers)
-    assert ready is not None
     learn(run, answers, ready)
     return answers, seen[0]
 
@@ -52,9 +53,7 @@ def wanted_loss(preset: str, answers: Answers, log_prob: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo"])
-def test_the_gradient_of_the_first_update_is_that_of_the_formula(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_of_the_first_update_is_that_of_the_formula(preset: str, tmp_path, monkeypatch) -> None:
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": preset})) as run:
         answers, found = an_update(run, monkeypatch)
         prompts = [answers.prompts[k] for k in answers.group.tolist()]
@@ -64,9 +63,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(
         assert_same(found, gradients(run))
 
 
-def test_one_update_of_the_present_weights_needs_no_pass_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_update_of_the_present_weights_needs_no_pass_before_it(tmp_path, monkeypatch) -> None:
     """From the second iteration on: the same gradient, ratios of 1, and how far the sampler is off."""
     with vlm_runs.opened(vlm_runs.config(tmp_path, iterations=2)) as run:
         answers, seen = run.draw()[0], watched(run, monkeypatch)
@@ -83,9 +80,7 @@ def test_one_update_of_the_present_weights_needs_no_pass_before_it(
 @pytest.mark.parametrize(
     "changes", [{"trainer": {"preset": "dapo", "micro_batch": 5}}, {"vlm": {"gradient_checkpointing": True}}]
 )
-def test_what_saves_memory_changes_nothing_but_rounding(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_saves_memory_changes_nothing_but_rounding(changes: dict[str, Any], tmp_path, monkeypatch) -> None:
     """In the first update: groups that are cut; blocks that are computed again."""
     found = []
     for own in ({"trainer": {"preset": changes.get("trainer", {}).get("preset", "grpo")}}, changes):
@@ -109,7 +104,6 @@ def test_weights_that_score_otherwise_than_they_drew_are_reported(tmp_path: Path
     with vlm_runs.opened(vlm_runs.config(tmp_path)) as run:
         answers, _ = run.draw()
         ready = run.estimate(answers)
-        assert ready is not None
         next(iter(run.loop.weights.named.values())).data.add_(0.1)
         with pytest.raises(RuntimeError, match="before the first update"):
             learn(run, answers, ready)
@@ -146,7 +140,6 @@ def test_remax_compares_with_the_greedy_answer_to_the_same_question(tmp_path: Pa
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "remax"})) as run:
         answers, _ = run.draw()
         ready = run.estimate(answers)
-        assert ready is not None and ready.batch.advantage is not None
         total = answers.scores["exact"] + 0.2 * answers.scores["tag_format"]
         base = answers.scores["exact/greedy"] + 0.2 * answers.scores["tag_format/greedy"]
         assert torch.equal(ready.batch.advantage, total - base)
@@ -158,14 +151,48 @@ def test_remax_compares_with_the_greedy_answer_to_the_same_question(tmp_path: Pa
 
 
 def test_a_task_without_its_column_is_found_by_check(tmp_path: Path) -> None:
-    wrong = vlm_runs.config(tmp_path, trainer={"preset": "g2rpo", "advantage": {"scope": "task"}})
+    wrong = vlm_runs.config(tmp_path, trainer={"preset": "g2rpo", "advantage": {"task": "task"}})
     with pytest.raises(ValueError, match="the column task is to name"):
         check_files(wrong, {})
-    trainer = {"preset": "g2rpo", "advantage": {"scope": "task", "column": "question"}}
+    trainer = {"preset": "g2rpo", "advantage": {"task": "question"}}
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer=trainer)) as run:
         answers, _ = run.draw()
         ready = run.estimate(answers)
-        assert ready is not None
         questions = [row.columns["question"] for row in answers.rows for _ in range(4)]
         numbers = ready.batch.extra["task"].tolist()
         assert len(set(zip(questions, numbers, strict=True))) == len(set(numbers)) == len(set(questions))
+
+
+# -- Questions that are chosen, and answers of a group
+ECONOMY = {"selection": {"by": "success", "candidates": 2, "replay": {}}, "keep": 2}
+
+
+@pytest.fixture(autouse=True)
+def _asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(economy, "COOLDOWN", 0)
+
+
+def economical(place: Path, **changes: Any) -> VLMConfig:
+    return vlm_runs.config(place, **{"economy": ECONOMY, "task": {"rows": 12}, **changes})
+
+
+def test_the_answers_with_most_variance_are_trained_on(tmp_path: Path) -> None:
+    with vlm_runs.opened(economical(tmp_path)) as run:
+        for _ in run.loop.iterations():
+            answers, row = run.draw()
+            assert answers.size == 2 and len(answers.texts) == 2 * len(answers.rows) == 8
+            ready = run.estimate(answers)
+            chosen = ready.found.batch
+            assert torch.equal(chosen.rewards, totals(run.config, answers.scores)) and len(chosen.group.unique()) == 4
+            assert row["reward/total_mean"] != pytest.approx(float(chosen.rewards.mean())), "metrics are of all answers"
+            break
+
+
+def test_resampling_looks_at_new_questions_and_learns_from_each_round(tmp_path: Path) -> None:
+    trainer = {"preset": "dapo", "filter": "spread", "resample": 3}
+    with vlm_runs.opened(economical(tmp_path, trainer=trainer, task={"rows": 200})) as run:
+        for _ in run.loop.iterations():
+            _, row = run.draw()
+            known, rounds = economy.of(run.loop.memory), int(row["rollout/rounds"])
+            assert rounds > 1 and len(known) == 4 * rounds and run.loop.memory["questions"] == 8 * rounds
+            break

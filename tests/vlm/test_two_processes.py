@@ -11,7 +11,7 @@ import pytest
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.train import train
 from tests.ports import free_port
-from tests.run_folders import rows, start_ranks, wait
+from tests.run_folders import rows
 from tests.vlm import vlm_ranks, vlm_runs
 from tests.vlm.methods import test_rlfr, test_sft
 from tests.vlm.methods.episodes import agent_runs
@@ -43,8 +43,7 @@ def test_two_processes_do_what_one_does(name: str, tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     train(RUNS[name](tmp_path / "one"))
     RUNS[name](tmp_path / "two")
-    file = str(tmp_path / "two" / "tiny.yaml")
-    assert wait(start_ranks(2, vlm_ranks.run, file, log=tmp_path / "log")) == [0, 0]
+    vlm_runs.in_processes(tmp_path / "two", vlm_ranks.run)
     for one, two in zip(rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run"), strict=True):
         assert one.keys() == two.keys()
         for key in one:

@@ -6,65 +6,7 @@ import torch
 
 from genrl.vlm.policies import processor as pictures  # first: it makes transformers importable beside any torchvision
 
-from transformers import (  # isort: skip
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessorPil,
-    Gemma3Processor,
-    Glm4vConfig,
-    Glm4vForConditionalGeneration,
-    Glm4vImageProcessorPil,
-    Glm4vProcessor,
-    Glm4vVideoProcessor,
-    Glm46VConfig,
-    Glm46VForConditionalGeneration,
-    Glm46VImageProcessorPil,
-    Glm46VProcessor,
-    Glm46VVideoProcessor,
-    GotOcr2ImageProcessorPil,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3ImageProcessorPil,
-    Idefics3Processor,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    InternVLProcessor,
-    InternVLVideoProcessor,
-    Kimi_K25Config,
-    Kimi_K25ForConditionalGeneration,
-    Kimi_K25ImageProcessor,
-    Kimi_K25Processor,
-    Kimi_K25VideoProcessor,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
-    LlavaNextImageProcessorPil,
-    LlavaNextProcessor,
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    LlavaOnevisionImageProcessorPil,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    LlavaProcessor,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    PixtralImageProcessorPil,
-    PixtralProcessor,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    SmolVLMConfig,
-    SmolVLMForConditionalGeneration,
-    SmolVLMImageProcessorPil,
-)
-from transformers.models.siglip import SiglipVisionConfig  # isort: skip
-from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil  # isort: skip
+import transformers as hf  # isort: skip
 
 FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3", "llava", "llava_next", "llava_onevision"),
@@ -90,18 +32,18 @@ def save(family: str, folder: Path, layers: int = 2) -> Path:
     return makers[family](family, folder) if family in makers else _qwen(family, folder, layers)
 
 
-def _tokenizer(special: list[str], image: str, video: str = "") -> Qwen2Tokenizer:
+def _tokenizer(special: list[str], image: str, video: str = "") -> hf.Qwen2Tokenizer:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the byte-level alphabet of GPT-2
     others = [byte for byte in range(256) if byte not in printable]
     symbols = [chr(byte) for byte in printable] + [chr(256 + number) for number in range(len(others))]
-    made = Qwen2Tokenizer(vocab={symbol: number for number, symbol in enumerate(symbols)}, merges=[])
+    made = hf.Qwen2Tokenizer(vocab={symbol: number for number, symbol in enumerate(symbols)}, merges=[])
     made.add_special_tokens({"additional_special_tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special]})
     made.pad_token, made.eos_token = "<|endoftext|>", "<|im_end|>"
     made.chat_template = TEMPLATE.replace("IMAGE", image).replace("VIDEO", video)
     return made
 
 
-def _save(model: torch.nn.Module, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
+def _save(model: torch.nn.Module, tokenizer: hf.Qwen2Tokenizer, folder: Path) -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -124,19 +66,20 @@ def _qwen(family: str, folder: Path, layers: int) -> Path:
     common |= {"vision_start_token_id": ids["vision_start"], "vision_end_token_id": ids["vision_end"]}
     if family == "qwen2_vl":
         vision |= {"embed_dim": 32, "mlp_ratio": 2}
-        model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **common))
+        model = hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(text_config=text, vision_config=vision, **common))
     elif family == "qwen2_5_vl":
         vision |= {"intermediate_size": 48, "out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 16}
-        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common))
+        config = hf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
+        model = hf.Qwen2_5_VLForConditionalGeneration(config)
     else:
         text |= {"head_dim": 8}
         text["rope_parameters"] = {**rope, "mrope_interleaved": True}
         vision |= {"intermediate_size": 48, "out_hidden_size": 32, "num_position_embeddings": 64}
         vision |= {"deepstack_visual_indexes": [0]}
-        model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **common))
+        model = hf.Qwen3VLForConditionalGeneration(hf.Qwen3VLConfig(text_config=text, vision_config=vision, **common))
     _save(model, made, folder)
     made.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(patch_size=4, min_pixels=16 * 16, max_pixels=32 * 32).save_pretrained(folder)
+    hf.Qwen2VLImageProcessorPil(patch_size=4, min_pixels=16 * 16, max_pixels=32 * 32).save_pretrained(folder)
     return folder
 
 
@@ -148,20 +91,20 @@ def _idefics(family: str, folder: Path) -> Path:
     common |= {"pad_token_id": made.pad_token_id, "vision_config": vision, "text_config": text}
     size = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     if family == "smolvlm":
-        _save(SmolVLMForConditionalGeneration(SmolVLMConfig(**common)), made, folder)
-        images = SmolVLMImageProcessorPil(**size)
+        _save(hf.SmolVLMForConditionalGeneration(hf.SmolVLMConfig(**common)), made, folder)
+        images = hf.SmolVLMImageProcessorPil(**size)
         pictures.SmolPictures(images, made, 4, made.chat_template).save_pretrained(folder)
     else:
-        _save(Idefics3ForConditionalGeneration(Idefics3Config(**common)), made, folder)
-        images = Idefics3ImageProcessorPil(**size)
-        Idefics3Processor(images, made, image_seq_len=4, chat_template=made.chat_template).save_pretrained(folder)
+        _save(hf.Idefics3ForConditionalGeneration(hf.Idefics3Config(**common)), made, folder)
+        images = hf.Idefics3ImageProcessorPil(**size)
+        hf.Idefics3Processor(images, made, image_seq_len=4, chat_template=made.chat_template).save_pretrained(folder)
     return folder
 
 
 def _llava(family: str, folder: Path) -> Path:
     made = _tokenizer(["<image>"], "<image>")
     common = {
-        "vision_config": SiglipVisionConfig(**LAYERS, num_attention_heads=2, image_size=16, patch_size=4),
+        "vision_config": hf.SiglipVisionConfig(**LAYERS, num_attention_heads=2, image_size=16, patch_size=4),
         "text_config": {**TEXT, "model_type": "llama", "vocab_size": len(made)},
         "image_token_index": made.convert_tokens_to_ids("<image>"),
         "vision_feature_select_strategy": "full",
@@ -170,14 +113,14 @@ def _llava(family: str, folder: Path) -> Path:
     how = {"patch_size": 4, "vision_feature_select_strategy": "full", "chat_template": made.chat_template}
     size = {"height": 16, "width": 16}
     if family == "llava":
-        _save(LlavaForConditionalGeneration(LlavaConfig(**common)), made, folder)
-        LlavaProcessor(SiglipImageProcessorPil(size=size), made, **how).save_pretrained(folder)
+        _save(hf.LlavaForConditionalGeneration(hf.LlavaConfig(**common)), made, folder)
+        hf.LlavaProcessor(hf.SiglipImageProcessorPil(size=size), made, **how).save_pretrained(folder)
     else:  # tiles of a picture's own proportions, and the whole: as many as the picture needs
         places = [[16, 32], [32, 16], [32, 32]]
-        config = LlavaNextConfig(**common, image_grid_pinpoints=places)
-        _save(LlavaNextForConditionalGeneration(config), made, folder)
-        images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=places)
-        LlavaNextProcessor(images, made, **how).save_pretrained(folder)
+        config = hf.LlavaNextConfig(**common, image_grid_pinpoints=places)
+        _save(hf.LlavaNextForConditionalGeneration(config), made, folder)
+        images = hf.LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=places)
+        hf.LlavaNextProcessor(images, made, **how).save_pretrained(folder)
     return folder
 
 
@@ -188,30 +131,30 @@ def _internvl(family: str, folder: Path) -> Path:
     vision = {**LAYERS, "num_attention_heads": 2, "image_size": [16, 16], "patch_size": [4, 4]}
     text = {**TEXT, "model_type": "qwen2", "vocab_size": len(made)}
     ids = {"image_token_id": made.convert_tokens_to_ids("<IMG_CONTEXT>"), "image_seq_length": 4}
-    config = InternVLConfig(vision_config=vision, text_config=text, tie_word_embeddings=False, **ids)
-    _save(InternVLForConditionalGeneration(config), made, folder)
+    config = hf.InternVLConfig(vision_config=vision, text_config=text, tie_word_embeddings=False, **ids)
+    _save(hf.InternVLForConditionalGeneration(config), made, folder)
     size = {"height": 16, "width": 16}
-    images = GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, min_patches=1, max_patches=4)
+    images = hf.GotOcr2ImageProcessorPil(size=size, crop_to_patches=True, min_patches=1, max_patches=4)
     how = {"image_seq_length": 4, "chat_template": made.chat_template}
-    InternVLProcessor(images, made, InternVLVideoProcessor(size=size), **how).save_pretrained(folder)
+    hf.InternVLProcessor(images, made, hf.InternVLVideoProcessor(size=size), **how).save_pretrained(folder)
     return folder
 
 
 def _llava_onevision(family: str, folder: Path) -> Path:
     made = _tokenizer(["<image>", "<video>"], "<image>\n")
     size, places = {"height": 16, "width": 16}, [[16, 16], [16, 32], [32, 16], [32, 32]]
-    config = LlavaOnevisionConfig(
-        vision_config=SiglipVisionConfig(**LAYERS, num_attention_heads=2, image_size=16, patch_size=4),
+    config = hf.LlavaOnevisionConfig(
+        vision_config=hf.SiglipVisionConfig(**LAYERS, num_attention_heads=2, image_size=16, patch_size=4),
         text_config={**TEXT, "model_type": "qwen2", "vocab_size": len(made)},
         image_token_index=made.convert_tokens_to_ids("<image>"),
         video_token_index=made.convert_tokens_to_ids("<video>"),
         image_grid_pinpoints=places,
     )
-    _save(LlavaOnevisionForConditionalGeneration(config), made, folder)
-    images = LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=places)
-    videos = LlavaOnevisionVideoProcessor(size=size)
+    _save(hf.LlavaOnevisionForConditionalGeneration(config), made, folder)
+    images = hf.LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=places)
+    videos = hf.LlavaOnevisionVideoProcessor(size=size)
     how = {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "chat_template": made.chat_template}
-    LlavaOnevisionProcessor(images, made, videos, **how).save_pretrained(folder)
+    hf.LlavaOnevisionProcessor(images, made, videos, **how).save_pretrained(folder)
     return folder
 
 
@@ -222,16 +165,16 @@ def _gemma3(family: str, folder: Path) -> Path:
     made = _with_names(made, {f"{name}_token": token for name, token in named.items()})
     text = {**TEXT, "vocab_size": len(made), "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 12}
     text |= {"layer_types": ["sliding_attention", "full_attention"], "eos_token_id": made.eos_token_id}
-    config = Gemma3Config(
+    config = hf.Gemma3Config(
         text_config=text,
         vision_config={**LAYERS, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
         mm_tokens_per_image=4,
         **{f"{name}_token_index": made.convert_tokens_to_ids(token) for name, token in named.items()},
         tie_word_embeddings=True,
     )
-    _save(Gemma3ForConditionalGeneration(config), made, folder)
-    images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    Gemma3Processor(images, made, made.chat_template, image_seq_length=4).save_pretrained(folder)
+    _save(hf.Gemma3ForConditionalGeneration(config), made, folder)
+    images = hf.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    hf.Gemma3Processor(images, made, made.chat_template, image_seq_length=4).save_pretrained(folder)
     return folder
 
 
@@ -244,14 +187,14 @@ def _pixtral(family: str, folder: Path) -> Path:
     common |= {"text_config": {**TEXT, "model_type": "mistral", "head_dim": 8, "vocab_size": len(made)}}
     merge = 2 if family == "mistral3" else 1
     if family == "mistral3":
-        model = Mistral3ForConditionalGeneration(Mistral3Config(**common, tie_word_embeddings=False))
+        model = hf.Mistral3ForConditionalGeneration(hf.Mistral3Config(**common, tie_word_embeddings=False))
     else:
         rest = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
-        model = LlavaForConditionalGeneration(LlavaConfig(**common, **rest))
+        model = hf.LlavaForConditionalGeneration(hf.LlavaConfig(**common, **rest))
     _save(model, made, folder)
-    images = PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 24})
+    images = hf.PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 24})
     how = {"patch_size": 4, "spatial_merge_size": merge, "chat_template": made.chat_template}
-    PixtralProcessor(images, made, **how).save_pretrained(folder)
+    hf.PixtralProcessor(images, made, **how).save_pretrained(folder)
     return folder
 
 
@@ -269,11 +212,11 @@ def _glm(family: str, folder: Path) -> Path:
     common = {"text_config": text, "vision_config": vision, **{key: ids[name] for key, name in keys.items()}}
     size = {"size": {"shortest_edge": 16 * 16 * 2, "longest_edge": 32 * 32 * 2}, "patch_size": 4}
     if family == "glm4v":
-        _save(Glm4vForConditionalGeneration(Glm4vConfig(**common)), made, folder)
-        images, videos, kind = Glm4vImageProcessorPil(**size), Glm4vVideoProcessor(**size), Glm4vProcessor
+        _save(hf.Glm4vForConditionalGeneration(hf.Glm4vConfig(**common)), made, folder)
+        images, videos, kind = hf.Glm4vImageProcessorPil(**size), hf.Glm4vVideoProcessor(**size), hf.Glm4vProcessor
     else:
-        _save(Glm46VForConditionalGeneration(Glm46VConfig(**common)), made, folder)
-        images, videos, kind = Glm46VImageProcessorPil(**size), Glm46VVideoProcessor(**size), Glm46VProcessor
+        _save(hf.Glm46VForConditionalGeneration(hf.Glm46VConfig(**common)), made, folder)
+        images, videos, kind = hf.Glm46VImageProcessorPil(**size), hf.Glm46VVideoProcessor(**size), hf.Glm46VProcessor
     kind(images, made, videos, chat_template=made.chat_template).save_pretrained(folder)
     return folder
 
@@ -287,23 +230,17 @@ def _kimi(family: str, folder: Path) -> Path:
     text |= {"qk_nope_head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
     text |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 512}
     vision = {**LAYERS, "num_attention_heads": 2, "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8}
-    config = Kimi_K25Config(
-        text_config=text,
-        vision_config=vision,
-        projection_hidden_size=32,
-        image_token_id=made.convert_tokens_to_ids("<|media_pad|>"),
-        video_token_id=made.convert_tokens_to_ids("<|video|>"),
-        vision_start_token_id=made.convert_tokens_to_ids("<|media_begin|>"),
-        vision_end_token_id=made.convert_tokens_to_ids("<|media_end|>"),
-        tie_word_embeddings=False,
-    )
-    _save(Kimi_K25ForConditionalGeneration(config), made, folder)
-    images, videos = Kimi_K25ImageProcessor(patch_size=4), Kimi_K25VideoProcessor(patch_size=4)
-    Kimi_K25Processor(images, made, videos, chat_template=made.chat_template).save_pretrained(folder)
+    marks = {"image": "media_pad", "video": "video", "vision_start": "media_begin", "vision_end": "media_end"}
+    ids = {f"{key}_token_id": made.convert_tokens_to_ids(f"<|{name}|>") for key, name in marks.items()}
+    common = {"projection_hidden_size": 32, "tie_word_embeddings": False}
+    config = hf.Kimi_K25Config(text_config=text, vision_config=vision, **common, **ids)
+    _save(hf.Kimi_K25ForConditionalGeneration(config), made, folder)
+    images, videos = hf.Kimi_K25ImageProcessor(patch_size=4), hf.Kimi_K25VideoProcessor(patch_size=4)
+    hf.Kimi_K25Processor(images, made, videos, chat_template=made.chat_template).save_pretrained(folder)
     return folder
 
 
-def _with_names(tokenizer: Qwen2Tokenizer, names: dict[str, str]) -> Qwen2Tokenizer:
+def _with_names(tokenizer: hf.Qwen2Tokenizer, names: dict[str, str]) -> hf.Qwen2Tokenizer:
     """The tokenizer with special tokens that processors ask it for by name, as makers save them."""
     tokenizer._set_model_specific_special_tokens(special_tokens=names)
     return tokenizer

@@ -18,28 +18,13 @@ def save(folder: Path, *, books: int = 4, channels: int = 1, hidden: int = 32) -
     text = transformers.T5Config(vocab_size=len(words), d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
     audio = transformers.EncodecConfig(
         target_bandwidths=[books // channels * RATE // FRAME * 3 / 1000],
-        sampling_rate=RATE,
-        hidden_size=8,
-        num_filters=2,
-        upsampling_ratios=[5, 8],
-        kernel_size=3,
-        last_kernel_size=3,
-        use_causal_conv=False,
-        num_lstm_layers=1,
-        codebook_size=CODES,
+        **{"sampling_rate": RATE, "hidden_size": 8, "num_filters": 2, "upsampling_ratios": [5, 8], "kernel_size": 3},
+        **{"last_kernel_size": 3, "use_causal_conv": False, "num_lstm_layers": 1, "codebook_size": CODES},
     )
-    decoder = transformers.MusicgenDecoderConfig(
-        vocab_size=CODES,
-        max_position_embeddings=32,
-        num_hidden_layers=2,
-        ffn_dim=32,
-        num_attention_heads=4,
-        hidden_size=hidden,
-        num_codebooks=books,
-        audio_channels=channels,
-        pad_token_id=CODES,
-        bos_token_id=CODES,
-    )
+    sizes = {"max_position_embeddings": 32, "num_hidden_layers": 2, "ffn_dim": 32, "num_attention_heads": 4}
+    sizes |= {"hidden_size": hidden, "num_codebooks": books, "audio_channels": channels}
+    ids = dict.fromkeys(("vocab_size", "pad_token_id", "bos_token_id"), CODES)
+    decoder = transformers.MusicgenDecoderConfig(**sizes, **ids)
     config = transformers.MusicgenConfig(text_encoder=text, audio_encoder=audio, decoder=decoder)
     made = transformers.MusicgenForConditionalGeneration(config)
     with torch.no_grad():

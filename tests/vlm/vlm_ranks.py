@@ -23,9 +23,7 @@ from tests.vlm import fake_vllm
 
 def run(file: str, resume: str | None = None) -> None:
     """Train as a file says."""
-    config = load(Path(file))
-    assert isinstance(config, VLMConfig)
-    kind.train(config, None if resume is None else Path(resume))
+    kind.train(load(Path(file)), None if resume is None else Path(resume))
 
 
 def by_vllm(file: str, resume: str | None = None) -> None:

@@ -1,10 +1,11 @@
 """Tiny whole runs of a vision-language model on the CPU: the embedded model, sixteen answers an iteration."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from genrl.config import load
@@ -14,6 +15,7 @@ from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import KIND
 from tests import opened as opening
+from tests.run_folders import start_ranks, wait
 
 MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny-vlm"
 
@@ -45,9 +47,7 @@ def config(place: Path, **changes: Any) -> VLMConfig:
     """`settings` through a YAML file and the loader, as the command line would."""
     path = place / "tiny.yaml"
     path.write_text(yaml.safe_dump(settings(place, **changes)), encoding="utf-8")
-    found = load(path)
-    assert isinstance(found, VLMConfig)
-    return found
+    return load(path)
 
 
 def low(place: Path) -> dict[str, str]:
@@ -64,6 +64,20 @@ def opened(settings: VLMConfig) -> Iterator[AnswersRun]:
         yield run
 
 
+def in_processes(
+    place: Path, target: Callable[..., None], *arguments: object, count: int = 2, machines: int = 1
+) -> None:
+    """place/tiny.yaml in so many processes, all of which end well."""
+    texts = [str(place / "tiny.yaml"), *map(str, arguments)]
+    processes = start_ranks(count, target, *texts, log=place / "log.txt", machines=machines)
+    assert wait(processes, 300) == [0] * count, [path.read_text()[-2000:] for path in sorted(place.glob("log*"))]
+
+
 def first_question(settings: VLMConfig) -> Prompt:
     """Of those that a run trains on."""
     return Questions(settings, "train")[0].prompt
+
+
+def fast_first(cases: Iterable[str], fast: Iterable[str]) -> list[Any]:
+    """All of these cases as parameters; those that are not `fast` are slow ones."""
+    return [one if one in fast else pytest.param(one, marks=pytest.mark.slow) for one in cases]

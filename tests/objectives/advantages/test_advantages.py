@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from genrl.diffusion.methods.ddpo.train import History, prompt_advantages
 from genrl.diffusion.methods.paco_grpo import train as aggregation
-from genrl.objectives import episodes
+from genrl.diffusion.methods.prompt_rl import train
+from genrl.diffusion.policy import rewriter
+from genrl.mdp import kernels
+from genrl.objectives import episodes, policy_losses
 from genrl.objectives import groups as advantages
+from genrl.objectives import token_regularisers as rs
+from genrl.objectives.groups import group_advantages
 from tests.golden_cases import Arrays
 
 NAN = float("nan")
@@ -51,7 +56,6 @@ def test_golden_columns(golden) -> None:
 
 
 # What holds for any rewards ------------------------------------------------------------------------------------------
-
 REWARDS = st.lists(st.one_of(st.floats(-100, 100), st.just(NAN), st.just(0.5)), min_size=1, max_size=24)
 SCALES = st.sampled_from(["group", "global", "none"])
 
@@ -82,17 +86,6 @@ def test_it_is_the_definition(rewards: list[float], data: st.DataObject, scale: 
     stored = torch.tensor(rewards).double().tolist()
     want = torch.tensor(naive(stored, group, scale, 1e-4, ddof), dtype=torch.float64)
     assert torch.allclose(ours, want, rtol=1e-7, atol=1e-7)
-
-
-@given(REWARDS, st.data(), SCALES)
-def test_order_and_names_of_groups_do_not_matter(rewards: list[float], data: st.DataObject, scale: str) -> None:
-    size = len(rewards)
-    group = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size)))
-    order = torch.tensor(data.draw(st.permutations(range(size))))
-    values = torch.tensor(rewards, dtype=torch.float64)
-    ours = advantages.group_advantages(values, group, scale=scale)
-    moved = advantages.group_advantages(values[order], 1000 - 7 * group[order], scale=scale)
-    assert torch.allclose(ours[order], moved, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("value", [0.1, 0.9, 1e6 + 0.1])
@@ -179,8 +172,6 @@ def test_a_sample_at_the_mean_of_its_group_is_learnt_from() -> None:
 
 
 # -- Several rewards to one: golden trainers_paco_log_tame, and properties
-
-
 def test_golden_columns_aggregation(golden) -> None:
     """Left out: means of other kinds, which nothing here has."""
     a = Arrays(golden("trainers_paco_log_tame"))
@@ -201,22 +192,6 @@ def test_golden_columns_aggregation(golden) -> None:
         threshold = found[1] if found[1].startswith("m") else float(found[1].replace("p", "."))
         a.check(found[0], aggregation.log_tame(rewards, weights, threshold=threshold))
     a.all_used("out_.*", but="out_(geometric|harmonic)_mean")
-
-
-TWO = st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)), min_size=2, max_size=10)
-
-
-@given(TWO, st.floats(0.01, 5.0))
-def test_a_reward_is_tamed_exactly_where_it_varies_more_than_the_threshold(
-    scores: list[tuple[float, float]], threshold: float
-) -> None:
-    rewards = [torch.tensor(column, dtype=torch.float64) for column in zip(*scores, strict=True)]
-    got = aggregation.log_tame(rewards, [1.0, 2.0], threshold=threshold)
-    want = torch.zeros_like(got)
-    for weight, reward in zip((1.0, 2.0), rewards, strict=True):
-        tamed = reward.std(unbiased=False) / (reward.mean() + 1e-6) > threshold
-        want += weight * (torch.log(1 + reward) if tamed else reward)
-    assert torch.allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
 def test_a_monitor_changes_nothing_and_a_missing_score_leaves_the_sample_out() -> None:
@@ -242,8 +217,6 @@ def test_what_cannot_be_tamed_is_refused() -> None:
 
 
 # -- DDPO's per-prompt statistics: golden ddpo_prompt_tracker, and properties
-
-
 def test_golden_successive_calls(golden) -> None:
     data = golden("ddpo_prompt_tracker")
     sizes = {"buffer_size": int(data["buffer_size"]), "min_count": int(data["min_count"])}
@@ -255,39 +228,13 @@ def test_golden_successive_calls(golden) -> None:
         history = json.loads(json.dumps(history))  # what a checkpoint does to it
 
 
-CALLS = st.lists(
-    st.lists(st.tuples(st.sampled_from("abc"), st.one_of(st.floats(-9, 9), st.just(NAN))), min_size=1, max_size=6),
-    min_size=1,
-    max_size=5,
-)
-
-
-@given(CALLS, st.integers(1, 5), st.integers(1, 5))
-def test_it_is_the_definition_prompt_statistics(
-    calls: list[list[tuple[str, float]]], buffer_size: int, min_count: int
-) -> None:
-    history: History = {}
-    seen: dict[str, list[float]] = {}
-    for call in calls:
-        rewards = torch.tensor([r for _, r in call], dtype=torch.float64)
-        before = json.dumps(history)
-        got, new = prompt_advantages(
-            rewards, [p for p, _ in call], history, buffer_size=buffer_size, min_count=min_count
-        )
-        assert json.dumps(history) == before
-        history = new
-        for prompt, reward in call:
-            if reward == reward:
-                seen.setdefault(prompt, []).append(reward)
-        everyone = [r for _, r in call if r == r]
-        for value, (prompt, reward) in zip(got.tolist(), call, strict=True):
-            recent = seen.get(prompt, [])[-buffer_size:]
-            pool = torch.tensor(recent if len(recent) >= min_count else everyone, dtype=torch.float64)
-            want = 0.0
-            if reward == reward:
-                want = float((reward - pool.mean()) / (pool.std(unbiased=False) + 1e-6))
-            assert value == pytest.approx(want, rel=1e-6, abs=1e-6)
-        assert {p: r[-buffer_size:] for p, r in seen.items()} == history
+def test_a_missing_score_has_no_advantage_and_is_not_remembered() -> None:
+    """a is compared with 0 and 1, its last two; b, of which there are too few, with the 1 and the 5 of this call."""
+    history: History = {"a": [7.0, 0.0]}
+    rewards = torch.tensor([1.0, NAN, 5.0])
+    got, after = prompt_advantages(rewards, ["a", "a", "b"], history, buffer_size=2, min_count=2)
+    assert got.tolist() == pytest.approx([1.0, 0.0, 1.0], abs=1e-5)
+    assert history == {"a": [7.0, 0.0]} and after == {"a": [0.0, 1.0], "b": [5.0]}
 
 
 def test_equal_rewards_give_exactly_zero_prompt_statistics() -> None:
@@ -305,27 +252,102 @@ def test_wrong_input_is_refused_prompt_statistics() -> None:
 
 
 # -- Masks, returns and groups of episodes (their golden arrays: test_gae)
-
-
 def test_the_row_after_a_done_is_no_transition() -> None:
     done = torch.tensor([[False, True], [True, False], [False, False], [False, True]])
     valid = episodes.valid_transitions(done, carried=torch.tensor([True, False]))
     assert valid.tolist() == [[False, True], [True, False], [False, True], [True, True]]
 
 
-@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=8, max_size=8))
-def test_groups_that_always_or_never_succeed_are_left_out(returns: list[float]) -> None:
-    value, group = torch.tensor(returns), torch.arange(8) // 4
-    kept = episodes.informative_groups(value, group, low=0.1, high=0.9)
-    advantage = episodes.episode_group_advantages(value, group)
-    for g in range(2):
-        members = group == g
-        assert kept[members].all() == (0 < value[members].mean() < 1) and kept[members].any() == kept[members].all()
-        assert advantage[members].sum().abs() < 1e-9
-        assert (advantage[members] != 0).any() == kept[members].any()
-
-
 def test_bounds_of_the_filter_count_in() -> None:
     value, group = torch.full((10,), 0.9), torch.zeros(10, dtype=torch.long)
     assert episodes.informative_groups(value, group, low=0.1, high=0.9).all()
     assert not episodes.informative_groups(value, group, low=0.1, high=0.89).any()
+
+
+# -- PromptRL: golden promptrl_joint, and properties
+def test_golden_joint_step(golden) -> None:
+    a = Arrays(golden("promptrl_joint"))
+    size, retained = a.given("num_generations_retained").tolist()
+    total = train.joint_rewards(a.given("reward_generation"), a.given("format_refined"))
+    prompts = len(total)
+    group = torch.arange(prompts).repeat_interleave(size)
+    advantages = group_advantages(total.flatten(), group, scale="group", eps=1e-4, clip=5.0).view(prompts, size)
+    refined = advantages[:, : size - retained].flatten()
+    a.check("reward_total", total)
+    a.check("advantages", advantages)
+    a.check("advantages_refined", refined)
+
+    log_prob, reference = a.given("lm_logp").requires_grad_(), a.given("lm_ref_logp")
+    mask = rewriter.completion_mask(a.given("lm_completion_ids"), int(a.given("lm_eos")))
+    weight = a.number("lm_kl_coef")
+    loss = train.rewriter_loss(log_prob, reference, refined, mask, kl_weight=weight).mean()
+    a.check("lm_mask", mask.double())
+    a.check("lm_loss", loss)
+    a.check("lm_grad", torch.autograd.grad(loss, log_prob)[0])
+
+    clip, beta = a.given("dit_clip_beta").tolist()
+    mean, std = a.given("dit_mean").requires_grad_(), a.given("dit_std")
+    per_edge = advantages.flatten().repeat_interleave(len(mean) // advantages.numel())
+    density = kernels.log_prob(a.given("dit_next"), mean, std)
+    surrogate = policy_losses.clipped_surrogate(density, a.given("dit_old_logp"), per_edge, clip, clip)
+    kl = policy_losses.kl_gaussian(mean, a.given("dit_ref_mean"), std)
+    loss = (surrogate.loss + beta * kl).mean()
+    a.check("dit_adv_per_edge", per_edge)
+    a.check("dit_kl", kl)
+    a.check("dit_loss", loss)
+    a.check("dit_grad_mean", torch.autograd.grad(loss, mean)[0])
+    a.all_used(but="tags_per_prompt")  # one for each prompt: groups are the same
+
+
+def test_masked_tokens_may_hold_anything_and_the_gradient_is_reinforce() -> None:
+    log_prob = torch.tensor([[-1.0, -2.0, float("nan")], [-0.5, float("inf"), -3.0]], requires_grad=True)
+    reference = torch.tensor([[-1.0, -2.0, 5.0], [-0.5, 0.0, float("nan")]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    advantage = torch.tensor([2.0, -1.0])
+    loss = train.rewriter_loss(log_prob, reference, advantage, mask, kl_weight=0.3)
+    loss.sum().backward()
+    assert torch.allclose(loss.detach(), -advantage)
+    assert log_prob.grad is not None and log_prob.grad.tolist() == [[-1.0, -1.0, 0.0], [1.0, 0.0, 0.0]]
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="each refinement a picture"):
+        train.joint_rewards(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="same prompts"):
+        train.joint_rewards(torch.zeros(2, 3), torch.zeros(1, 2))
+
+
+def test_retained_prompts_get_the_mean_format_score() -> None:
+    generation, formats = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 1.0]])
+    total = train.joint_rewards(generation, formats, generation_weight=2.0, format_weight=0.5)
+    assert total.tolist() == [[2.0, 4.5, 6.25]]
+    alone = train.joint_rewards(generation, torch.zeros(1, 0), generation_weight=2.0, format_weight=0.5)
+    assert alone.tolist() == [[2.0, 4.0, 6.0]]
+
+
+# -- Rewards from lengths, log-probabilities, views and scores
+def test_too_long_is_punished_softly() -> None:
+    penalty = rs.overlong_penalty(torch.tensor([10, 16, 18, 20, 30]), maximum=20, buffer=4)
+    assert penalty.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="between 1 and the maximum"):
+        rs.overlong_penalty(torch.tensor([1]), maximum=20, buffer=0)
+
+
+def test_confidence_is_of_the_answers_tokens_and_capped() -> None:
+    reference = torch.tensor([[-9.0, math.log(0.5)], [-9.0, -0.001], [torch.nan, torch.nan]])
+    answer = torch.tensor([[0, 1], [0, 1], [0, 0]])
+    assert torch.allclose(rs.answer_confidence(reference, answer), torch.tensor([0.5, 0.95, 0.95]), atol=1e-5)
+
+
+def test_the_kl_in_the_reward_costs_where_the_policy_is_surer_than_the_reference() -> None:
+    log_prob = torch.tensor([[-1.0, -2.0, torch.nan]], requires_grad=True)
+    reference, mask = torch.tensor([[-3.0, -1.0, torch.nan]]), torch.tensor([[1, 1, 0]])
+    rewards = rs.with_kl(torch.tensor([[0.0, 1.0, torch.nan]]), log_prob, reference, mask, beta=0.1)
+    assert torch.allclose(rewards, torch.tensor([[-0.2, 1.1, 0.0]])) and not rewards.requires_grad
+
+
+def test_views() -> None:
+    scores = torch.tensor([[1.0, 3.0], [2.0, 2.0]])
+    assert rs.over_views(scores, "mean").tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="'max', 'sum' or 'mean'"):
+        rs.over_views(scores, "min")  # type: ignore[arg-type]

@@ -40,17 +40,11 @@ def below(tree: Tree, node: int) -> list[int]:
 
 
 @given(trees(), st.integers(0, 99))
-def test_a_node_is_worth_the_mean_of_its_leaves(tree: Tree, seed: int) -> None:
+def test_leaves_are_counted_below_every_node(tree: Tree, seed: int) -> None:
     values = numbers(len(tree.leaves), seed)
-    found = credit.mean_of_leaves(tree.parent, values)
-    for node in range(tree.num_nodes):
-        assert found[node] == pytest.approx(float(values[below(tree, node)].mean()), abs=1e-12)
-    assert torch.equal(credit.leaf_counts(tree.parent), tree.num_leaves)
-    counted = torch.stack([values > 0, values > 9])
-    found = credit.leaf_counts(tree.parent, counted)
+    found = credit.leaf_counts(tree.parent, torch.stack([values > 0, values > 9]))
     assert found[0].tolist() == [int((values[below(tree, node)] > 0).sum()) for node in range(tree.num_nodes)]
     assert (found[1] == 0).all()
-    assert torch.equal(credit.leaf_nodes(tree.parent), tree.leaves)
 
 
 @given(trees(), st.integers(0, 99), st.data())
@@ -101,20 +95,6 @@ def test_prompts_in_rows_are_treated_apart() -> None:
 # Normalisation per depth.
 
 
-def test_two_nodes_always_get_the_same_score_so_they_are_skipped() -> None:
-    tree = from_parents([-1, 0, 0, 1, 1, 2, 2])
-    for rewards in ([1.0, 2.0, 3.0, 6.0], [1.0, 1.0, 1.0, 1.0004]):
-        value = credit.mean_of_leaves(tree.parent, torch.tensor(rewards, dtype=torch.float64))
-        released = credit.normalise_per_depth(value, tree.depth, min_nodes=2)
-        assert released.skipped == [] and released.advantages[2] == pytest.approx(1 / math.sqrt(2), abs=1e-3)
-        ours = credit.normalise_per_depth(value, tree.depth)
-        assert ours.skipped == [1] and torch.equal(ours.advantages[3:], released.advantages[3:])
-        # Measured against the leaves it is the mean of their advantages.
-        mean = credit.mean_of_leaves(tree.parent, ours.advantages[3:])
-        assert torch.allclose(ours.advantages, mean, atol=1e-9)
-    assert torch.allclose(released.advantages[3:].std(), torch.tensor(1.0).double(), atol=1e-3)
-
-
 def test_a_missing_value_gets_no_advantage_and_changes_no_other() -> None:
     depth = torch.tensor([0, 1, 1, 1, 1, 1])
     values = torch.tensor([0.0, 1.0, 2.0, math.nan, 3.0, 6.0])
@@ -137,14 +117,6 @@ def test_weights_count_the_rollouts_that_an_edge_stands_for(tree: Tree, data) ->
         credit.edge_weights(trained, tree.num_leaves, "uniform")
 
 
-@given(trees(), st.data())
-def test_edges_to_chosen_leaves_are_their_paths(tree: Tree, data) -> None:
-    chosen = torch.tensor([data.draw(st.booleans()) for _ in tree.leaves])
-    paths = {n for leaf in tree.leaves[chosen].tolist() for n in tree.path(leaf) if tree.parent[n] >= 0}
-    assert set(credit.edges_to(tree.parent, chosen).nonzero()[:, 0].tolist()) == paths
-    assert torch.equal(credit.leaves_below(tree.parent).sum(1), tree.num_leaves)
-
-
 # B2-DiffuRL.
 
 
@@ -159,20 +131,14 @@ def test_scores_are_against_the_history_of_their_own_prompt() -> None:
     history = credit.PromptHistory(stages=2)
     rounds = [torch.tensor([1.0, 2.0, 10.0]), torch.tensor([3.0, 4.0, 20.0]), torch.tensor([5.0, math.nan, 30.0])]
     scores = [history.normalise(rewards, ["a", "a", "b"]) for rewards in rounds]
-    assert scores[0][2] == 0  # a single reward says nothing
-    known = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).double()
-    assert scores[2][0] == pytest.approx(float((5 - known.mean()) / known.std())) and scores[2][1].isnan()
+    assert scores[0][2] == 0 and scores[2][1].isnan()  # a single reward says nothing
     assert json.loads(json.dumps(history.rewards)) == {"a": [[3.0, 4.0], [5.0]], "b": [[20.0], [30.0]]}
     last = history.normalise(torch.tensor([7.0]), ["a"])
     known = torch.tensor([3.0, 4.0, 5.0, 7.0]).double()  # two rounds are remembered
     assert last[0] == pytest.approx(float((7 - known.mean()) / known.std()))
-    resumed = credit.PromptHistory(stages=2)
-    resumed.rewards = json.loads(json.dumps(history.rewards))
-    again = torch.tensor([1.0, 8.0])
-    assert torch.equal(resumed.normalise(again, ["a", "b"]), history.normalise(again, ["a", "b"]))
     with pytest.raises(ValueError, match="0 or more"):
         credit.PromptHistory(stages=-1)
-    alone = credit.PromptHistory(stages=0)
+    alone, again = credit.PromptHistory(stages=0), torch.tensor([1.0, 8.0])
     assert torch.equal(alone.normalise(again, ["a", "a"]), alone.normalise(again, ["a", "a"]))
 
 
@@ -187,8 +153,6 @@ def test_a_depth_is_normalised_from_four_nodes_on() -> None:
 
 
 # -- BranchGRPO's pruning on leaves (of depths: test_tree_golden); PODS's down-sampling
-
-
 def binary(steps: int, splits: tuple[int, ...]) -> Tree:
     return grow(make_plan(steps, noise=dict.fromkeys(range(steps), 0.3), splits=dict.fromkeys(splits, 2)))
 
@@ -286,20 +250,11 @@ class TestMaxVariance:
                     best = max(centred[list(some)].var(correction=0) for some in combinations(range(size), count))
                     assert centred[mask].var(correction=0) == pytest.approx(float(best), rel=1e-6, abs=1e-12)
 
-    def test_half_of_binary_rewards_is_half_right_where_it_can_be(self) -> None:
-        rewards = torch.tensor([[1, 0, 0, 0, 0, 1, 0, 0.0], [1, 1, 1, 1, 1, 1, 1, 0]])
-        kept = credit.max_variance(rewards, 4)
-        assert rewards[0][kept[0]].sum() == 2 and rewards[1][kept[1]].sum() == 3
-
     def test_samples_without_a_score_fill_up(self) -> None:
         rewards = torch.tensor([[torch.nan, 0.5, torch.nan, 0.2], [0.1, torch.nan, 0.9, 0.5]])
         assert credit.max_variance(rewards, 2).tolist() == [[False, True, False, True], [True, False, True, False]]
-        assert credit.max_variance(rewards, 3)[0].sum() == 3 and credit.max_variance(rewards, 3)[1].tolist() == [
-            True,
-            False,
-            True,
-            True,
-        ]
+        first, second = credit.max_variance(rewards, 3)
+        assert first.sum() == 3 and second.tolist() == [True, False, True, True]
 
     def test_counts_that_cannot_be(self) -> None:
         for count in (0, 4):

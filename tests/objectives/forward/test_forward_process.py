@@ -19,8 +19,6 @@ def number(text: str) -> float:
 
 
 # AWM -----------------------------------------------------------------------------------------------------------------
-
-
 def test_golden_awm(golden) -> None:
     a = Arrays(golden("trainers_awm"), double=True)
     velocity, old_velocity = a.given("in_v_new").requires_grad_(), a.given("in_v_old")
@@ -66,8 +64,6 @@ def pictures(seed: int, size: int = 6) -> dict[str, Tensor]:
 
 
 # DGPO ----------------------------------------------------------------------------------------------------------------
-
-
 def test_golden_dgpo(golden) -> None:
     a = Arrays(golden("trainers_dgpo"), double=True)
     velocity, old_velocity, reference = a.given("in_v_new").requires_grad_(), a.given("in_v_old"), a.given("in_v_ref")
@@ -89,28 +85,14 @@ def test_golden_dgpo(golden) -> None:
     a.all_used("out_.*")
 
 
-def test_dgpo_starts_at_half_weight_and_only_lets_go_of_what_went_far() -> None:
-    same = torch.full((4,), 0.5, requires_grad=True)
-    advantage = torch.tensor([1.0, 1.0, -1.0, 0.0])
-    weight = matching.dgpo_group_weight(same, same, advantage, torch.zeros(4).long(), beta=100.0)
-    assert torch.equal(weight, torch.full((4,), 0.5))
-    # q = exp(m_old - m): 1.22, .82, .82, .82
-    old = torch.tensor([0.7, 0.3, 0.3, 0.3])
-    loss = matching.dgpo_loss(same, old, advantage, weight, clip=0.1)
-    loss.sum().backward()
-    assert torch.allclose(loss.detach(), 0.5 * advantage * 0.5)
-    assert same.grad is not None and same.grad.tolist() == [0.0, 0.5, 0.0, 0.0]
-
-
 # CRD -----------------------------------------------------------------------------------------------------------------
-
-
 def centres_of(implicit: Tensor, target: Tensor, temperature: float) -> list[Centre]:
     """The peer's centres over the whole batch: temperature < 0 means, > 0 two softmax means, 0 its "hard" variant,
     softmax(a) over a > 0 and, as no a is negative, the plain mean."""
     everyone = torch.zeros(len(target)).long()
     if temperature != 0:
-        return matching.group_centres(implicit, target, everyone, temperature=None if temperature < 0 else temperature)
+        softmax = None if temperature < 0 else temperature
+        return matching.group_centres(implicit, target, everyone, temperature=softmax)
     share = torch.where(target > 0, target, -torch.inf).softmax(dim=0)
     positive = Centre(*((share * v.detach()).sum().expand(len(v)) for v in (implicit, target)))
     return [positive, *matching.group_centres(implicit, target, everyone)]
@@ -135,9 +117,8 @@ def test_golden_crd(golden) -> None:
     for kind in ("adaptive", "plain"):
         scaled = matching.reward_adaptive_weight(target, kl_weight) if kind == "adaptive" else kl_weight
         losses = []
-        for v, old, ref, source in zip(
-            velocity, *(a.given(f"in_{n}") for n in ("v_old", "v_ref", "noise")), strict=True
-        ):
+        others = (a.given(f"in_{n}") for n in ("v_old", "v_ref", "noise"))
+        for v, old, ref, source in zip(velocity, *others, strict=True):
             r = matching.implicit_reward(v, old, source - clean, adaptive=kind == "adaptive")
             policy = matching.crd_loss(r, target, centres_of(r, target, -1.0), beta=beta)
             losses.append((bound / beta * policy + scaled * policy_losses.kl_velocity(v, ref)).mean())

@@ -79,12 +79,6 @@ def test_a_perfect_prediction_is_not_divided_by_zero() -> None:
     assert loss.abs().max() < 1e-9 and velocity.grad is not None and velocity.grad.isfinite().all()
 
 
-def test_decays_start_where_the_paper_says() -> None:
-    assert [matching.nft_old_policy_decay(n, "ramp") for n in (0, 500, 10_000)] == [0.0, 0.5, 0.5]
-    assert [matching.nft_old_policy_decay(n, "delayed_ramp") for n in (0, 74, 75)] == [0.0, 0.0, 0.0]
-    assert matching.nft_old_policy_decay(10_000, "delayed_ramp") == 0.999
-
-
 def test_wrong_settings_are_refused() -> None:
     s = sample(5)
     with pytest.raises(ValueError, match="beta must be positive"):
@@ -97,14 +91,7 @@ def test_wrong_settings_are_refused() -> None:
         matching.nft_old_policy_decay(1, "linear")  # type: ignore[arg-type]
 
 
-def test_the_weight_is_the_clipped_advantage_between_0_and_1() -> None:
-    weight = matching.nft_reward_weight(torch.tensor([-9.0, -2.5, 0.0, 2.5, 9.0]))
-    assert weight.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
-
-
 # -- Adv-GRPO: golden trainers_adv_disc and trainers_adv_pickscore_criterion, and properties
-
-
 def test_golden_discriminator(golden) -> None:
     """One head (linear, GELU, linear) on the class token, which comes first, and on drawn patches."""
     a = Arrays(golden("trainers_adv_disc"))
@@ -151,31 +138,19 @@ def test_golden_preference_criterion(golden) -> None:
     a.all_used("out_.*")
 
 
-LOGITS = st.lists(st.floats(-5, 5), min_size=1, max_size=6)
-
-
-@given(LOGITS, LOGITS)
-def test_the_losses_are_the_definitions(real: list[float], fake: list[float]) -> None:
-    """Real and fake images need not be equally many; the released code cuts the longer list."""
-    sides = torch.tensor(real, dtype=torch.float64), torch.tensor(fake, dtype=torch.float64)
-    hinge = sum(max(0, 1 - r) for r in real) / len(real) + sum(max(0, 1 + f) for f in fake) / len(fake)
-    assert preferences.discriminator_loss(*sides).item() == pytest.approx(hinge / 2, rel=1e-9, abs=1e-12)
-    entropy = sum(math.log1p(math.exp(-r)) for r in real) / len(real)
-    entropy += sum(math.log1p(math.exp(f)) for f in fake) / len(fake)
-    got = preferences.discriminator_loss(*sides, kind="bce").item()
-    assert got == pytest.approx(entropy / 2, rel=1e-9)
+def test_real_and_fake_images_need_not_be_equally_many() -> None:
+    """The released code cuts the longer list."""
+    sides = torch.tensor([0.5, 3.0]), torch.tensor([-0.5, 1.0, -9.0])
+    assert preferences.discriminator_loss(*sides).item() == pytest.approx((0.5 / 2 + 2.5 / 3) / 2)
+    entropy = (math.log1p(math.exp(-0.5)) + math.log1p(math.exp(-3))) / 2
+    entropy += (math.log1p(math.exp(-0.5)) + math.log1p(math.exp(1)) + math.log1p(math.exp(-9))) / 3
+    assert preferences.discriminator_loss(*sides, kind="bce").item() == pytest.approx(entropy / 2)
 
 
 def test_only_the_best_patches_count() -> None:
     logits = torch.tensor([[3.0, -50.0, 1.0, -50.0, -50.0, -50.0, -50.0, -50.0, -50.0, -50.0]])
     assert top_patches(logits).item() == 2.0  # a fifth of ten
     assert top_patches(logits[:, 1:4]).item() == 1.0  # at least one
-
-
-def test_a_preference_model_that_rates_both_the_same_costs_log_two_or_nothing() -> None:
-    scores = 100 * noise.keyed_noise((3,), "s")
-    assert torch.allclose(preferences.preference_loss(scores, scores), torch.full((3,), math.log(2.0)))
-    assert preferences.preference_loss(scores, scores, ties=True).abs().max() < 1e-6
 
 
 def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None:
@@ -187,8 +162,6 @@ def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None
 
 
 # -- Diff-Instruct*: golden onestep_diff_instruct_star, and the identity that the loss rests on
-
-
 def toy_nodes(tau: float, t: float) -> tuple[Tensor, Tensor, Tensor]:
     """z, e [K] and their mass [K]. x_t = (1 - t) mu + s u, u standard normal: fine along u, along which the integrand
     bends where the scores are equal; across u it is a polynomial of low degree."""
@@ -264,19 +237,11 @@ def test_scores_of_velocity_and_noise_are_one(seed: int, sigma: float) -> None:
     assert torch.allclose(each[1], -2 * e[1]) and torch.allclose(each[0], of_velocity[0])
 
 
-def test_the_direction_is_bounded() -> None:
-    """Pseudo-Huber: a large score difference counts by its direction alone."""
-    y = 1e6 * noise.keyed_noise((4, 3), "y").double()
-    zero = torch.zeros_like(y)
-    unit = train.diff_instruct_star_loss(y, zero, y - y / y.norm(dim=1, keepdim=True), weight=1.0, huber_c=0.1)
-    assert torch.allclose(unit, -torch.ones(4).double(), rtol=1e-6)
+def test_the_constant_is_that_of_pseudo_huber_losses() -> None:
     assert train.huber_constant(10_000) == pytest.approx(0.054)
-    assert torch.equal(train.guided_score(zero, y, 1.0), y)
 
 
 # -- Losses of direct reward back-propagation
-
-
 def test_a_reward_is_raised_up_to_its_margin() -> None:
     rewards = torch.tensor([-1.0, 1.0, 3.0], requires_grad=True)
     direct_reward.reward_loss(rewards).sum().backward()

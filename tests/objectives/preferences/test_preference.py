@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
+from genrl.diffusion.methods.prdp.train import pair_errors, prdp_gradient, prdp_loss
+from genrl.mdp import noise
 from genrl.objectives import matching, preferences
-from genrl.objectives.groups import best_and_worst
 from tests.golden_cases import Arrays
-from tests.reference.tokens import masked_token_log_prob
 
 NAN = float("nan")
-
-
-def test_golden_diffusion_dpo(golden) -> None:
-    """The first half of the batch is chosen, the second rejected."""
-    a = Arrays(golden("pairwise_dpo_losses"))
-    prediction, target = a.given("diffdpo_model_pred").requires_grad_(), a.given("diffdpo_target")
-    errors = matching.matching_error(prediction, target).chunk(2)
-    reference = matching.matching_error(a.given("diffdpo_ref_pred"), target).chunk(2)
-    gains, one = [old - new for new, old in zip(errors, reference, strict=True)], torch.ones(len(errors[0]))
-    for found in a.matches(r"(diffdpo_(half|full|hinge|ipo)_beta([\d.]+)_)loss"):
-        kind = found[2] if found[2] in ("hinge", "ipo") else "sigmoid"
-        beta = float(found[3]) / (2 if found[2] == "half" else 1)
-        out = preferences.pair_loss(kind, *gains, one, one, beta=beta)
-        loss = out.loss.mean()
-        a.check(found[0], loss)
-        if found[2] == "half":
-            a.check(f"{found[1]}grad", torch.autograd.grad(loss, prediction, retain_graph=True)[0], 1e-7)
-            a.check(f"{found[1]}acc", out.correct.double().mean(), 1e-6)  # a float32 in the peer
-    a.all_used("diffdpo_.*")
 
 
 def test_golden_d3po_and_spo(golden) -> None:
@@ -66,24 +43,6 @@ def test_golden_d3po_and_spo(golden) -> None:
     a.all_used("(d3po|spo)_.*")
 
 
-def test_golden_dpo_on_masked_image_tokens(golden) -> None:
-    """p/r = policy/reference, c/r = chosen/rejected."""
-    a = Arrays(golden("pairwise_dpo_losses"))
-    first = int(a.given("ar_dpo_text_len")) + 1
-    labels = {"c": a.given("ar_dpo_labels_chosen"), "r": a.given("ar_dpo_labels_rejected")}
-    totals = {}
-    for side in ("pc", "pr", "rc", "rr"):
-        for reduction in ("mean", "sum"):
-            logits = a.given(f"ar_dpo_logits_{side}")
-            totals[side] = masked_token_log_prob(logits, labels[side[1]], first=first, reduction=reduction)
-            a.check(f"ar_dpo_{reduction}_logp_{side}", totals[side])
-    gains = totals["pc"] - totals["rc"], totals["pr"] - totals["rr"]
-    a.check("ar_dpo_loss", preferences.pair_loss("sigmoid", *gains, beta=a.number("ar_dpo_beta")).loss.mean())
-    # the supervised term: mean over all tokens
-    a.check("ar_dpo_sft_ce", -totals["pc"].sum() / (labels["c"][:, first:] != -100).sum())
-    a.all_used("ar_dpo_.*")
-
-
 def test_golden_trainers_dpo(golden) -> None:
     a = Arrays(golden("trainers_dpo"), double=True)
 
@@ -104,38 +63,11 @@ def test_golden_trainers_dpo(golden) -> None:
     a.all_used("out_.*")
 
 
-@given(st.floats(-0.3, 0.3), st.floats(-0.3, 0.3), st.sampled_from([1, -1, 0]), st.floats(0.0, 0.3))
-def test_a_clipped_side_and_a_tie_have_no_gradient(a: float, b: float, sign: int, clip: float) -> None:
-    sides = [torch.tensor([v], dtype=torch.float64, requires_grad=True) for v in (a, b)]
-    zero = torch.zeros(1, dtype=torch.float64)
-    out = preferences.step_preference_loss(sides[0], zero, sides[1], zero, torch.tensor([sign]), beta=2.0, clip=clip)
-    out.loss.sum().backward()
-    weight = torch.sigmoid(-out.logit).item() * 2.0 * sign
-    for side, value, direction in ((sides[0], a, -1.0), (sides[1], b, 1.0)):
-        free = 1 - clip <= math.exp(value) <= 1 + clip
-        assert side.grad is not None
-        assert side.grad.item() == pytest.approx(direction * weight if free else 0.0, rel=1e-9, abs=1e-15)
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.0, 2.0, NAN])), min_size=1, max_size=8))
-def test_pairs_are_all_decided_comparisons_within_groups(rows: list[tuple[int, float]]) -> None:
-    group, rewards = torch.tensor([g for g, _ in rows]), torch.tensor([r for _, r in rows])
-    want = [
-        [i, j, 1 if rows[i][1] > rows[j][1] else -1]
-        for i in range(len(rows))
-        for j in range(i + 1, len(rows))
-        if rows[i][0] == rows[j][0] and rows[i][1] == rows[i][1] and rows[j][1] == rows[j][1]
-    ]
-    decided = [pair for pair in want if rows[pair[0]][1] != rows[pair[1]][1]]
-    assert preferences.preference_pairs(rewards, group).tolist() == decided
+def test_pairs_are_all_decided_comparisons_within_groups() -> None:
+    group, rewards = torch.tensor([5, 2, 5, 2, 5, 2]), torch.tensor([1.0, 3.0, NAN, 3.0, 2.0, 1.0])
+    assert preferences.preference_pairs(rewards, group).tolist() == [[0, 4, -1], [1, 5, 1], [3, 5, 1]]
     tied = preferences.preference_pairs(rewards, group, ties=True)
-    assert tied[:, :2].tolist() == [pair[:2] for pair in want]
-    best = best_and_worst(rewards, group)  # the one pair per group of online DPO is among them
-    for slot in set(group.tolist()):
-        pair = [(best == sign).logical_and(group == slot).nonzero().flatten().tolist() for sign in (1.0, -1.0)]
-        if pair[0]:
-            low, high = sorted((pair[0][0], pair[1][0]))
-            assert [low, high, 1 if low == pair[0][0] else -1] in decided
+    assert tied[:, :2].tolist() == [[0, 4], [1, 3], [1, 5], [3, 5]]
 
 
 def test_wrong_settings_are_refused() -> None:
@@ -168,7 +100,9 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
     for kind in PAIRS:
         smoothing = a.number("label_smoothing") if kind == "robust" else 0.0
         sides = (h[:pairs], h[pairs:], tokens[:pairs], tokens[pairs:])
-        found = preferences.pair_loss(kind, *sides, beta=beta, smoothing=smoothing).loss
+        output = preferences.pair_loss(kind, *sides, beta=beta, smoothing=smoothing)
+        found = output.loss
+        assert kind != "sigmoid" or torch.equal(output.correct, h[:pairs] > h[pairs:])
         a.check(f"dpo_{kind}", found.detach(), rtol=1e-8)
         a.check(f"dpo_{kind}_grad", torch.autograd.grad(found.mean(), log_prob, retain_graph=True)[0], rtol=1e-8)
     good, heavier = a.given("kto_label"), a.number("kto_undesirable_weight")
@@ -184,20 +118,12 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
     a.all_used(but="dpo_(exo_pair|bco_pair|aot|aot_unpaired|discopop).*")  # which are not built
 
 
-def test_a_model_that_has_not_moved_is_undecided() -> None:
-    """log 2 of the sigmoids, half of the sums of two sides, and KTO 1/2; ORPO in closed form from two odds."""
-    zero, one = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    want = {"sigmoid": math.log(2), "robust": math.log(2), "sigmoid_norm": math.log(2), "hinge": 1.0, "ipo": 25.0,
-            "nca_pair": 2 * math.log(2), "apo_zero": 1.0, "apo_down": 1.0, "sppo_hard": 50.0}  # fmt: skip
-    assert set(want) == set(PAIRS)
-    for kind, value in want.items():
-        found = preferences.pair_loss(kind, zero, zero, one, one, beta=0.1)
-        torch.testing.assert_close(found.loss, value * one)
-        assert not found.correct.any()
-    torch.testing.assert_close(preferences.marked_loss(zero, zero > 0, 0.0, beta=0.1).loss, 0.5 * one)
+def test_orpo_is_of_odds_and_a_model_that_has_not_moved_is_not_right() -> None:
+    zero, one = torch.zeros(3, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    assert not preferences.pair_loss("sigmoid", zero, zero, beta=0.1).correct.any()
     shares = torch.tensor([0.8, 0.5], dtype=torch.float64)  # odds 4 and 1
     win, lose = 3 * shares.log()
-    found = preferences.pair_loss("orpo", win[None], lose[None], 3 * one[:1], 3 * one[:1], beta=0.1)
+    found = preferences.pair_loss("orpo", win[None], lose[None], 3 * one, 3 * one, beta=0.1)
     torch.testing.assert_close(found.loss, -0.1 * torch.tensor([4 / 5], dtype=torch.float64).log())
 
 
@@ -209,3 +135,77 @@ def test_smoothed_labels_lie_between_both_orders_and_robust_ones_are_unbiased() 
     torch.testing.assert_close(smooth, 0.8 * right + 0.2 * flipped)
     robust = [preferences.pair_loss("robust", *sides, beta=0.5, smoothing=0.2).loss for sides in (h, h[::-1])]
     torch.testing.assert_close(0.8 * robust[0] + 0.2 * robust[1], right)
+
+
+# -- PRDP: golden pairwise_prdp, and properties
+NAN = float("nan")
+CONVENTIONS = (("sum", "all"), ("mean", "positive"))
+
+
+def test_golden_losses_pairs_and_gradients(golden) -> None:
+    a = Arrays(golden("pairwise_prdp"))
+    for case in a.tags(r"(\w+)_logp_ref"):
+        beta, clip = a.given(f"{case}_beta_eps").tolist()
+        inputs = [a.given(f"{case}_{name}") for name in ("logp", "logp_ref", "logp_old", "reward")]
+        for reduction, pairs in CONVENTIONS:
+            options = {"beta": beta, "clip": clip, "reduction": reduction, "pairs": pairs}
+            errors = pair_errors(*inputs, **options)
+            output, gradient = prdp_gradient(*inputs, **options)
+            table = torch.cat([errors.pairs.double(), errors.unclipped[:, None], errors.clipped[:, None]], dim=1)
+            name = f"{case}_{reduction}_{pairs}"
+            a.check(f"{name}_loss", output.loss)
+            a.check(f"{name}_pairs_n_i_j_unclipped_clipped", table)
+            a.check(f"{name}_grad_logp", gradient)
+            a.check(f"{name}_frac_clipped_branch", output.clipped)
+    a.all_used(but="opt_.*")
+
+
+def test_golden_optimum(golden) -> None:
+    """At p* ~ p_ref exp(r / beta) the loss is zero, whichever samples are drawn, and so is its gradient."""
+    a = Arrays(golden("pairwise_prdp"))
+    beta, samples = a.number("opt_beta"), a.given("opt_samples")
+    rewards, ref = a.given("opt_reward"), a.given("opt_ref")
+    best = (ref.log() + rewards / beta).softmax(0)
+    a.check("opt_policy", best)
+    log_prob, ref_log_prob = (p.log()[samples][..., None] for p in (best, ref))
+    output, gradient = prdp_gradient(log_prob, ref_log_prob, log_prob, rewards[samples], beta=float(beta), clip=1e-3)
+    assert output.loss < 1e-25 and a.number("opt_loss") < 1e-25 and gradient.abs().max() < 1e-12
+
+
+def sample(seed: int, shape: tuple[int, int, int] = (2, 4, 3)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    new, ref, old = (0.1 * noise.keyed_noise(shape, seed, name).double() for name in ("new", "ref", "old"))
+    return new, ref, old, noise.keyed_noise(shape[:2], seed, "reward").double()
+
+
+def test_missing_scores_and_ties_make_no_pair() -> None:
+    new, ref, old, _ = sample(2)
+    scores = torch.tensor([[1.0, NAN, 1.0, 2.0], [NAN, NAN, NAN, 3.0]])
+    every = pair_errors(new, ref, old, scores, beta=1.0, clip=0.1)
+    assert every.pairs.tolist() == [[0, 0, 2], [0, 0, 3], [0, 2, 3]]
+    positive = pair_errors(new, ref, old, scores, beta=1.0, clip=0.1, pairs="positive")
+    assert positive.pairs.tolist() == [[0, 0, 3], [0, 2, 3]]
+    leaf = new.clone().requires_grad_()
+    nothing = prdp_loss(leaf, ref, old, torch.full((2, 4), NAN), beta=1.0, clip=0.1)
+    nothing.loss.backward()
+    assert nothing.loss == 0 and nothing.num_pairs == 0 and nothing.clipped == 0
+    assert leaf.grad is not None and (leaf.grad == 0).all()
+
+
+def test_gradient_flows_through_the_new_policy_only() -> None:
+    leaves = [value.requires_grad_() for value in sample(3)]
+    prdp_loss(*leaves, beta=0.5, clip=0.1).loss.backward()
+    assert [leaf.grad is not None for leaf in leaves] == [True, False, False, False]
+
+
+def test_wrong_input_of_prdp_is_refused() -> None:
+    new, ref, old, rewards = sample(4)
+    with pytest.raises(ValueError, match="beta must be positive"):
+        prdp_loss(new, ref, old, rewards, beta=0.0, clip=0.1)
+    with pytest.raises(ValueError, match=r"\[prompts, samples\]"):
+        prdp_loss(new, ref, old, rewards[:, :2], beta=1.0, clip=0.1)
+    with pytest.raises(ValueError, match="one shape"):
+        prdp_loss(new, ref[..., :2], old, rewards, beta=1.0, clip=0.1)
+    with pytest.raises(ValueError, match="'sum' or 'mean'"):
+        prdp_loss(new, ref, old, rewards, beta=1.0, clip=0.1, reduction="max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'all' or 'positive'"):
+        prdp_loss(new, ref, old, rewards, beta=1.0, clip=0.1, pairs="best")  # type: ignore[arg-type]

@@ -89,7 +89,7 @@ def test_golden_kls(golden) -> None:
         }
 
     def paco_losses(case: Case, std: Tensor, delta: float) -> Errors:
-        """PaCo-RL's plain loss. The fields of GRPO-Guard: below."""
+        """PaCo-RL's plain loss. GRPO-Guard's, of all peers, is compared below."""
         options = case.params
         kl = policy_losses.kl_gaussian_dt(case["mean_new"], case["mean_ref"], std, delta, eps=1e-7).mean()
         clip, bound = options["clip_range"], options["adv_clip_max"]
@@ -108,8 +108,6 @@ def test_golden_kls(golden) -> None:
 
 
 # The surrogate -------------------------------------------------------------------------------------------------------
-
-
 def scalar(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
@@ -128,14 +126,7 @@ def test_a_ratio_beyond_float32_does_not_make_what_has_no_gradient_nan(weight: f
     assert infinite.loss.isnan().all()
 
 
-def test_a_negative_clip_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="negative"):
-        policy_losses.clipped_surrogate(scalar(0.0), scalar(0.0), scalar(1.0), -0.1, 0.1)
-
-
 # The divergences -----------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 99), st.floats(0.05, 3.0), st.floats(0.01, 0.5))
 def test_the_named_kls_differ_by_known_factors(seed: int, std: float, delta: float) -> None:
     mean, ref = (noise.keyed_noise((3, 2, 4), seed, name).double() for name in ("mean", "ref"))
@@ -143,8 +134,6 @@ def test_the_named_kls_differ_by_known_factors(seed: int, std: float, delta: flo
     exact = policy_losses.kl_gaussian(mean, ref, stds)
     policy, reference = (Independent(Normal(m, stds.expand(m.shape)), 2) for m in (mean, ref))
     assert torch.allclose(8 * exact, kl_divergence(policy, reference), rtol=1e-10, atol=1e-12)
-    assert torch.allclose(policy_losses.kl_gaussian_dt(mean, ref, stds, delta), delta * exact, rtol=1e-9)
-    assert torch.allclose(policy_losses.kl_mean_square(mean, ref), 2 * std**2 * exact, rtol=1e-9)
     per_sample = torch.tensor([delta, 2 * delta, 3 * delta], dtype=torch.float64)
     assert torch.allclose(policy_losses.kl_gaussian_dt(mean, ref, stds, per_sample), per_sample * exact, rtol=1e-9)
     summed = policy_losses.kl_gaussian(mean, ref, stds, reduction="sum")
@@ -215,12 +204,10 @@ def test_a_deterministic_step_has_no_kl() -> None:
         policy_losses.kl_velocity(torch.ones(2, 3), torch.ones(2, 3), reduction="max")  # type: ignore[arg-type]
 
 
-# -- GRPO-Guard: golden trainers_grpo_guard and its cases of samplers_kl_guard, and its properties. Three peers, two
+# -- GRPO-Guard: golden trainers_grpo_guard, and its properties. Three peers, two
 # forms. Ours is per sample and divided by the step size: Flow-Factory's ratio with the others' division. The released
 # loss of Flow-GRPO and PaCo-RL averages <(mu - mu_old)^2> over the batch; that is ours plus a known offset, and is
 # checked as such
-
-
 def batch_offset(mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
     """What averaging the squared shift of the mean over the batch adds to each log-ratio."""
     shift = (mean - old_mean).square().flatten(1).mean(dim=1)
@@ -258,34 +245,6 @@ def test_golden_losses_and_gradients_guard(golden) -> None:
     a.all_used("out_.*")
 
 
-def test_golden_kl_guard_cases(golden) -> None:
-    """The other fields of these cases are checked in test_policy_losses."""
-
-    def check(case: Case) -> Errors:
-        options = case.params
-        delta = options["sigma"] - options["sigma_next"]
-        std = (case["b"] * math.sqrt(delta)).double()
-        bound, clip = options["adv_clip_max"], options["clip_range"]
-        new, old = case["mean_new"].double(), case["mean_old"].double()
-        log_ratio = guard.guard_log_ratio(case["y"].double(), new, old, std)
-        released = log_ratio + batch_offset(new, old, std)
-        advantage = case["adv"].double().clamp(-bound, bound)
-        policy = guard.guard_surrogate(released, advantage, delta, clip, clip).loss.mean()
-        if torch.equal(case["v_new"], case["v_old"]):
-            assert (guard.guard_log_ratio(case["y"], case["mean_old"], case["mean_old"], std) == 0).all()
-        ours = {
-            "paco_guard_policy_loss": (policy, 2e-4),
-            "paco_guard_loss": (policy + options["beta"] * case["paco_kl_loss"], 2e-4),
-            "paco_guard_ratio_mean": (released.exp().mean(), 1e-6),
-            "ff_ratio": (log_ratio.exp().expand(case["ff_ratio"].shape), 1e-6),
-            "ff_scale": (std, 1e-6),
-            "ff_mse": ((new - old).square().flatten(1).mean(dim=1), 1e-6),
-        }
-        return {name: (error(value, case[name]), tolerance) for name, (value, tolerance) in ours.items()}
-
-    check_all(golden("samplers_kl_guard"), check, lambda case: case.params["kind"] != "grpo_guard")
-
-
 def sample(seed: int, shape: tuple[int, ...] = (4, 3, 5)) -> dict[str, Tensor]:
     return {name: noise.keyed_noise(shape, seed, name).double() for name in ("state", "mean", "old")}
 
@@ -294,9 +253,8 @@ def test_on_policy_the_ratio_is_exactly_one_and_the_loss_the_policy_gradient() -
     state, old = noise.keyed_noise((4, 3, 5), "x"), noise.keyed_noise((4, 3, 5), "m")
     mean = old.clone().requires_grad_()
     advantage = torch.tensor([1.0, -2.0, 0.0, 0.5])
-    out = guard.guard_surrogate(
-        guard.guard_log_ratio(state, mean, old, torch.full((4, 1, 1), 0.3)), advantage, 0.1, 1e-6, 1e-6
-    )
+    log_ratio = guard.guard_log_ratio(state, mean, old, torch.full((4, 1, 1), 0.3))
+    out = guard.guard_surrogate(log_ratio, advantage, 0.1, 1e-6, 1e-6)
     assert (out.ratio == 1).all() and not out.clipped.any()
     assert torch.allclose(out.loss.detach(), -advantage / 0.1)
     out.loss.sum().backward()
@@ -341,14 +299,6 @@ def test_golden_flow_dppo(golden) -> None:
     a.near("metric_kl_mask_fraction", (moved >= threshold).double().mean(), 1e-6)
 
 
-def test_the_divergence_cuts_only_what_leads_further_away() -> None:
-    """A = +-1, ratio above and below 1: of a step that has moved two of four are left out, of others none."""
-    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    log_ratio = torch.tensor([0.1, -0.1, 0.1, -0.1])
-    for moved, cut in ((1.0, [True, False, False, True]), (0.0, [False] * 4)):
-        found = divergence_surrogate(log_ratio, torch.zeros(4), advantage, torch.full((4,), moved), threshold=0.5)
-        assert found.clipped.tolist() == cut
-        want = torch.where(torch.tensor(cut), 0.0, -advantage * log_ratio.exp())
-        torch.testing.assert_close(found.loss, want)
+def test_an_infinite_ratio_that_is_left_out_is_no_nan() -> None:
     big = divergence_surrogate(torch.tensor([200.0]), torch.zeros(1), torch.ones(1), torch.ones(1), threshold=0.5)
-    assert float(big.loss) == 0  # an infinite ratio that is left out is no NaN
+    assert float(big.loss) == 0

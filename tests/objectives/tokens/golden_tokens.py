@@ -10,9 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrl.objectives.policy_losses import kl_k3
-from genrl.objectives.tokens import masked
-
 
 @dataclass(frozen=True)
 class Case:
@@ -55,13 +52,6 @@ Expected = dict[str, Tensor]
 
 def with_gradient(loss: Tensor, log_prob: Tensor, suffix: str = "") -> Expected:
     return {f"loss{suffix}": loss.detach(), f"grad{suffix}": torch.autograd.grad(loss, log_prob, retain_graph=True)[0]}
-
-
-def kl_term(case: Case, log_prob: Tensor) -> Tensor | float:
-    beta = case.params.get("beta", 0.0)
-    if not beta:
-        return 0.0
-    return beta * kl_k3(masked(log_prob, case["mask"]), masked(case["ref_logp"], case["mask"]))
 
 
 def cases(data: np.lib.npyio.NpzFile) -> Iterator[tuple[str, Case]]:

@@ -73,14 +73,8 @@ def dcpo_sas(case: Case) -> Expected:
 def grpo_care(case: Case) -> Expected:
     params, group = case.params, case.group_of("acc")
     confidence = token_regularisers.answer_confidence(case["ref_logp"], case["answer_mask"], cap=params["cap"])
-    bonus = token_regularisers.consistency_bonus(
-        case["acc"],
-        confidence,
-        group,
-        coefficient=params["coef"],
-        margin=params["margin"] or 0.0,
-        floor=params["acc_floor"],
-    )
+    constants = {"coefficient": params["coef"], "margin": params["margin"] or 0.0, "floor": params["acc_floor"]}
+    bonus = token_regularisers.consistency_bonus(case["acc"], confidence, group, **constants)
     reward = case["acc"] + case["fmt"] + bonus
     advantage = group_advantages(reward, group, scale="group", eps=1e-4, ddof=1)
     return {"conf": confidence, "bonus": bonus, "reward": reward, "adv": advantage}
@@ -89,9 +83,8 @@ def grpo_care(case: Case) -> Expected:
 def q_hawkeye(case: Case) -> Expected:
     if "logp" in case:
         log_prob = case.log_prob
-        loss = token_regularisers.perception_loss(
-            log_prob, case["degraded_logp"], case["mask"], gamma=case.number("gamma"), eta=case.number("eta1")
-        )
+        constants = {"gamma": case.number("gamma"), "eta": case.number("eta1")}
+        loss = token_regularisers.perception_loss(log_prob, case["degraded_logp"], case["mask"], **constants)
         return {"perception_loss": loss.detach(), "grad": torch.autograd.grad(loss, log_prob)[0]}
     group = case.group_of("scores")
     uncertainty = token_advantages.score_uncertainty(case["scores"], group)
@@ -118,13 +111,8 @@ def poad(case: Case) -> Expected:
 
 
 CHECKS: dict[str, Callable[[Case], Expected]] = {
-    "advantages": advantages,
-    "dcpo_sas": dcpo_sas,
-    "g2rpo": g2rpo,
-    "grpo_care": grpo_care,
-    "ngrpo": ngrpo,
-    "poad": poad,
-    "q_hawkeye": q_hawkeye,
+    **{"advantages": advantages, "dcpo_sas": dcpo_sas, "g2rpo": g2rpo, "grpo_care": grpo_care},
+    **{"ngrpo": ngrpo, "poad": poad, "q_hawkeye": q_hawkeye},
 }
 
 
@@ -136,15 +124,9 @@ def test_golden(golden, name: str) -> None:
 def test_golden_audio_and_3d(golden) -> None:
     a = Arrays(golden("ar_audio_3d_rl"))
     logits, ids = a.given("music_logits").requires_grad_(), a.given("music_tokens")
-    music = audio_tokens.music_rl_loss(
-        logits.log_softmax(-1),
-        a.given("music_ref_logits").log_softmax(-1),
-        ids,
-        a.given("music_terminal_reward"),
-        a.given("music_value"),
-        torch.ones_like(ids),
-        alpha=a.number("music_alpha"),
-    )
+    rows = (logits.log_softmax(-1), a.given("music_ref_logits").log_softmax(-1))
+    worth = (a.given("music_terminal_reward"), a.given("music_value"))
+    music = audio_tokens.music_rl_loss(*rows, ids, *worth, torch.ones_like(ids), alpha=a.number("music_alpha"))
     a.check("music_pg_objective", music.policy)
     a.check("music_kl", music.kl)
     a.check("music_objective", -music.loss)
@@ -175,8 +157,6 @@ def test_golden_audio_and_3d(golden) -> None:
 
 # -- Golden arrays of token trust regions (UniRL's DPPO, CPPO, DRPO) and of small presets (authors' functions), and
 # what each rule means where the answer is known
-
-
 def packed(data: Arrays) -> Callable[[str], Tensor]:
     """From tokens of all rows one after the other to [B, T], NaN where there is none."""
     lengths = data.given("lengths").tolist()
@@ -211,9 +191,8 @@ def test_probability_masks_and_the_quadratic(golden: Any) -> None:
 
 def test_lp_reg(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
-    proxy = token_weights.min_p_log_prob(
-        data.given("lpreg_old_logits"), data.given("lpreg_tokens"), kappa=data.number("lpreg_kappa")
-    )
+    logits, ids = data.given("lpreg_old_logits"), data.given("lpreg_tokens")
+    proxy = token_weights.min_p_log_prob(logits, ids, kappa=data.number("lpreg_kappa"))
     # of what is removed they have -1e4, which is never more than a log-probability either
     data.check("lpreg_proxy_logp", torch.where(proxy.isinf(), data.given("lpreg_proxy_logp"), proxy))
     new, mask = data.given("lpreg_new_logp").requires_grad_(), data.given("lpreg_mask")
@@ -239,9 +218,8 @@ def test_hapo_as_intended(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
     mask, ratio = data.given("rein_mask"), data.given("hapo_ratio")
     height = token_weights.relative_entropy(data.given("hapo_entropy"), mask)
-    found = token_weights.entropy_adaptive(
-        ratio.log(), torch.zeros(ratio.shape), data.given("hapo_advantage_in"), mask, height
-    )
+    terms = (ratio.log(), torch.zeros(ratio.shape), data.given("hapo_advantage_in"), mask)
+    found = token_weights.entropy_adaptive(*terms, height)
     for name, got in zip(("h", "clip_low", "clip_high", "advantage"), (height, *found), strict=True):
         data.check(f"hapo_signed_{name}", torch.where(mask, got, data.given(f"hapo_signed_{name}")))
     assert float(height.min()) == -1 and float(height.max()) == 1
@@ -263,9 +241,8 @@ def test_signed_rewards(golden: Any, share: float) -> None:
     data = Arrays(golden("small_presets"))
     mask, right = data.given("rein_mask"), data.given("rein_score")
     lengths = mask.sum(1)
-    data.check(
-        f"w_reinforce_{share}", token_advantages.signed(right, lengths, positive=share, negative=-1)[:, None] * mask
-    )
+    weighted = token_advantages.signed(right, lengths, positive=share, negative=-1)
+    data.check(f"w_reinforce_{share}", weighted[:, None] * mask)
     # rows of 0 are removed there: the mean over the tokens of the others
     log_prob = torch.randn(mask.shape, dtype=torch.float64)
     for name, values in {"psr_rows_right_only": (1, 0), "nsr_rows_wrong_only": (0, -1)}.items():
@@ -285,9 +262,8 @@ def test_a_grae(golden: Any) -> None:
     right, group = torch.tensor([1.0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
     found = token_advantages.asymmetric(torch.tensor([1.0, -1, -1, 1]), right, group, alpha=0.5)
     root = 0.5**0.5
-    torch.testing.assert_close(
-        found.abs(), torch.full((4,), 0.25 / (1 - root) + 0.25 / root).double(), rtol=1e-5, atol=0
-    )
+    wanted = torch.full((4,), 0.25 / (1 - root) + 0.25 / root).double()
+    torch.testing.assert_close(found.abs(), wanted, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("compare", ["rloo", "grpo", "naive"])

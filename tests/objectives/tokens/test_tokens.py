@@ -15,7 +15,7 @@ from genrl.objectives import tokens
 from genrl.objectives.policy_losses import kl_k2, kl_k3
 from genrl.objectives.token_advantages import whitened
 from genrl.objectives.token_credit import semi_online_advantages, semi_online_returns
-from genrl.objectives.token_surrogates import clip_surrogate, linear_bound_loss
+from genrl.objectives.token_surrogates import clip_surrogate
 from genrl.objectives.tokens import aggregate, masked
 from genrl.vlm.methods.music_rl.train import music_rl_loss
 from genrl.vlm.methods.opd.train import gap_advantage, generalised_divergence, with_rest
@@ -58,21 +58,14 @@ def test_one_value_per_row_or_per_token() -> None:
 
 
 # -- Aggregation rules by hand, and which of them do not depend on micro-batches
-
-
 TERM = torch.tensor([[1.0, 2.0, 3.0, 6.0], [4.0, torch.nan, torch.nan, torch.nan], [torch.nan] * 4])
 MASK_TOKEN_AGGREGATION = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
 RULES = ("seq_mean", "token_mean_global", "const", "seq_sum")
 
 
 def test_by_hand() -> None:
-    wanted = {
-        "seq_mean": (3 + 4 + 0) / 3,
-        "token_mean": 16 / 5,
-        "token_mean_global": 16 / 5,
-        "const": 16 / (3 * 8),
-        "seq_sum": 16 / 3,
-    }
+    means = {"token_mean": 16 / 5, "token_mean_global": 16 / 5}
+    wanted = means | {"seq_mean": (3 + 4 + 0) / 3, "const": 16 / (3 * 8), "seq_sum": 16 / 3}
     for rule, value in wanted.items():
         assert aggregate(TERM, MASK_TOKEN_AGGREGATION, rule, length=8).item() == pytest.approx(value), rule
     assert aggregate(TERM, MASK_TOKEN_AGGREGATION, "token_mean_global", tokens=8).item() == pytest.approx(2.0)
@@ -81,26 +74,9 @@ def test_by_hand() -> None:
 def test_a_term_per_row_stands_for_each_of_its_tokens() -> None:
     term = torch.tensor([[2.0], [3.0], [torch.nan]])
     assert aggregate(term, MASK_TOKEN_AGGREGATION, "seq_mean").item() == pytest.approx(5 / 3)
-    assert aggregate(term, MASK_TOKEN_AGGREGATION, "seq_sum").item() == pytest.approx(
-        11 / 3
-    )  # times the row's length: LUSPO
+    summed = aggregate(term, MASK_TOKEN_AGGREGATION, "seq_sum")  # times the row's length: LUSPO
+    assert summed.item() == pytest.approx(11 / 3)
     assert aggregate(term, MASK_TOKEN_AGGREGATION, "token_mean").item() == pytest.approx(11 / 5)
-
-
-@given(st.integers(0, 99), st.sampled_from([1, 2, 3, 4]))
-def test_micro_batches_add_up(seed: int, size: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    term = torch.randn(8, 5, generator=generator, dtype=torch.float64)
-    mask = torch.rand(8, 5, generator=generator) < 0.7
-    totals = {"rows": 8, "tokens": int(mask.sum()), "length": 9}
-    for rule in RULES:
-        parts = [aggregate(t, m, rule, **totals) for t, m in zip(term.split(size), mask.split(size), strict=True)]
-        assert torch.allclose(torch.stack(parts).sum(), aggregate(term, mask, rule, length=9)), rule
-    if int(mask.sum()) and 8 % size == 0:
-        # the local rules add up to the mean of the parts
-        local = [aggregate(t, m, "token_mean", rows=8) for t, m in zip(term.split(size), mask.split(size), strict=True)]
-        alone = [aggregate(t, m, "token_mean") for t, m in zip(term.split(size), mask.split(size), strict=True)]
-        assert torch.allclose(torch.stack(local).sum(), torch.stack(alone).mean())
 
 
 def test_nothing_valid_is_zero_with_a_zero_gradient() -> None:
@@ -119,8 +95,6 @@ def test_what_a_rule_lacks_and_unknown_rules() -> None:
 
 
 # -- Which tokens Clip-Cov and KL-Cov choose, against NumPy's covariance
-
-
 def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]
@@ -159,8 +133,6 @@ def test_clip_cov_takes_those_drawn_first_within_the_band() -> None:
 
 
 # -- Distances of a student from a teacher: TRL's GKD and SDPO, ms-swift's advantages, and a table in closed form
-
-
 def test_gkd(golden: Any) -> None:
     data = Arrays(golden("gkd"))
     student, kept = data.given("student_logits").requires_grad_(), data.given("labels") != -100
@@ -194,23 +166,9 @@ def test_the_gap_as_an_advantage(golden: Any) -> None:
     policy, teacher, mask = data.given("policy_logp"), data.given("teacher_logp"), data.given("mask")
     advantage = data.given("advantages")
     for coef in data.tags(r"per_token_advantage_coef(.+)"):
-        data.check(
-            f"per_token_advantage_coef{coef}",
-            gap_advantage(advantage, policy, teacher, mask, coef=float(coef)).expand(mask.shape),
-        )
+        ours = gap_advantage(advantage, policy, teacher, mask, coef=float(coef))
+        data.check(f"per_token_advantage_coef{coef}", ours.expand(mask.shape))
     data.check("teacher_k3", masked(kl_k3(policy, teacher), mask))
-
-
-def test_the_policy_gradient_of_the_gap_is_that_of_the_reverse_kl() -> None:
-    """On a table: the expectation over all answers of one token, by its probability."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, generator=generator, dtype=torch.float64).requires_grad_()
-    log_t = torch.randn(5, generator=generator, dtype=torch.float64).log_softmax(-1)
-    log_p, mask = logits.log_softmax(-1), torch.ones(5, 1)
-    gap = gap_advantage(torch.zeros(5, dtype=torch.float64), log_p[:, None].detach(), log_t[:, None], mask)[:, 0]
-    surrogate = -(log_p.exp().detach() * gap * log_p).sum()
-    exact = generalised_divergence(log_p, log_t, 1.0)
-    torch.testing.assert_close(*(torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (surrogate, exact)))
 
 
 @pytest.mark.parametrize("beta", [1e-3, 0.999])
@@ -221,8 +179,6 @@ def test_what_vanishes_near_the_ends_is_refused(beta: float) -> None:
 
 
 # -- KL estimates, entropy, perception and value terms
-
-
 @given(st.integers(0, 99))
 def test_estimates_have_the_mean_they_estimate(seed: int) -> None:
     """Over all tokens with their probabilities, k1 and k3 are the exact KL; k2 has its gradient."""
@@ -248,8 +204,6 @@ def test_the_clamped_estimate_is_k3_within_its_limits(difference: float) -> None
     (gradient,) = torch.autograd.grad(clamped, log_prob)
     assert torch.allclose(gradient, torch.autograd.grad(plain, log_prob)[0]) if plain < 10 else gradient == 0
 
-
-def test_far_away_nothing_overflows() -> None:
     assert tr.kl_k3_clamped(torch.tensor(-1e4), torch.tensor(0.0)) == 10.0
     assert tr.kl_k3_clamped(torch.tensor(0.0), torch.tensor(-1e4)) == 10.0
 
@@ -265,42 +219,7 @@ def test_the_entropy_estimate_and_its_band() -> None:
         tr.entropy_band(entropy, 1.0, 0.2)
 
 
-def test_perception_pulls_away_from_the_degraded_answer_and_ignores_rows_without_twin() -> None:
-    log_prob = torch.tensor([[-1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64, requires_grad=True)
-    degraded = torch.tensor([[-1.5, -0.5], [torch.nan, torch.nan]])
-    mask = torch.tensor([[1, 1], [0, 0]])
-    loss = tr.perception_loss(log_prob, degraded, mask, gamma=1.0, eta=0.0)
-    (gradient,) = torch.autograd.grad(loss, log_prob)
-    assert loss < 0 and bool(gradient[0, 0] < 0 < gradient[0, 1]) and gradient[1].tolist() == [0.0, 0.0]
-    alone = tr.perception_loss(log_prob[:1], degraded[:1], mask[:1], gamma=1.0, eta=0.5)
-    assert torch.allclose(
-        tr.perception_loss(log_prob[:1], degraded[:1], mask[:1], gamma=1.0, eta=0.5, rows=4), alone / 4
-    )
-
-
-def test_the_value_is_clipped_around_the_old_one() -> None:
-    value = torch.tensor([0.05, 0.5, -0.5], requires_grad=True)
-    loss = tr.clipped_value_loss(value, torch.zeros(3), torch.full((3,), 1.0))
-    loss.sum().backward()
-    assert torch.allclose(loss, torch.tensor([0.95**2, 0.9**2, 1.5**2]))
-    # past the clip and nearer to the target: no gradient; past it and farther: all of it
-    assert torch.allclose(value.grad, torch.tensor([-1.9, 0.0, -3.0]))
-
-
-# -- BGPO: a bound, exact on policy, and a sum over masks
-
-
-def test_masks_can_be_run_one_at_a_time() -> None:
-    old, elbo = torch.randn(3, 4), torch.randn(3, 4)
-    advantage = torch.tensor([1.0, -1.0, 0.0])
-    whole = linear_bound_loss(elbo, old, advantage)
-    parts = [linear_bound_loss(elbo[:, j : j + 1], old[:, j : j + 1], advantage) / 4 for j in range(4)]
-    assert torch.allclose(torch.stack(parts).sum(0), whole)
-
-
 # -- MusicRL: its gradient is REINFORCE with a baseline and an exact KL (golden arrays: test_token_surrogates)
-
-
 def test_masked_tokens_count_for_nothing_and_the_parts_have_their_own_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 5, generator=generator, requires_grad=True)
@@ -319,8 +238,6 @@ def test_masked_tokens_count_for_nothing_and_the_parts_have_their_own_gradients(
 
 
 # -- RLFR's flow rewards: the velocity error of known fields, and what tokens are charged, by hand
-
-
 def test_the_velocity_of_one_point_has_no_error_and_a_shifted_one_that_of_the_shift() -> None:
     """All data at c: x_t = t c + (1 - t) n, so that the velocity c - n is (c - x_t) / (1 - t)."""
     torch.manual_seed(0)
@@ -363,8 +280,6 @@ def test_what_is_masked_does_not_matter() -> None:
 
 
 # -- UI-S1's credit against loops over the formulas
-
-
 NAN = float("nan")
 
 
@@ -376,42 +291,16 @@ def test_a_turn_gets_what_follows_up_to_the_next_mismatch() -> None:
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
 
 
-@pytest.mark.parametrize(("gamma", "episode", "step"), [(0.5, 1.0, 1.0), (0.0, 0.0, 1.0), (0.9, 0.7, 2.0)])
-def test_advantages_are_those_of_the_formulas(gamma: float, episode: float, step: float) -> None:
-    rng = np.random.default_rng(0)
-    lengths = [4, 2, 4, 3, 1, 4, 0]
-    group = np.array([0, 0, 0, 1, 1, 1, 1])
-    rewards = [rng.choice([0.0, 0.1, 0.5, 1.0], n) for n in lengths]
-    matched = [r > 0.4 for r in rewards]
-    returns = []
-    for r, m in zip(rewards, matched, strict=True):
-        own = []
-        for k in range(len(r)):
-            total, power, j = r[k], gamma, k + 1
-            while m[k] and j < len(r) and m[j]:
-                total, power, j = total + power * r[j], power * gamma, j + 1
-            own.append(total)
-        returns.append(own)
-
-    def score(value: float, others: list[float]) -> float:
-        if len(others) < 2 or len(set(others)) == 1:
-            return 0.0
-        return (value - np.mean(others)) / (np.std(others, ddof=1) + 1e-6)
-
-    table, flags = np.full((7, 4), NAN), np.zeros((7, 4), bool)
-    wanted = np.zeros((7, 4))
-    for row, n in enumerate(lengths):
-        table[row, :n], flags[row, :n] = rewards[row], matched[row]
-        alike = [other for other in range(7) if group[other] == group[row] and lengths[other]]
-        whole = score(rewards[row].sum(), [rewards[other].sum() for other in alike])
-        for k in range(n):
-            own = score(returns[row][k], [returns[other][k] for other in alike if lengths[other] > k])
-            wanted[row, k] = episode * whole + step * own
-    found = semi_online_advantages(
-        torch.tensor(table), torch.tensor(flags), torch.tensor(group), gamma=gamma, episode=episode, step=step
+def test_the_step_and_the_episode_have_their_own_weight() -> None:
+    """Each part by itself, and what is made of both; its value in a run: tests/vlm/methods/episodes/test_archer.py."""
+    rewards = torch.tensor([[1.0, 0.1], [0.5, 1.0], [0.1, NAN]], dtype=torch.float64)
+    arguments = (rewards, rewards > 0.4, torch.zeros(3, dtype=torch.int64))
+    episodes, steps, both = (
+        semi_online_advantages(*arguments, gamma=0.9, episode=episode, step=step)
+        for episode, step in ((1.0, 0.0), (0.0, 1.0), (0.7, 2.0))
     )
-    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-9)
-    assert np.abs(wanted).max() > 0.5
+    torch.testing.assert_close(both, 0.7 * episodes + 2.0 * steps)
+    assert episodes.abs().max() > 0.5 < steps.abs().max()
 
 
 def test_episodes_weigh_the_same_whatever_their_length() -> None:

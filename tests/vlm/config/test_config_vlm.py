@@ -37,15 +37,11 @@ def write(folder: Path, **changes: Any) -> Path:
 
 
 def made(folder: Path, **changes: Any) -> VLMConfig:
-    found = load(write(folder, **changes))
-    assert isinstance(found, VLMConfig)
-    return found
+    return load(write(folder, **changes))
 
 
 def recipe_of(config: VLMConfig) -> Preset:
-    found = config.trainer.recipe(config)
-    assert isinstance(found, Preset)
-    return found
+    return config.trainer.recipe(config)
 
 
 def refused(folder: Path, **changes: Any) -> tuple[str, str]:
@@ -93,14 +89,9 @@ class TestNames:
         assert changed <= {"length"} and (changed == set() or name == "dr_grpo")
 
     def test_functions_are_changed_by_name_and_constant(self, tmp_path: Path) -> None:
-        changes = {
-            "preset": "dapo",
-            "advantage": "leave_one_out",
-            "surrogate": {"high": 0.5},
-            "weights": [{"name": "top_entropy", "share": 0.3}],
-            "regularisers": [{"name": "kl", "beta": 0.1}],
-            "aggregation": "const",
-        }
+        changes = {"preset": "dapo", "advantage": "leave_one_out", "surrogate": {"high": 0.5}, "aggregation": "const"}
+        changes |= {"weights": [{"name": "top_entropy", "share": 0.3}]}
+        changes |= {"regularisers": [{"name": "kl", "beta": 0.1}]}
         assert recipe_of(made(tmp_path, trainer={"preset": "grpo", "regularisers": []})).regularisers == ()
         found = recipe_of(made(tmp_path, trainer=changes))
         assert found.advantage == LeaveOneOut() and found.surrogate == Clip(low=0.2, high=0.5)
@@ -206,9 +197,7 @@ class TestFiles:
             ({"image": "a.png"}, {"rewards": [{"name": "tag_format"}], "augmentation": {}}, "from the column answer; "),
         ],
     )
-    def test_rows_that_lack_something(
-        self, row: dict[str, str], changes: dict[str, Any], words: str, tmp_path: Path
-    ) -> None:
+    def test_rows_that_lack_something(self, row: dict[str, str], changes: dict[str, Any], words: str, tmp_path) -> None:
         (tmp_path / "a.png").write_bytes(b"")
         rows = [{"prompt": "what ?", "image": "a.png", "answer": "1"}, {"prompt": "and ?"} | row]
         (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -247,9 +236,7 @@ def test_check_prints_what_the_method_is_made_of(monkeypatch: pytest.MonkeyPatch
         ("tokenizer.json", None, "has no vocabulary"),
     ],
 )
-def test_a_model_that_cannot_load_is_refused_for_the_true_reason(
-    tmp_path: Path, file: str, content: bytes | None, says: str
-) -> None:
+def test_a_model_that_cannot_load_is_refused_for_the_true_reason(tmp_path, file, content, says) -> None:
     folder = tmp_path / "model"
     shutil.copytree(Path(__file__).parents[3] / "assets" / "tiny-vlm", folder)
     (folder / file).unlink()

@@ -18,7 +18,6 @@ from genrl.vlm.methods.answers import train as answers
 from genrl.vlm.policies.folder import checkpoint_weights
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
@@ -26,7 +25,7 @@ from tests.run_folders import assert_one_run, assert_resumes, differences, rows
 from tests.vlm import fake_vllm, tiny_checkpoints, vlm_runs
 from tests.vlm.fake_vllm_server import Handler, serving
 from tests.vlm.methods.episodes import agent_runs
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 VLLM: dict[str, Any] = {"vllm": {}}
 
@@ -74,9 +73,7 @@ def test_buffers_are_there_where_a_checkpoint_has_them() -> None:
     assert len(names) == 1 and names[0].endswith("multi_modal_projector.scale")
 
 
-def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(
-    sampler: Sampler, tmp_path: Path
-) -> None:
+def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(sampler, tmp_path) -> None:
     prompts, keys = questions(tmp_path, sampler.policy), [("a",), ("b",), ("c",)]
     found = sampler.generate(prompts, 4, Sampling(12), keys)
     assert found.group.tolist() == [0] * 4 + [1] * 4 + [2] * 4
@@ -86,17 +83,6 @@ def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(
     assert turned.texts == found.texts[8:] + found.texts[4:8] + found.texts[:4]  # by key, not by place
     assert found.texts == sampler.generate(prompts, 4, Sampling(12), keys).texts
     assert found.texts != sampler.generate(prompts, 4, Sampling(12), [("d",), ("e",), ("f",)]).texts
-
-
-@pytest.mark.slow
-def test_old_weights_show_in_the_gap(installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_vllm.LLM, "_reload", lambda *_: None)
-    trained = {"weights": [{"name": "engine_mismatch", "high": 1.01}]}
-    moved = {"trainer": trained, "optimizer": {"lr": 1e-3}, "checkpoint": {"every": 2}}
-    train(vlm_runs.config(tmp_path, generation=VLLM, iterations=2, **moved))
-    first, second = rows(tmp_path / "run")
-    assert first["sampler/gap_max"] < 1e-4 and first["sampler/corrected"] == 0
-    assert second["sampler/gap_mean"] > 1e-3 and second["sampler/corrected"] > 0
 
 
 def test_a_run_draws_with_the_weights_of_the_last_update_and_is_resumed(installed: None, tmp_path: Path) -> None:
@@ -156,8 +142,6 @@ def test_an_engine_gets_one_token_for_an_image(family: str, tmp_path: Path) -> N
 
 
 # --- a server
-
-
 @pytest.fixture
 def server() -> Iterator[str]:
     with serving(vlm_runs.MODEL) as url:
@@ -185,12 +169,8 @@ def test_a_server_or_a_package_that_is_not_there_is_named_with_the_command(serve
 
 
 # --- agents
-
-
 @pytest.mark.parametrize("preset", [pytest.param("vl_dac", marks=pytest.mark.slow), "grpo"])
-def test_agents_answer_by_an_engine_as_it_is_trained(
-    installed: None, tmp_path: Path, preset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agents_answer_by_an_engine_as_it_is_trained(installed, tmp_path, preset: str, monkeypatch) -> None:
     """Turns of episodes, and of a tool's conversation; the engine sleeps between the phases, not between the turns."""
     calls: list[list[str]] = []
     run = agent_runs.config(tmp_path, preset, generation=VLLM, iterations=2, optimizer={"lr": 1e-3})
@@ -210,27 +190,7 @@ def test_agents_answer_by_an_engine_as_it_is_trained(
     assert len(phases) >= 2 and max(map(len, phases)) > 1
 
 
-# --- configuration
-
-
-def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) -> None:
-    def weights(**changes: Any) -> tuple[Any, ...]:
-        config = vlm_runs.config(tmp_path, **changes)
-        return config.trainer.recipe(config).weights
-
-    assert weights() == ()
-    assert weights(generation=VLLM) == (EngineMismatch(),)
-
-    vppo = weights(generation=VLLM, trainer={"preset": "vppo"})
-    assert vppo[-1] == EngineMismatch() and len(vppo) == 2
-    para = weights(generation=VLLM, trainer={"preset": "para_grpo"})
-    assert para == (EngineMismatch(level="token", high=5.0),)
-    assert weights(generation=VLLM, trainer={"weights": []}) == ()
-
-
 # --- staleness
-
-
 def older(server: str | None, staleness: int = 1, **further: Any) -> dict[str, Any]:
     generation = {**VLLM, "staleness": staleness} | ({} if server is None else {"vllm": {"url": server}})
     evaluation = {"every": 2, "questions": 8, "blind": False}
@@ -258,9 +218,7 @@ def test_a_server_that_draws_ahead_draws_the_same(server: str, tmp_path: Path, m
 
 
 @pytest.mark.slow
-def test_a_server_draws_while_the_model_is_trained(
-    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_draws_while_the_model_is_trained(server, tmp_path, monkeypatch) -> None:
     """The answers of the last iteration are asked for while the one before is trained, not afterwards."""
     training, seen = threading.Event(), threading.Event()
     learn, begun, generated = answers.learn, [], Handler._generated
@@ -284,24 +242,9 @@ def test_a_server_draws_while_the_model_is_trained(
     assert sorted(set(begun)) == ["after 0 iterations", "after 1 iterations"]
 
 
-@pytest.mark.parametrize("change", [{"trainer": {"filter": "spread", "resample": 1}}, {"augmentation": {}}])
-def test_what_a_server_cannot_know_ahead_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    vlm_runs.config(tmp_path, **older(None, **change))
-    with pytest.raises(ConfigError, match="before which the server samples"):
-        vlm_runs.config(tmp_path, **older("http://localhost:1", **change))
-
-
-ENGINE = [
-    "vision_tower.vision_model.embeddings.patch.weight",
-    "vision_tower.vision_model.layers.0.attn.qkv_proj.weight",
-    "vision_tower.vision_model.layers.0.attn.out_proj.weight",
-    "language_model.model.layers.0.norm.weight",
-    "language_model.lm_head.weight",
-]
-
-
-def plain(name: str) -> str | None:
-    return name
+VISION = ("embeddings.patch", "layers.0.attn.qkv_proj", "layers.0.attn.out_proj")
+ENGINE = [f"vision_tower.vision_model.{name}.weight" for name in VISION]
+ENGINE += ["language_model.model.layers.0.norm.weight", "language_model.lm_head.weight"]
 
 
 def prefixed(name: str) -> str | None:
@@ -318,24 +261,21 @@ def test_a_level_that_the_checkpoint_has_not_is_added() -> None:
         "vision_tower.embeddings.patch.weight": "vision_tower.vision_model.embeddings.patch.weight",
         "vision_tower.layers.0.attn.q_proj.weight": "vision_tower.vision_model.layers.0.attn.q_proj.weight",
     }
-    assert nested(names, ENGINE, plain) == names
+    assert nested(names, ENGINE, str) == names
     whole = {f"model.{name}": f"model.{found}" for name, found in names.items()}
     assert nested(whole, ENGINE, prefixed) == whole
 
 
-def test_names_that_the_engine_has_stay() -> None:
-    assert nested(ENGINE, ENGINE, plain) == {name: name for name in ENGINE}
-    mapped = [
-        "model.language_model.layers.0.norm.weight",
-        "ignored.weight",
-        "vision_tower.vision_model.post_norm.weight",
-    ]
-    assert nested(mapped, ENGINE, prefixed) == {name: name for name in mapped}
-
-
-def test_what_the_engine_may_know_by_another_rule_is_left_to_it() -> None:
-    """The root, a level of two, and weights that it joins."""
-    left = ["lm_head.weight", "model.layers.0.norm.weight", "vision_tower.vision_model.layers.0.attn.v_proj.weight"]
-    assert nested(left, ENGINE, plain) == {name: name for name in left}
-    two = ["a.x.norm.weight", "a.y.norm.weight"]
-    assert nested(["a.norm.weight"], two, plain) == {"a.norm.weight": "a.norm.weight"}
+@pytest.mark.parametrize(
+    ("names", "engine", "mapped"),
+    [
+        (ENGINE, ENGINE, str),  # which the engine has
+        (["model.language_model.layers.0.norm.weight", "ignored.weight"], ENGINE, prefixed),
+        (["vision_tower.vision_model.post_norm.weight"], ENGINE, prefixed),
+        (["lm_head.weight", "model.layers.0.norm.weight"], ENGINE, str),  # the root
+        (["vision_tower.vision_model.layers.0.attn.v_proj.weight"], ENGINE, str),  # which it joins
+        (["a.norm.weight"], ["a.x.norm.weight", "a.y.norm.weight"], str),  # a level of two
+    ],
+)
+def test_what_the_engine_has_or_may_know_by_another_rule_stays(names, engine, mapped) -> None:
+    assert nested(names, engine, mapped) == {name: name for name in names}

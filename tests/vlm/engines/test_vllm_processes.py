@@ -12,7 +12,7 @@ from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.folder import checkpoint_weights, stream_of
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.train import check_processes, train
-from tests.run_folders import rows, start_ranks, wait
+from tests.run_folders import rows
 from tests.vlm import fake_vllm, vlm_ranks, vlm_runs
 from tests.vlm.fake_vllm_server import Handler, serving
 from tests.vlm.methods.episodes import agent_runs
@@ -39,9 +39,7 @@ def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *giv
     """The metrics of a run in two processes, which answer with the weights after the last step."""
     place.mkdir()
     make(place, *given, generation={"vllm": vllm}, **{**COMMON, **changes})
-    processes = start_ranks(2, vlm_ranks.by_vllm, str(place / "tiny.yaml"), log=place / "log.txt")
-    codes = wait(processes, 300)
-    assert codes == [0, 0], [path.read_text()[-2000:] for path in sorted(place.glob("log*"))]
+    vlm_runs.in_processes(place, vlm_ranks.by_vllm)
     found = rows(place / "run")
     assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
     return found
@@ -51,9 +49,7 @@ def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *giv
 @pytest.mark.parametrize(
     ("shared", "fsdp", "lora"), [(False, False, None), (False, True, {"rank": 2}), (True, True, None)]
 )
-def test_two_processes_draw_what_one_draws(
-    shared: bool, fsdp: bool, lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_draw_what_one_draws(shared: bool, fsdp: bool, lora: Any, tmp_path, monkeypatch) -> None:
     """By an engine in each or by one server, which gets the weights once for each version; also from shards."""
     own = {"vlm": {"lora": lora, "gradient_checkpointing": True}}
     with served(shared, vlm_runs.MODEL) as vllm:

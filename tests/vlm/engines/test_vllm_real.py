@@ -25,7 +25,7 @@ from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
 from tests.ports import free_port
-from tests.run_folders import rows, start, start_ranks, wait
+from tests.run_folders import rows, start, wait
 from tests.vlm import vlm_ranks, vlm_runs
 from tests.vlm.methods.episodes import agent_runs
 
@@ -96,9 +96,7 @@ def in_two_processes(place: Path, **changes: Any) -> list[Any]:
     """The metrics of a run of three iterations, whose gap stays that of rounding while the weights change."""
     common = {"optimizer": {"lr": 1e-3}, "evaluation": {"every": 1, "questions": 7}, "checkpoint": {"every": 3}}
     vlm_runs.config(place, iterations=3, **common, **changes)
-    processes = start_ranks(2, vlm_ranks.run, str(place / "tiny.yaml"), log=place / "log.txt")
-    codes = wait(processes, START_S)
-    assert codes == [0, 0], [path.read_text()[-2000:] for path in sorted(place.glob("log*"))]
+    vlm_runs.in_processes(place, vlm_ranks.run)
     found = [row for row in rows(place / "run") if "sampler/gap_max" in row]
     assert len(found) == 3
     for row in found:

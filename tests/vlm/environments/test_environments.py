@@ -78,15 +78,6 @@ class TestGrid:
                 _, reward, ended, _, info = one.step(say(room.action_words[room.shortest()[0]]))
             assert ended and info["success"] and reward == pytest.approx(1 - 0.9 * steps / 30)
 
-    def test_no_way_is_shorter_than_the_planners(self) -> None:
-        """Breadth first by the steps themselves, from the agent on."""
-        room = room_of(opened(), 3)
-        wanted, reached, steps = room.ways()[room.pose], {room.pose}, 0
-        while not any(cell == room.goal for cell, _ in reached):
-            reached |= {room.moved(pose, action) for pose in reached for action in range(3)}
-            steps += 1
-        assert steps == wanted
-
     def test_blocks_and_walls_stop_and_the_limit_cuts(self) -> None:
         one = opened()
         room = room_of(one, 0)

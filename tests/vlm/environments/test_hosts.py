@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,7 @@ def frail(place: Path, timeout_s: float = 5.0) -> Environment:
 
 def test_what_hangs_or_dies_is_cut_and_begun_anew(tmp_path: Path) -> None:
     settings = frail(tmp_path, timeout_s=0.5)
-    host = Processes(settings)
-    try:
+    with closing(Processes(settings)) as host:
         table = Table(settings, host)
         table.begin({0: 1, 1: 2, 2: 3}, "train")
         told = table.say({0: "hang", 1: "go", 2: "die"})
@@ -55,27 +55,21 @@ def test_what_hangs_or_dies_is_cut_and_begun_anew(tmp_path: Path) -> None:
         table.begin({0: 9, 2: 10}, "train")
         assert table.say({0: "end", 1: "end", 2: "go"})[0].terminated
         assert table.episodes[0].success and table.episodes[1].total == 2.0
-    finally:
-        host.close()
 
 
 def test_ends_rewards_and_success_are_not_cast(tmp_path: Path) -> None:
     settings = frail(tmp_path)
     table = Table(settings, Local(settings))
     table.begin({0: 1}, "train")
-    for text, says in (
-        ("nan", "reward is nan"),
-        ("half", "terminated is 0.5"),
-        ("unsure", r"info\['success'\] is 0.3"),
-    ):
+    refused = {"nan": "reward is nan", "half": "terminated is 0.5", "unsure": r"info\['success'\] is 0.3"}
+    for text, says in refused.items():
         with pytest.raises(ValueError, match=says):
             table.say({0: text})
 
 
 def test_what_raises_or_is_lost_three_times_running_is_an_error(tmp_path: Path) -> None:
     settings = frail(tmp_path)
-    host = Processes(settings)
-    try:
+    with closing(Processes(settings)) as host:
         table = Table(settings, host)
         table.begin({1: 1}, "train")
         with pytest.raises(RuntimeError, match="Frail raised KeyError: 'inside'"):
@@ -86,8 +80,6 @@ def test_what_raises_or_is_lost_three_times_running_is_an_error(tmp_path: Path) 
         table.begin({0: 1}, "train")
         with pytest.raises(RuntimeError, match=r"slot 0 died with exit code 7; the last of 3 times.*Say\(text='die'\)"):
             table.say({0: "die"})
-    finally:
-        host.close()
 
 
 def test_an_episode_is_played_again_from_its_seed_and_answers() -> None:
@@ -97,10 +89,9 @@ def test_an_episode_is_played_again_from_its_seed_and_answers() -> None:
     for text in ('{"action": "up"}', "nonsense", '{"action": "left"}'):
         one.say({slot: text for slot in (0, 1) if not one.episodes[slot].ended})
     other.restore(one.state())
-    for slot in (0, 1):
-        a, b = one.episodes[slot], other.episodes[slot]
+    for a, b in ((one.episodes[slot], other.episodes[slot]) for slot in (0, 1)):
         assert a.said == b.said and a.total == b.total and a.ended == b.ended
-        assert a.seen[-1][0].tobytes() == b.seen[-1][0].tobytes()  # type: ignore[union-attr]
+        assert a.seen[-1][0].tobytes() == b.seen[-1][0].tobytes()
 
 
 def test_an_episode_that_goes_otherwise_when_it_is_played_again_is_an_error(tmp_path: Path) -> None:
@@ -108,18 +99,12 @@ def test_an_episode_that_goes_otherwise_when_it_is_played_again_is_an_error(tmp_
     table = Table(settings, Local(settings))
     with pytest.raises(RuntimeError, match="seed 5 ended earlier"):
         table.restore([[0, 5, "train", ["go", "end"]]])
-    host = Processes(settings)
-    try:
-        with pytest.raises(RuntimeError, match="seed 5 died with exit code 7, when"):
-            Table(settings, host).restore([[0, 5, "train", ["go", "die"]]])
-    finally:
-        host.close()
+    says = "seed 5 died with exit code 7, when"
+    with closing(Processes(settings)) as host, pytest.raises(RuntimeError, match=says):
+        Table(settings, host).restore([[0, 5, "train", ["go", "die"]]])
 
 
 # -- MiniWoB's pages in a real Chromium; skipped where there is none, or no driver or package
-
-
-ROOT = Path(__file__).resolve().parents[3]
 LACKING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 LACKING += [] if importlib.util.find_spec("miniwob") else ["the package miniwob"]
 real = pytest.mark.skipif(bool(LACKING), reason=f"needs {', '.join(LACKING)}: see docs/vlm_agents.md")
@@ -146,9 +131,8 @@ class TestPages:
         assert first == again and first != other and first != held_out
         picture, text = shown[0]
         assert isinstance(picture, Image.Image) and picture.size == (160, 210)
-        assert text.splitlines()[0] == "Click button ONE." and any(
-            line.endswith("button ONE") for line in text.split("\n")
-        )
+        lines = text.splitlines()
+        assert lines[0] == "Click button ONE." and any(line.endswith("button ONE") for line in lines)
 
     def test_the_right_button_pays_and_the_wrong_one_costs(self, pages: MiniWoB) -> None:
         for text, reward in (("ONE", 1.0), ("TWO", -1.0)):
@@ -174,8 +158,7 @@ class TestPages:
         assert paid == 1.0 and terminated
 
     def test_places_are_clicked_and_texts_typed(self) -> None:
-        one = MiniWoB(tasks=["enter-text", "focus-text"], by="place", picture=[80, 105])
-        try:
+        with closing(MiniWoB(tasks=["enter-text", "focus-text"], by="place", picture=[80, 105])) as one:
             picture, text = one.reset(2, "train")
             assert isinstance(picture, Image.Image) and picture.size == (80, 105) and "\n" not in text
             field = next(element for element in one.elements() if element["tag"] == "input_text")
@@ -186,8 +169,6 @@ class TestPages:
             x, y = (int(submit[a][0] + submit[b][0] / 2) for a, b in (("left", "width"), ("top", "height")))
             assert one.step(f"click {x} {y}")[1] == 1.0
             assert one.reset(3, "train")[1].startswith("Focus")
-        finally:
-            one.close()
 
     def test_its_browser_ends_with_its_process(self) -> None:
         settings = Environment(name="miniwob", processes=True, parallel=1, options={"tasks": ["click-test"]})

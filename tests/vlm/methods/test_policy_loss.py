@@ -1,7 +1,9 @@
 """Presets as losses: golden arrays through the whole composition, and what must not change a loss."""
 
-import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from genrl.objectives import token_weights
+from genrl.objectives.token_credit import step_gae
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, WhitenedReturns
 from genrl.vlm.recipe.losses import EntropyBand, Kl, Perception, Regression, ValueLoss
@@ -32,6 +35,7 @@ from genrl.vlm.recipe.surrogates import (
 )
 from genrl.vlm.recipe.weights import Divergence, EngineMismatch, OffPolicyMask, TopDependency, TopEntropy
 from genrl.vlm.rollout.token_batch import TokenBatch, micro_batches
+from tests.objectives.tokens.golden_tokens import Case, cases
 from tests.vlm.rollouts import PROMPTS, for_preset, preset, rollout
 
 INVARIANT = ("seq_mean", "token_mean_global", "const", "seq_sum")
@@ -101,199 +105,164 @@ def test_micro_batches_add_up_to_the_step(name: str) -> None:
         assert torch.allclose(gradient, other_gradient, rtol=1e-10, atol=1e-14), size
 
 
-# --- golden arrays through the composition
+# --- golden arrays through the composition: every `vlm_*` file of a loss that a preset has
+Way = tuple[Preset, TokenBatch, str, dict[str, int]]
+"""A preset for a case and its batch, with the end of the names of the wanted arrays and totals of the step."""
 
 
-def golden_cases(data: np.lib.npyio.NpzFile) -> list[dict[str, np.ndarray]]:
-    cases: dict[str, dict[str, np.ndarray]] = {}
-    for key in data.files:
-        if key != "meta":
-            number, name = key.split("_", 1)
-            cases.setdefault(number, {})[name] = data[key]
-    return list(cases.values())
+def given_advantage(name: str, **changes: Any) -> Preset:
+    return replace(PRESETS[name], advantage=CriticAdvantage(), **changes)
 
 
-def given_advantage(chosen: Preset) -> Preset:
-    return replace(chosen, advantage=CriticAdvantage())
-
-
-def golden_batch(case: dict[str, np.ndarray], **extra: Tensor) -> TokenBatch:
-    def tensor(name: str) -> Tensor | None:
-        return torch.from_numpy(case[name]) if name in case else None
-
-    rows = len(case["logp"])
-    size = int(case["G"]) if "G" in case else 1
+def golden_batch(case: Case, **extra: Tensor) -> TokenBatch:
+    rows, size = len(case["logp"]), int(case.number("G")) if "G" in case else 1
     if "adv" in case:
-        extra["credit"] = torch.from_numpy(case["adv"])
+        extra["credit"] = case["adv"]
+    names = {"rewards": "rewards", "log_prob": "logp", "old_log_prob": "old_logp", "ref_log_prob": "ref_logp"}
     return TokenBatch(
-        mask=torch.from_numpy(case["mask"]) if "mask" in case else torch.ones(case["logp"].shape),
+        mask=case["mask"] if "mask" in case else torch.ones(case["logp"].shape),
         group=torch.arange(rows // size).repeat_interleave(size),
-        rewards=tensor("rewards"),
-        log_prob=tensor("logp"),
-        old_log_prob=tensor("old_logp"),
-        sampler_log_prob=tensor("sampler_logp"),
-        ref_log_prob=tensor("ref_logp"),
+        **{field: case[name] for field, name in (names | {"sampler_log_prob": "sampler_logp"}).items() if name in case},
         extra=extra,
     )
 
 
-def agrees(chosen: Preset, batch: TokenBatch, case: dict[str, np.ndarray], suffix: str = "", **totals: int) -> None:
-    loss, gradient = loss_and_gradient(chosen, batch, **totals)
-    assert torch.allclose(loss, torch.as_tensor(case[f"out_loss{suffix}"]), rtol=1e-9, atol=1e-10)
-    assert torch.allclose(gradient, torch.as_tensor(case[f"out_grad{suffix}"]), rtol=1e-9, atol=1e-10)
+def trl(name: str, case: Case) -> Iterator[Way]:
+    params = case.params
+    if "tp" in params:  # constants that a preset has no key for
+        return
+    beta, low, high = params.get("beta", 0.0), params.get("eps_low", 0.2), params.get("eps_high", 0.2)
+    surrogate = {
+        "cispo": Cispo(high=high),
+        "sapo": Sapo(),
+        "vespo": Vespo(),
+        "gspo": SequenceClip(low=low, high=high),
+        "luspo": SequenceClip(low=low, high=high),
+    }.get(name, Clip(low=low, high=high, cap=params.get("delta")))
+    regularisers = (Kl(beta=beta),) if beta else ()
+    chosen = given_advantage(name, surrogate=surrogate, regularisers=regularisers, length=params.get("maxlen"))
+    yield chosen, golden_batch(case), "", {"tokens": int(params["num_items"])}
 
 
-TRL = ("grpo", "dr_grpo", "bnpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo")
+def vppo(name: str, case: Case) -> Iterator[Way]:
+    params = case.params
+    if params["scale_min"] == 0.9:
+        clip = Clip(low=params["eps_low"], high=params["eps_high"], dual=params["dual_clip"])
+        rules = {"transforms": (TrajectoryDependency(),), "weights": (TopDependency(share=params["top_p"]),)}
+        chosen = given_advantage(name, surrogate=clip, regularisers=(), **rules)
+        yield chosen, golden_batch(case, masked_image=case["masked_image_logp"]), "", {}
 
 
-@pytest.mark.parametrize("name", TRL)
-def test_golden_trl_losses(golden, name: str) -> None:
-    for case in golden_cases(golden(f"vlm_{name}")):
-        params = json.loads(str(case["params"]))
-        if "tp" in params:  # constants that a preset has no key for: tests/objectives/tokens
-            continue
-        beta = params.get("beta", 0.0)
-        low, high = params.get("eps_low", 0.2), params.get("eps_high", 0.2)
-        surrogate = {
-            "cispo": Cispo(high=high),
-            "sapo": Sapo(),
-            "vespo": Vespo(),
-            "gspo": SequenceClip(low=low, high=high),
-            "luspo": SequenceClip(low=low, high=high),
-        }.get(name, Clip(low=low, high=high, cap=params.get("delta")))
-        chosen = replace(
-            given_advantage(PRESETS[name]),
-            surrogate=surrogate,
-            regularisers=(Kl(beta=beta),) if beta else (),
-            length=params.get("maxlen"),
-        )
-        agrees(chosen, golden_batch(case), case, tokens=int(params["num_items"]))
+def tw_grpo(name: str, case: Case) -> Iterator[Way]:
+    batch = golden_batch(case)
+    divergence = token_weights.group_divergence(case["full_logp"], batch.mask, batch.group)
+    batch = replace(batch, extra={**batch.extra, "divergence": divergence[batch.group]})
+    if case.number("alpha") == 1.7:
+        yield given_advantage(name, weights=(Divergence(),)), batch, "", {}
 
 
-def test_golden_vppo(golden) -> None:
-    for case in golden_cases(golden("vlm_vppo")):
-        params = json.loads(str(case["params"]))
-        if params["scale_min"] != 0.9:
-            continue
-        chosen = replace(
-            given_advantage(PRESETS["vppo"]),
-            transforms=(TrajectoryDependency(),),
-            weights=(TopDependency(share=params["top_p"]),),
-            surrogate=Clip(low=params["eps_low"], high=params["eps_high"], dual=params["dual_clip"]),
-            regularisers=(),
-        )
-        agrees(chosen, golden_batch(case, masked_image=torch.from_numpy(case["masked_image_logp"])), case)
+def group_loss(name: str, case: Case) -> Iterator[Way]:
+    chosen, params = PRESETS[name], case.params
+    if name == "reg_grpo":
+        regularisers = (Kl(beta=params["beta"]),) if params["beta"] else ()
+        chosen = replace(chosen, advantage=GroupAdvantage(eps=params["adv_eps"]), regularisers=regularisers)
+    if name == "reg_grpo" or case.number("tau") == 0.5:
+        yield chosen, golden_batch(case), "", {}
 
 
-def test_golden_tw_grpo(golden) -> None:
-    for case in golden_cases(golden("vlm_tw_grpo")):
-        batch = golden_batch(case)
-        divergence = token_weights.group_divergence(torch.from_numpy(case["full_logp"]), batch.mask, batch.group)
-        batch = replace(batch, extra={**batch.extra, "divergence": divergence[batch.group]})
-        if float(case["alpha"]) == 1.7:
-            agrees(replace(given_advantage(PRESETS["tw_grpo"]), weights=(Divergence(),)), batch, case)
+def gspo_token(name: str, case: Case) -> Iterator[Way]:
+    surrogate = SequenceTokenClip(low=case.params["lo"], high=case.params["hi"])
+    yield given_advantage(name, surrogate=surrogate), golden_batch(case), "", {}
 
 
-@pytest.mark.parametrize("name", ["reg_grpo", "real"])
-def test_golden_group_losses(golden, name: str) -> None:
-    for case in golden_cases(golden(f"vlm_{name}")):
-        chosen = PRESETS[name]
-        if name == "real":
-            if float(case["tau"]) != 0.5:
-                continue
-        else:
-            params = json.loads(str(case["params"]))
-            chosen = replace(
-                chosen,
-                advantage=GroupAdvantage(eps=params["adv_eps"]),
-                regularisers=(Kl(beta=params["beta"]),) if params["beta"] else (),
-            )
-        agrees(chosen, golden_batch(case), case)
+def dcpo_clip(name: str, case: Case) -> Iterator[Way]:
+    """The paper's sum of the answers' means."""
+    surrogate = DynamicClip(low=case.number("eps_low"), high=case.number("eps_high"))
+    yield given_advantage("dcpo", surrogate=surrogate, aggregation="seq_mean"), golden_batch(case), "_otm", {"rows": 1}
 
 
-def test_golden_others(golden) -> None:
-    for case in golden_cases(golden("vlm_gspo_token")):
-        params = json.loads(str(case["params"]))
-        surrogate = SequenceTokenClip(low=params["lo"], high=params["hi"])
-        agrees(replace(given_advantage(PRESETS["gspo_token"]), surrogate=surrogate), golden_batch(case), case)
-    for case in golden_cases(golden("vlm_dcpo_clip")):
-        surrogate = DynamicClip(low=float(case["eps_low"]), high=float(case["eps_high"]))
-        summed = replace(given_advantage(PRESETS["dcpo"]), surrogate=surrogate, aggregation="seq_mean")
-        agrees(summed, golden_batch(case), case, "_otm", rows=1)  # the paper's sum of the answers' means
-    for case in golden_cases(golden("vlm_stable_reinforce")):
-        for name in case:
-            if name.startswith("out_loss_delta") and float(delta := name.removeprefix("out_loss_delta")) == 1e3:
-                chosen = Preset(CriticAdvantage(level="token"), LogClamp(), "seq_mean")
-                agrees(chosen, golden_batch(case), case, f"_delta{delta}")
-    for case in golden_cases(golden("vlm_mismatch")):
-        for level in ("token", "sequence"):
-            for mode in ("truncate", "mask"):
-                weight = EngineMismatch(level=level, mode=mode, low=0.5, high=2.0)
-                chosen = Preset(CriticAdvantage(), Clip(low=0.2, high=0.28), "token_mean", weights=(weight,))
-                agrees(chosen, golden_batch(case), case, f"_{level}_{mode}")
-        entropy = torch.from_numpy(case["entropy"])
-        forking = Preset(CriticAdvantage(), Clip(), "token_mean", weights=(TopEntropy(share=0.2),))
-        agrees(forking, golden_batch(case, entropy=entropy), case, "_top20")
-        mask = OffPolicyMask(high=float(case["opsm_threshold"]))
-        agrees(Preset(CriticAdvantage(), Clip(), "token_mean", weights=(mask,)), golden_batch(case), case, "_opsm")
+def stable_reinforce(name: str, case: Case) -> Iterator[Way]:
+    chosen = Preset(CriticAdvantage(level="token"), LogClamp(), "seq_mean")
+    for wanted in case.arrays:
+        if wanted.startswith("out_loss_delta") and float(delta := wanted.removeprefix("out_loss_delta")) == 1e3:
+            yield chosen, golden_batch(case), f"_delta{delta}", {}
 
 
-def test_golden_bgpo(golden) -> None:
-    for case in golden_cases(golden("vlm_bgpo")):
-        renamed = case | {"logp": case["elbo_samples"], "old_logp": case["old_elbo_samples"]}
-        agrees(given_advantage(PRESETS["bgpo"]), golden_batch(renamed), renamed)
+def mismatch(name: str, case: Case) -> Iterator[Way]:
+    batch = golden_batch(case, entropy=case["entropy"])
+    for level, mode in product(("token", "sequence"), ("truncate", "mask")):
+        weight = EngineMismatch(level=level, mode=mode, low=0.5, high=2.0)
+        chosen = Preset(CriticAdvantage(), Clip(low=0.2, high=0.28), "token_mean", weights=(weight,))
+        yield chosen, batch, f"_{level}_{mode}", {}
+    off_policy = OffPolicyMask(high=case.number("opsm_threshold"))
+    for weight, suffix in ((TopEntropy(share=0.2), "_top20"), (off_policy, "_opsm")):
+        yield Preset(CriticAdvantage(), Clip(), "token_mean", weights=(weight,)), batch, suffix, {}
+
+
+def bgpo(name: str, case: Case) -> Iterator[Way]:
+    elbo = {"logp": case.arrays["elbo_samples"], "old_logp": case.arrays["old_elbo_samples"]}
+    yield given_advantage(name), golden_batch(Case(case.arrays | elbo)), "", {}
+
+
+def q_hawkeye(name: str, case: Case) -> Iterator[Way]:
+    """The perception loss alone."""
+    if "logp" in case:
+        nothing = {"old_logp": case.arrays["logp"], "adv": np.zeros(len(case["logp"]))}
+        batch = golden_batch(Case(case.arrays | nothing), degraded=case["degraded_logp"])
+        perception = Perception(coefficient=case.number("gamma"))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Perception, "eta", case.number("eta1"))
+            yield given_advantage(name, transforms=(), regularisers=(perception,)), batch, "", {}
+
+
+GOLDEN: dict[str, Callable[[str, Case], Iterator[Way]]] = {
+    **dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo"), trl),
+    **dict.fromkeys(("reg_grpo", "real"), group_loss),
+    **{"vppo": vppo, "tw_grpo": tw_grpo, "gspo_token": gspo_token, "dcpo_clip": dcpo_clip, "mismatch": mismatch},
+    **{"stable_reinforce": stable_reinforce, "bgpo": bgpo, "q_hawkeye": q_hawkeye},
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden(golden, name: str) -> None:
+    compared = 0
+    for _, case in cases(golden(f"vlm_{name}")):
+        for chosen, batch, suffix, totals in GOLDEN[name](name, case):
+            loss, gradient = loss_and_gradient(chosen, batch, **totals)
+            wanted = case["out_perception_loss" if name == "q_hawkeye" else f"out_loss{suffix}"]
+            assert torch.allclose(loss, wanted, rtol=1e-9, atol=1e-10), suffix
+            assert torch.allclose(gradient, case[f"out_grad{suffix}"], rtol=1e-9, atol=1e-10), suffix
+            compared += 1
+    assert compared
 
 
 def test_golden_vl_dac(golden) -> None:
-    for case in golden_cases(golden("vlm_vldac")):
-        raw = torch.from_numpy(case["out_returns"] - case["values"])
-        rest = {k: v for k, v in case.items() if k != "rewards"}
-        batch = golden_batch(
-            rest,
-            credit=raw,
-            value=torch.from_numpy(case["new_values"]),
-            old_value=torch.from_numpy(case["values"]),
-            returns=torch.from_numpy(case["out_returns"]),
-        )
-        params = json.loads(str(case["params"]))
-        clip = params["clip"]
+    for _, case in cases(golden("vlm_vldac")):
+        params, clip = case.params, case.params["clip"]
+        walked = [case[name] for name in ("rewards", "values", "done", "truncated", "last_value")]
+        credit = step_gae(*walked, gamma=case.number("gamma"), lam=case.number("lam"))
+        extra = {"credit": credit.advantages, "returns": credit.returns}
+        rest = Case({name: value for name, value in case.arrays.items() if name != "rewards"})
+        batch = golden_batch(rest, value=case["new_values"], old_value=case["values"], **extra)
         chosen = replace(
             PRESETS["vl_dac"],
             surrogate=RowClip(low=clip, high=clip),
             regularisers=(Kl(beta=params["kl_beta"]), ValueLoss(coefficient=params["value_coef"], clip=clip)),
         )
+        log_prob = batch.log_prob.requires_grad_()
         ready = estimate(chosen, batch).batch
-        assert torch.allclose(ready.advantage, torch.from_numpy(case["out_adv_norm"]), rtol=1e-9, atol=1e-10)
-        output = policy_loss(chosen, ready)
-        policy = output.metrics["loss/policy"] + output.metrics["loss/kl"]
-        assert torch.allclose(policy, torch.as_tensor(case["out_policy_loss"]), rtol=1e-9)
-        assert torch.allclose(output.metrics["loss/value"], torch.as_tensor(case["out_value_loss"]), rtol=1e-9)
-
-
-def test_golden_perception(golden, monkeypatch: pytest.MonkeyPatch) -> None:
-    for case in golden_cases(golden("vlm_q_hawkeye")):
-        if "logp" in case:
-            rows = len(case["logp"])
-            batch = golden_batch(
-                case | {"old_logp": case["logp"], "adv": np.zeros(rows)},
-                degraded=torch.from_numpy(case["degraded_logp"]),
-            )
-            perception = Perception(coefficient=float(case["gamma"]))
-            monkeypatch.setattr(Perception, "eta", float(case["eta1"]))
-            chosen = replace(given_advantage(PRESETS["q_hawkeye"]), transforms=(), regularisers=(perception,))
-            agrees(chosen, batch, case | {"out_loss": case["out_perception_loss"]})
+        output = policy_loss(chosen, ready.with_log_prob(log_prob))
+        found = {"policy_loss": output.metrics["loss/policy"] + output.metrics["loss/kl"]}
+        found |= {"value_loss": output.metrics["loss/value"], "adv_norm": ready.advantage, "returns": credit.returns}
+        found["policy_grad"] = torch.autograd.grad(output.loss, log_prob)[0]
+        for name, value in found.items():
+            assert torch.allclose(value, case[f"out_{name}"], rtol=1e-9, atol=1e-10), name
 
 
 # --- equivalences
-
-
-def on_policy(batch: TokenBatch) -> TokenBatch:
-    return replace(batch, old_log_prob=None)
-
-
 @pytest.mark.parametrize("surrogate", [Clip(), Sapo(), Cispo(), LogClamp(), Vespo()])
 def test_on_policy_they_are_all_reinforce(surrogate: Surrogate) -> None:
-    batch = on_policy(rollout())
+    batch = replace(rollout(), old_log_prob=None)
     for rule in ("seq_mean", "token_mean_global"):
         chosen = Preset(GroupAdvantage(), surrogate, rule)
         _, gradient = loss_and_gradient(chosen, batch)
@@ -311,8 +280,6 @@ def test_the_kl_is_not_weighted_unless_asked() -> None:
 
 
 # --- metrics and errors
-
-
 def test_the_parts_add_up_and_the_ratio_is_measured() -> None:
     chosen = replace(PRESETS["q_hawkeye"], surrogate=Clip(low=0.05, high=0.05))
     batch = rollout()
@@ -330,12 +297,8 @@ def test_the_parts_add_up_and_the_ratio_is_measured() -> None:
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("vppo", "masked_image"),
-        ("forking_tokens", "entropy"),
-        ("q_hawkeye", "scores"),
-        ("grpo_care", "ema"),
-        ("vl_dac", "value"),
-        ("vl_dac", "credit"),
+        *(("vppo", "masked_image"), ("forking_tokens", "entropy"), ("q_hawkeye", "scores")),
+        *(("grpo_care", "ema"), ("vl_dac", "value"), ("vl_dac", "credit")),
     ],
 )
 def test_a_missing_tensor_is_named_with_its_reader(name: str, missing: str) -> None:
@@ -382,6 +345,9 @@ def test_choices_of_equal_constants_are_told_apart_by_their_names() -> None:
     assert preset.advantage.name == "leave_one_out" and preset.surrogate.name == "sequence_token_clip"
 
 
+MASK = OffPolicyMask(high=0.1)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -389,10 +355,7 @@ def test_choices_of_equal_constants_are_told_apart_by_their_names() -> None:
         ({"surrogate": Clip(), "group_loss": Regression()}, "a surrogate or a group_loss"),
         ({"group_loss": Regression(), "weights": (TopEntropy(),)}, "do not apply"),
         ({"advantage": WhitenedReturns(), "surrogate": SequenceClip()}, "sequence_token_clip"),
-        (
-            {"advantage": WhitenedReturns(), "surrogate": Clip(), "weights": (OffPolicyMask(high=0.1),)},
-            "off-policy mask",
-        ),
+        ({"advantage": WhitenedReturns(), "surrogate": Clip(), "weights": (MASK,)}, "off-policy mask"),
         ({"surrogate": Clip(), "aggregation": "const", "length": 0}, "at least 1"),
     ],
 )

@@ -1,24 +1,29 @@
 """RLFR: what tokens are charged in a run, how its flow learns, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from genrl.config import ConfigError
 from genrl.objectives.groups import group_advantages
 from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.methods import extras
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.opd.train import Teachers, divergence, generalised_divergence, loss, taught
 from genrl.vlm.methods.rlfr.settings import Flow
 from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped
+from genrl.vlm.policies.processor import answer_ids
+from genrl.vlm.recipe.shaping import ReferenceProbability
 from genrl.vlm.rollout.data import tell
 from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.train import train
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
+from tests.vlm.by_hand import naive_log_probs
+from tests.vlm.rollouts import rollout
 
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 
@@ -57,9 +62,7 @@ def test_a_new_flow_is_still_and_noise_does_not_depend_on_who_draws_it() -> None
     assert torch.equal(flow.error(of, noise, torch.full((5,), 0.8)), found.error)
 
 
-def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_token_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_token_on(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Flow, "most", 2)
     settings = config(tmp_path, {"coefficient": 0.5}, trainer={"micro_batch": 8})
     method: Any = settings.trainer
@@ -68,10 +71,8 @@ def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_tok
         answers, _ = run.draw()
         answers.scores["exact"][3] = answers.scores["tag_format"][3] = torch.nan
         ready = run.estimate(answers)
-        assert ready is not None
         found, figures = shaped(run, method, flow, answers, ready)
         advantage, mask = found.batch.advantage, answers.mask.bool()
-        assert advantage is not None
         ours = group_advantages(totals(settings, answers.scores), answers.group, scale="group", eps=1e-4, ddof=1)
         charged = (ours.nan_to_num()[:, None] - advantage) / 0.5
         steps = charged - torch.nn.functional.pad(charged[:, 1:] * mask[:, 1:], (0, 1))  # u of each token
@@ -101,28 +102,12 @@ def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path:
     assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["flow/advantage"] > 0 for row in found)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"trainer": {"preset": "gspo"}}, "the flow pays tokens, and sequence_clip takes one advantage"),
-        ({"generation": {"staleness": 1}}, "rlfr learns from samples of the present weights"),
-        ({"distributed": {"fsdp": True}}, "not tried in shards"),
-        ({"flow": {"threshold": 1.0}}, "threshold"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config(tmp_path, **changes)
-
-
 def test_a_column_of_the_demonstrations_that_is_not_there_is_named(tmp_path: Path) -> None:
     found = [text for _, text in file_problems(config(tmp_path, {"demonstrations": "{solution}"}), [])]
     assert any("trainer.flow.demonstrations asks for the column solution" in text for text in found)
 
 
 # -- On-policy distillation of language models: who reads what, what is learnt, and what is refused
-
-
 TOLD = "{question} i see {answer} ."
 
 
@@ -147,7 +132,6 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
         for number, row in enumerate(answers.rows):
             row.columns["teacher"] = ("red", "other")[number % 2]
         ready = run.estimate(answers)
-        assert ready is not None
         teaching = Teachers(run, method)
         assert set(run.loop.memory["teachers"]) == {"red", "other"}
         found, figures = taught(run, method, teaching, answers, ready)
@@ -180,14 +164,35 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
             teaching.names(answers)
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"beta": 0.001}, "the distance vanishes"),
-        ({"preset": "gspo"}, "takes one advantage per answer"),
-        ({"preset": "poad"}, "trainer.preset"),
-    ],
-)
-def test_what_cannot_be_taught_is_said_before(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=text):
-        config_of_opd_language(tmp_path, changes)
+# -- RLPR's reward: how likely the right answer is after the model's own reasoning, from whole logits, and after none
+def test_it_is_that_of_whole_logits(tmp_path: Path) -> None:
+    """A row without a place for the answer has 0; one that says nothing before it has that of no reasoning."""
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "rlpr"})) as run:
+        answers, _ = run.draw()
+        policy, row = run.policy, answers.rows[0]
+        texts = ["<think> i see 3 </think> <answer> 9 </answer>", "<answer> 9 </answer>", "<think> i see 3 </think>"]
+        said = [answer_ids(row.prompt, text, policy.processor, policy.stop_ids) for text in texts]
+        tokens, mask = torch.zeros_like(answers.tokens), torch.zeros_like(answers.mask)
+        for k, ids in enumerate(said):
+            tokens[k, : len(ids)], mask[k, : len(ids)] = ids, True
+        changed = replace(answers, tokens=tokens, mask=mask)
+        parts = list(torch.arange(len(tokens)).split(5))
+        found = extras.reference_probability(policy, changed, parts)
+        assert found.shape == (len(tokens), 2) and found[2, 0] == 0
+        assert found[1, 0] == pytest.approx(float(found[1, 1]), rel=1e-5)
+        before = said[0][: said[0].tolist().index(said[1][0])]
+        right = answer_ids(row.prompt, f"<answer> {row.columns['answer']} </answer>", policy.processor, policy.stop_ids)
+        whole = torch.cat([before, right])
+        with torch.no_grad():
+            (own,) = naive_log_probs(policy, answers.prompts[:1], whole[None], torch.ones(1, len(whole)).bool())
+        between = own[len(before) + 1 : len(before) + 1 + len(right) - 3]  # neither the tags nor the end
+        assert found[0, 0] == pytest.approx(float(between.exp().mean()), rel=1e-4)
+        sizes = found[:, 1].view(len(answers.rows), -1)
+        assert (sizes == sizes[:, :1]).all(), "without reasoning, for all of a group"
+
+
+def test_what_reasoning_gains_is_paid_and_what_it_loses_is_not_taken() -> None:
+    batch = rollout()
+    likely = torch.tensor([[0.9, 0.5], [0.2, 0.5]] * (len(batch.mask) // 2), dtype=torch.float64)
+    batch = replace(batch, extra={**batch.extra, "reference_probability": likely})
+    torch.testing.assert_close(ReferenceProbability().reward(batch)[:2], torch.tensor([0.36, 0.0], dtype=torch.float64))

@@ -2,7 +2,8 @@
 
 Only drawing is left out of TRL: its trainer is handed the answers that genrl drew. Weights are moved after the old
 log-probabilities were taken, so that ratios, clips and the KL to the model before are not those of the first step.
-Measured with TRL 1.16, in float32: losses agree to 4e-7, gradients to 1e-6 of the largest.
+Measured with TRL 1.16, in float32: losses agree to 4e-7, gradients to 1e-6 of the largest. A supervised update is that
+of its SFTTrainer, with its tokens, collator, loss, and number of tokens of the step.
 """
 
 from pathlib import Path
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor
 
 from genrl.vlm.methods.answers.train import learn
+from genrl.vlm.methods.sft.train import update
 from genrl.vlm.policies.processor import load_processor
+from genrl.vlm.rollout.data import tell
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.run import AnswersRun
+from genrl.vlm.tasks import Row
 from genrl_rewards.scorers.texts import verifiable
 from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, watched
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 trl = pytest.importorskip("trl", reason="pip install 'genrl-diffusion[trl]'")
 
@@ -30,23 +34,16 @@ MOVED = 0.15
 """Standard deviation of the noise on the weights, relative to each tensor's own."""
 
 CLIPPED = ("grpo", "corrected kl", "dr_grpo", "dapo", "bnpo", "gspo", "luspo", "two-sided clip")
+CORRECTED = {"name": "kl", "corrected": True}
+OF_SEQUENCES = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what genrl is told, what TRL is told
     "grpo": ({"preset": "grpo"}, {"loss_type": "grpo", "beta": 0.04, "use_bias_correction_kl": False}),
-    "corrected kl": (
-        {"preset": "grpo", "regularisers": [{"name": "kl", "corrected": True}]},
-        {"loss_type": "grpo", "beta": 0.04},
-    ),
+    "corrected kl": ({"preset": "grpo", "regularisers": [CORRECTED]}, {"loss_type": "grpo", "beta": 0.04}),
     "dr_grpo": ({"preset": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     "dapo": ({"preset": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     "bnpo": ({"preset": "bnpo"}, {"loss_type": "bnpo"}),
-    "gspo": (
-        {"preset": "gspo"},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
-    ),
-    "luspo": (
-        {"preset": "luspo"},
-        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
-    ),
+    "gspo": ({"preset": "gspo"}, {"loss_type": "grpo", **OF_SEQUENCES}),
+    "luspo": ({"preset": "luspo"}, {"loss_type": "luspo", **OF_SEQUENCES}),
     "cispo": ({"preset": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
     "sapo": ({"preset": "sapo"}, {"loss_type": "sapo"}),
     "vespo": ({"preset": "vespo"}, {"loss_type": "vespo"}),
@@ -63,6 +60,12 @@ def exact(completions: list[Any], answer: list[str], **_: Any) -> list[float | N
 
 def tag_format(completions: list[Any], **_: Any) -> list[float | None]:
     return verifiable.tag_format([chat[0]["content"] for chat in completions])
+
+
+def embedded() -> dict[str, Any]:
+    """The embedded model, as TRL takes one."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(vlm_runs.MODEL, dtype=torch.float32)
+    return {"model": model, "processing_class": load_processor(str(vlm_runs.MODEL), "llava")}
 
 
 def trl_trainer(answers: Answers, told: dict[str, Any], place: Path) -> tuple[Any, dict[str, Tensor]]:
@@ -86,13 +89,11 @@ def trl_trainer(answers: Answers, told: dict[str, Any], place: Path) -> tuple[An
         report_to=[],
         **{"beta": 0.0, **told},
     )
-    model = transformers.AutoModelForImageTextToText.from_pretrained(vlm_runs.MODEL, dtype=torch.float32)
     made = trl.GRPOTrainer(
-        model=model,
         reward_funcs=[exact, tag_format],
         args=arguments,
         train_dataset=datasets.Dataset.from_list([{key: row[key] for key in ("prompt", "answer")} for row in data]),
-        processing_class=load_processor(str(vlm_runs.MODEL), "llava"),
+        **embedded(),
     )
     written = [ids[kept].tolist() for ids, kept in zip(answers.tokens, answers.mask, strict=True)]
     made._generate_single_turn = lambda *_, **__: (written, None)
@@ -113,7 +114,6 @@ def genrl_update(
 ) -> tuple[Any, dict[str, float], dict[str, Tensor]]:
     """What was estimated, and figures and gradient of the update after `move`."""
     ready = run.estimate(answers)
-    assert ready is not None
     move(run.loop.weights.named)
     seen = watched(run, monkeypatch)
     monkeypatch.setattr(run.loop.optimization, "updates", 1)  # not the first: the ratio need not be 1
@@ -143,3 +143,45 @@ def test_loss_and_gradient_of_an_update_are_trls(name: str, tmp_path: Path, monk
     loss.backward()
     assert figures["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
     assert_same({name: parameters[name].grad for name in gradient}, gradient, apart=1e-5)
+
+
+# -- A supervised update
+TARGET = "<answer> {answer} </answer>"
+
+
+def sft_batch(rows: list[Row], place: Path) -> tuple[Any, dict[str, Tensor]]:
+    """TRL's trainer, and its batch for these rows."""
+    data = [
+        {
+            "prompt": [{"role": "user", "content": row.prompt.parts[1]}],
+            "completion": [{"role": "assistant", "content": TARGET.format(**row.columns)}],
+            "image": row.prompt.parts[0],
+        }
+        for row in rows
+    ]
+    quiet = {"bf16": False, "use_cpu": True, "report_to": []}
+    arguments = trl.SFTConfig(output_dir=str(place), max_length=None, loss_type="nll", **quiet)
+    made = trl.SFTTrainer(args=arguments, train_dataset=datasets.Dataset.from_list(data), **embedded())
+    made.model.eval()
+    return made, dict(made.data_collator([dict(row) for row in data]))
+
+
+def test_a_supervised_update_is_trls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = {"algorithm": "sft", "target": TARGET, "batch_size": 6, "micro_batch": 4}
+    config = vlm_runs.config(tmp_path, trainer=trainer)
+    with vlm_runs.opened(config) as run:
+        run.enter()
+        policy = run.policy
+        policy.forbidden = policy.forbidden[:0]  # TRL leaves the ids of images in its normalisation
+        rows = [run.questions[number] for number in range(6)]
+        told = tell(policy, rows, TARGET)
+        seen = watched(run, monkeypatch)
+        figures = update(run, run.settings, list(range(6)))
+    theirs, batch = sft_batch(rows, tmp_path / "trl")
+    for number, row in enumerate(batch["labels"]):
+        assert row[row != -100].tolist() == told.tokens[number][told.mask[number]].tolist()
+    loss = theirs.compute_loss(theirs.model, batch, num_items_in_batch=(batch["labels"] != -100).sum())
+    loss.backward()
+    assert figures["loss"] == pytest.approx(float(loss.detach()), abs=2e-6)
+    parameters = dict(theirs.model.named_parameters())
+    assert_same({name: parameters[name].grad for name in seen[0]}, seen[0], apart=1e-5)

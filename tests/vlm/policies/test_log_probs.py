@@ -17,7 +17,7 @@ from genrl.vlm.policies.packing import check_packing, prefix_shared
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from tests.vlm import tiny_checkpoints
-from tests.vlm.tiers import fast_first
+from tests.vlm.vlm_runs import fast_first
 
 FORBIDDEN = torch.tensor([3, 11])
 
@@ -48,14 +48,8 @@ def inputs(seed: int, rows: int, length: int, dtype: torch.dtype) -> dict[str, T
 
 
 @given(
-    st.integers(0, 99),
-    st.integers(1, 3),
-    st.integers(1, 6),
-    st.integers(1, 9),
-    st.sampled_from([0.5, 1.0, 1.3]),
-    st.booleans(),
-    st.booleans(),
-    st.booleans(),
+    *(st.integers(0, 99), st.integers(1, 3), st.integers(1, 6), st.integers(1, 9)),
+    *(st.sampled_from([0.5, 1.0, 1.3]), st.booleans(), st.booleans(), st.booleans()),
 )
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_value_and_gradient_equal_the_naive_ones(
@@ -64,18 +58,10 @@ def test_value_and_gradient_equal_the_naive_ones(
     data = inputs(seed, rows, length, torch.float64)
     bias, forbidden = data["bias"] if biased else None, FORBIDDEN if blocked else None
     leaves = [data["hidden"], data["weight"], *([data["bias"]] if biased else [])]
-    ours = completion_log_probs(
-        data["hidden"],
-        data["weight"],
-        data["tokens"],
-        mask=data["mask"],
-        bias=bias,
-        temperature=temperature,
-        forbidden=forbidden,
-        entropy=entropy,
-        chunk=chunk,
-    )
-    want, want_entropy = naive(data["hidden"], data["weight"], data["tokens"], bias, temperature, forbidden)
+    arguments = (data["hidden"], data["weight"], data["tokens"])
+    options = {"bias": bias, "temperature": temperature, "forbidden": forbidden}
+    ours = completion_log_probs(*arguments, mask=data["mask"], entropy=entropy, chunk=chunk, **options)
+    want, want_entropy = naive(*arguments, **options)
     want = torch.where(data["mask"], want, 0.0)
     assert torch.allclose(ours.log_prob, want, rtol=1e-10, atol=1e-12)
     want_entropy = torch.where(data["mask"], want_entropy, 0.0)
@@ -149,8 +135,6 @@ def test_the_logits_are_never_whole(entropy: bool) -> None:
 
 
 # -- Packed rows: the log-probabilities and gradients of padded ones, and models that cannot are refused by name
-
-
 def pictured(width: int, height: int, text: str) -> Prompt:
     generator = torch.Generator().manual_seed(width)
     pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)

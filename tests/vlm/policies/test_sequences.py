@@ -56,7 +56,6 @@ def drawn_and_scored(policy: Any3, texts: tuple[str, ...], temperature: float) -
     drawn = policy.sample(encoded, 2, temperature, [(0, text) for text in texts])
     group = torch.arange(len(texts)).repeat_interleave(2)
     scored = policy.log_probs(encoded, drawn.tokens, drawn.mask, group=group, temperature=temperature)
-    assert drawn.log_prob is not None
     return drawn.log_prob, scored.log_prob.detach(), drawn.mask
 
 
@@ -95,11 +94,9 @@ class TestPictures:
     def test_chunks_change_nothing_and_only_what_draws_is_trained(self, janus: ImagePolicy) -> None:
         encoded = [janus.encode(prompts(CAPTIONS)[0])]
         drawn = janus.sample(encoded, 2, 1.0, [(0,)])
-        group = torch.zeros(2, dtype=torch.int64)
-        whole, parts = (
-            janus.log_probs(encoded, drawn.tokens, drawn.mask, group=group, chunk=chunk, entropy=True)
-            for chunk in (1024, 5)
-        )
+        options = {"group": torch.zeros(2, dtype=torch.int64), "entropy": True}
+        arguments = (encoded, drawn.tokens, drawn.mask)
+        whole, parts = (janus.log_probs(*arguments, chunk=chunk, **options) for chunk in (1024, 5))
         assert torch.allclose(whole.log_prob, parts.log_prob, atol=1e-6)
         assert whole.entropy is not None and bool((whole.entropy > 0).all())
         parts.log_prob.sum().backward()
@@ -241,8 +238,6 @@ def test_what_a_policy_cannot_do_is_refused(janus: ImagePolicy) -> None:
 
 
 # -- LLaDA's and Dream's checkpoints are read by their own names, look both ways, and are written as they were
-
-
 WORDS = ["<end>", "<mask>", "<pad>", *"0123456789", "what", "is", "plus", "?", "minus"]
 WORDS += ["<answer>", "</answer>", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -333,12 +328,8 @@ def reference(kind: str, ids: Tensor) -> Tensor:
             names = ("input_layernorm", "post_attention_layernorm", "o_proj", "gate_proj", "up_proj", "down_proj")
         first, second, out, gate, up, down = names
         y = norm(x, w[at + first + ".weight"])
-        q, k, v = (
-            (y @ w[at + attention + f"{one}_proj.weight"].T + w.get(at + attention + f"{one}_proj.bias", 0)).view(
-                len(x), -1, H
-            )
-            for one in "qkv"
-        )
+        names = [at + attention + f"{one}_proj." for one in "qkv"]
+        q, k, v = ((y @ w[f"{n}weight"].T + w.get(f"{n}bias", 0)).view(len(x), -1, H) for n in names)
         q, k = turned(q), turned(k)
         k, v = k.repeat_interleave(HEADS // kv, 1), v.repeat_interleave(HEADS // kv, 1)
         share = (torch.einsum("ihd,jhd->hij", q, k) / H**0.5).softmax(-1)  # every place sees every other
@@ -347,10 +338,9 @@ def reference(kind: str, ids: Tensor) -> Tensor:
         inner = silu(y @ w[at + mlp + gate + ".weight"].T) * (y @ w[at + mlp + up + ".weight"].T)
         return x + inner @ w[at + mlp + down + ".weight"].T
 
-    ends = ("model.transformer.wte", "model.transformer.ln_f", "model.transformer.ff_out")
-    wte, last, head = (
-        w[f"{one}.weight"] for one in (ends if llada else ("model.embed_tokens", "model.norm", "lm_head"))
-    )
+    ends = tuple(f"model.transformer.{name}" for name in ("wte", "ln_f", "ff_out"))
+    ends = ends if llada else ("model.embed_tokens", "model.norm", "lm_head")
+    wte, last, head = (w[f"{one}.weight"] for one in ends)
     x = wte[ids]
     for n in range(LAYERS):
         x = layer(x, n)
@@ -386,15 +376,9 @@ def test_a_place_is_scored_where_the_model_predicts_it(kind: str, tmp_path: Path
 @pytest.mark.parametrize(("kind", "preset"), [("llada", "bgpo"), ("Dream", "just_grpo")])
 def test_both_methods_train_it_and_write_its_own_format(kind: str, preset: str, tmp_path: Path) -> None:
     few = {"prompts_per_iteration": 2, "group_size": 3, "max_new_tokens": 3, "elbo_samples": 2, "denoising_steps": 3}
-    config = vlm_runs.config(
-        tmp_path,
-        vlm={"path": str(checkpoint(tmp_path / "m", kind)), "output": "masked_text"},
-        task={"name": "sums"},
-        generation=few,
-        rewards=[{"name": f"{Path(__file__)}:shortness"}],
-        trainer={"preset": preset},
-    )
-    run = train(config)
+    own = {"vlm": {"path": str(checkpoint(tmp_path / "m", kind)), "output": "masked_text"}, "task": {"name": "sums"}}
+    own |= {"rewards": [{"name": f"{Path(__file__)}:shortness"}], "trainer": {"preset": preset}}
+    run = train(vlm_runs.config(tmp_path, generation=few, **own))
     before, after = weights(kind), load_file(run / "model" / "model.safetensors")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)

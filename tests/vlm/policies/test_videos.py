@@ -68,9 +68,8 @@ def test_ids_of_videos_cannot_be_sampled_and_the_clip_counts(load: Callable[[str
     dark = policy.encode(with_pictures(prompt, black, np.random.default_rng(0)))
     assert torch.equal(encoded.tokens.ids, dark.tokens.ids)
     with torch.no_grad():
-        seen, unseen = (
-            policy.log_probs([one], tokens, mask, group=torch.tensor([0])).log_prob for one in (encoded, dark)
-        )
+        options = {"group": torch.tensor([0])}
+        seen, unseen = (policy.log_probs([one], tokens, mask, **options).log_prob for one in (encoded, dark))
     assert (seen - unseen).abs().max() > 100 * ROUNDING
 
 

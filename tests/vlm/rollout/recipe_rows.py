@@ -40,12 +40,8 @@ def mathvista() -> Sample:
         own = {"pid": "1", "question": question, "image": "images/1.jpg", "decoded_image": picture()}
         return own | {"choices": choices, "unit": unit, "precision": 1.0, "answer": answer}
 
-    rows = [
-        row("What is x ?", "145°", ["135°", "140°", "145°"]),
-        row("How far ?", "1.2", unit="m"),
-        row("How many ?", "3"),
-        row("How many ?", ""),
-    ]
+    rows = [row("What is x ?", "145°", ["135°", "140°", "145°"]), row("How far ?", "1.2", unit="m")]
+    rows += [row("How many ?", "3"), row("How many ?", "")]
     features = dict.fromkeys(("pid", "question", "image", "unit", "answer"), TEXT)
     features |= {"decoded_image": SHOWN, "choices": TEXTS, "precision": Value("float64")}
     return Sample(Features(features), rows, [("C", "A"), (r"\frac{6}{5} m", "1.4"), ("3", "4"), None])
@@ -67,22 +63,17 @@ def refcoco() -> Sample:
 
 
 def clevr() -> Sample:
-    rows = [
-        {"image": picture(k), "problem": "How many items are there?", "solution": f"<answer> {k} </answer>"}
-        for k in (2, 3)
-    ]
+    asked = "How many items are there?"
+    rows = [{"image": picture(k), "problem": asked, "solution": f"<answer> {k} </answer>"} for k in (2, 3)]
     return Sample(Features(image=SHOWN, problem=TEXT, solution=TEXT), rows, [("2", "3"), ("3 items", "30")])
 
 
 def chartqa() -> Sample:
-    truths, answers = (
-        ["14", "Yes", "23.5%", "0"],
-        [("$14.5", "15"), ("yes", "no"), ("23.5 %", "30%"), ("0", "1")],
-    )
+    truths = ["14", "Yes", "23.5%", "0"]
+    answers = [("$14.5", "15"), ("yes", "no"), ("23.5 %", "30%"), ("0", "1")]
     rows = [{"image": picture(), "query": "How high ?", "label": [truth], "human_or_machine": 0} for truth in truths]
-    kinds = Features(
-        image=SHOWN, query=TEXT, label=TEXTS, human_or_machine=datasets.ClassLabel(names=["human", "machine"])
-    )
+    who = datasets.ClassLabel(names=["human", "machine"])
+    kinds = Features(image=SHOWN, query=TEXT, label=TEXTS, human_or_machine=who)
     return Sample(kinds, rows, answers)
 
 

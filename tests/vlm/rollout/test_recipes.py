@@ -56,10 +56,8 @@ def test_right_answers_score_more_than_wrong_ones_and_no_row_ends_the_scoring(na
 def texts(name: str, folder: Path) -> list[tuple[Any, ...]]:
     written(name, folder)
     questions = Questions(recipe(name, folder, "vlm.path=assets/tiny-vlm"), "train")
-    return [
-        tuple("picture" if isinstance(part, Image.Image) else part for part in questions[k].prompt.parts)
-        for k in range(len(questions))
-    ]
+    asked = (questions[k].prompt.parts for k in range(len(questions)))
+    return [tuple("picture" if isinstance(part, Image.Image) else part for part in parts) for parts in asked]
 
 
 def test_questions_are_worded_with_their_options_and_pictures_in_place(tmp_path: Path) -> None:
@@ -91,17 +89,15 @@ def test_a_recipe_runs_end_to_end(name: str, family: str, tmp_path: Path) -> Non
 def test_a_format_that_does_not_fit_names_the_row_and_the_columns(tmp_path: Path) -> None:
     written("clevr", tmp_path)
     config = recipe("chartqa", tmp_path, "vlm.path=assets/tiny-vlm")
-    with pytest.raises(
-        ValueError, match=r"train:1: task\.format chartqa cannot read.*'query'; its columns: image, prob"
-    ):
+    says = r"train:1: task\.format chartqa cannot read.*'query'; its columns: image, prob"
+    with pytest.raises(ValueError, match=says):
         Questions(config, "train")[0]
 
 
 def test_a_format_of_ones_own(tmp_path: Path) -> None:
     written("clevr", tmp_path)
     own = tmp_path / "mine.py"
-    own.write_text(
-        "def row(row):\n    return {'prompt': row['problem'].upper(), 'image': row['image'], 'answer': '1'}\n"
-    )
+    made = "{'prompt': row['problem'].upper(), 'image': row['image'], 'answer': '1'}"
+    own.write_text(f"def row(row):\n    return {made}\n")
     found = Questions(recipe("clevr", tmp_path, "vlm.path=assets/tiny-vlm", f"task.format={own}:row"), "train")[0]
     assert found.prompt.parts[1] == "HOW MANY ITEMS ARE THERE?" and found.columns == {"answer": "1"}

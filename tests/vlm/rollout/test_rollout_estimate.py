@@ -13,20 +13,11 @@ from genrl.objectives.groups import group_advantages
 from genrl.objectives.token_regularisers import clipped_value_loss
 from genrl.objectives.tokens import token_count
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
+from genrl.vlm.recipe import shaping
 from genrl.vlm.recipe.advantages import GroupAdvantage, RankQuantiles, WhitenedGroups, WhitenedReturns
 from genrl.vlm.recipe.losses import EntropyBand, EntropyBonus, EntropyPenalty, Perception, ValueLoss
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.recipe.shaping import (
-    BatchNormalise,
-    ClampAdvantage,
-    ConsistencyBonus,
-    KlInReward,
-    OverlongPenalty,
-    ReferenceProbability,
-    SigmaFilter,
-    Uncertainty,
-)
 from genrl.vlm.recipe.surrogates import Clip
 from genrl.vlm.recipe.weights import TopEntropyOfRow
 from genrl.vlm.rollout.token_batch import TokenBatch
@@ -36,9 +27,7 @@ CENTRED = Preset(GroupAdvantage(scale="none"), Clip(), "seq_mean")
 
 
 def advantage(preset: Preset, batch: TokenBatch) -> Tensor:
-    value = estimate(preset, batch).batch.advantage
-    assert value is not None
-    return value
+    return estimate(preset, batch).batch.advantage
 
 
 def centred(rewards: Tensor, batch: TokenBatch) -> Tensor:
@@ -52,10 +41,10 @@ def test_terms_are_added_to_the_rewards_before_the_estimator() -> None:
     confidence = token_regularisers.answer_confidence(batch.extra["ema"], batch.extra["answer_mask"])
     bonus = token_regularisers.consistency_bonus(batch.extra["accuracy"], confidence, batch.group)
     wanted = {
-        OverlongPenalty(maximum=6, buffer=3): token_regularisers.overlong_penalty(lengths, maximum=6, buffer=3),
-        KlInReward(beta=0.3): -0.3 * log_ratio,  # the surer the policy beside the reference, the less
-        ConsistencyBonus(): bonus,
-        ReferenceProbability(baseline=False): 0.9 * batch.extra["reference_probability"][:, 0],
+        shaping.OverlongPenalty(maximum=6, buffer=3): token_regularisers.overlong_penalty(lengths, maximum=6, buffer=3),
+        shaping.KlInReward(beta=0.3): -0.3 * log_ratio,  # the surer the policy beside the reference, the less
+        shaping.ConsistencyBonus(): bonus,
+        shaping.ReferenceProbability(baseline=False): 0.9 * batch.extra["reference_probability"][:, 0],
     }
     for term, value in wanted.items():
         got = advantage(replace(CENTRED, reward_terms=(term,)), batch)
@@ -69,14 +58,15 @@ def test_transforms_in_their_order() -> None:
     batch = rollout()
     plain = advantage(CENTRED, batch)
     wanted = {
-        ClampAdvantage(limit=0.2): plain.clamp(-0.2, 0.2),
-        SigmaFilter(limit=0.4): torch.where(plain.abs() > 0.4, 0.0, plain),
-        BatchNormalise(): (plain - plain.mean()) / (plain.std() + 1e-8),
-        Uncertainty(): plain * torch.exp(-0.2 * token_advantages.score_uncertainty(batch.extra["scores"], batch.group)),
+        shaping.ClampAdvantage(limit=0.2): plain.clamp(-0.2, 0.2),
+        shaping.SigmaFilter(limit=0.4): torch.where(plain.abs() > 0.4, 0.0, plain),
+        shaping.BatchNormalise(): (plain - plain.mean()) / (plain.std() + 1e-8),
+        shaping.Uncertainty(): plain
+        * torch.exp(-0.2 * token_advantages.score_uncertainty(batch.extra["scores"], batch.group)),
     }
     for transform, value in wanted.items():
         assert torch.allclose(advantage(replace(CENTRED, transforms=(transform,)), batch), value), transform
-    first, second = BatchNormalise(), ClampAdvantage(limit=0.2)
+    first, second = shaping.BatchNormalise(), shaping.ClampAdvantage(limit=0.2)
     one = advantage(replace(CENTRED, transforms=(first, second)), batch)
     assert not torch.allclose(one, advantage(replace(CENTRED, transforms=(second, first)), batch))
 
@@ -102,7 +92,7 @@ def test_a_reward_of_the_row_is_at_its_last_token() -> None:
 
 def test_the_kl_in_token_rewards_is_at_the_tokens() -> None:
     batch = replace(rollout(), rewards=torch.zeros(12).double())
-    preset = Preset(WhitenedReturns(gamma=0.0), Clip(), "seq_mean", reward_terms=(KlInReward(beta=0.5),))
+    preset = Preset(WhitenedReturns(gamma=0.0), Clip(), "seq_mean", reward_terms=(shaping.KlInReward(beta=0.5),))
     ratio = batch.old_log_prob - batch.ref_log_prob
     assert torch.allclose(advantage(preset, batch), token_advantages.whitened(-0.5 * ratio, batch.mask))
     given = replace(batch, extra={**batch.extra, "token_rewards": ratio})
@@ -112,15 +102,7 @@ def test_the_kl_in_token_rewards_is_at_the_tokens() -> None:
         advantage(replace(plain, advantage=WhitenedGroups()), given)
 
 
-def test_ranks_are_within_a_group() -> None:
-    batch = rollout()
-    got = advantage(replace(CENTRED, advantage=RankQuantiles()), batch)
-    assert torch.allclose(got, token_advantages.rank_quantiles(batch.rewards, batch.group))
-
-
 # --- regularisers, by their value
-
-
 def part(preset: Preset, batch: TokenBatch, name: str) -> Tensor:
     return policy_loss(preset, estimate(preset, batch).batch).metrics[f"loss/{name}"]
 

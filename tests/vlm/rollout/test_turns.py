@@ -59,16 +59,11 @@ def test_pictures_go_to_their_places(tmp_path: Path) -> None:
         ({"prompt": "<video> ?", "image": None}, "has 1 places <video>, and the row 0"),
         ({"prompt": [{"role": "user", "content": 3}], "image": None}, "a.jsonl:1: a message is {role: system"),
         ({"prompt": [{"role": "assistant", "content": "a"}], "image": None}, "messages are by user and assistant"),
-        (
-            {"prompt": [{"role": "user", "content": [{"type": "sound"}]}], "image": None},
-            "a part is {type: text | image",
-        ),
+        ({"prompt": [{"role": "user", "content": [{"type": "sound"}]}], "image": None}, "a part is {type: text | im"),
         ({"prompt": [], "image": None}, "messages are by user and assistant in turn"),
     ],
 )
-def test_what_does_not_fit_names_the_row_before_anything_is_trained(
-    row: dict[str, Any], text: str, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_names_the_row_before_anything_is_trained(row: dict[str, Any], text: str, tmp_path) -> None:
     shades(tmp_path, 1)
     with pytest.raises(ValueError, match=text.replace("|", r"\|").replace("{", r"\{").replace("<", "<")):
         asked(tmp_path, row)
@@ -85,13 +80,8 @@ def test_chat_rows(tmp_path: Path) -> None:
         {"role": "assistant", "content": "no"},
     ]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat, "images": ["0.png", "1.png"]}))
-    task = {
-        "name": None,
-        "train": str(tmp_path / "a.jsonl"),
-        "prompt": "messages",
-        "image": "images",
-        "system": "Long.",
-    }
+    columns = {"prompt": "messages", "image": "images", "system": "Long."}
+    task = {"name": None, "train": str(tmp_path / "a.jsonl"), **columns}
     row = Questions(vlm_runs.config(tmp_path, task=task), "train")[0]
     assert row.prompt.system == "Be brief." and row.columns == {"answer": "no"}
     assert seen(row.prompt) == [
@@ -105,10 +95,8 @@ def test_chat_rows_of_a_data_set(tmp_path: Path) -> None:
     part = {"type": datasets.Value("string"), "text": datasets.Value("string")}
     kinds = {"messages": [{"role": datasets.Value("string"), "content": [part]}], "image": datasets.Image()}
     said = [{"type": "image"}, {"type": "text", "text": "how many shapes are there ?"}]
-    made = [
-        {"messages": [{"role": "user", "content": said}], "image": Image.new("RGB", (64, 64)), "answer": str(k)}
-        for k in range(4)
-    ]
+    asked = {"messages": [{"role": "user", "content": said}], "image": Image.new("RGB", (64, 64))}
+    made = [asked | {"answer": str(k)} for k in range(4)]
     features = datasets.Features(kinds | {"answer": datasets.Value("string")})
     datasets.Dataset.from_list(made, features=features).to_parquet(tmp_path / "train.parquet")
     task = {"name": None, "train": f"{tmp_path}:train", "prompt": "messages"}
@@ -170,10 +158,8 @@ def test_limits_reach_every_family(family: str, tmp_path: Path) -> None:
     path = tiny_checkpoints.save(family, tmp_path / "model")
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8))
     config: VLMConfig = vlm_runs.config(tmp_path, vlm={"path": str(path)}, task={"max_pixels": 256})
-    tokens = [
-        policy.encode(Prompt((picture, "?"))).tokens
-        for policy in (Policy(str(path)), Policy.open(config, "cpu", str(path)))
-    ]
+    policies = Policy(str(path)), Policy.open(config, "cpu", str(path))
+    tokens = [policy.encode(Prompt((picture, "?"))).tokens for policy in policies]
     assert tokens[0].pictures[0].size == (32, 32) and tokens[1].pictures[0].size == (16, 16)
     by_hand = Policy(str(path)).encode(Prompt((picture.resize((16, 16), Image.Resampling.BICUBIC), "?"))).tokens
     assert all(torch.equal(value, tokens[1].pixels[name]) for name, value in by_hand.pixels.items())

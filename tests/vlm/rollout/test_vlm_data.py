@@ -60,11 +60,8 @@ def written(folder: Path, number: int, name: str) -> str:
     for k in range(number):
         row = tasks.row("count", "train", k)
         Image.fromarray(pixels(row)).save(folder / f"{name}-{k}.png")
-        lines.append(
-            json.dumps(
-                {"question": row.columns["question"], "picture": f"{name}-{k}.png", "answer": row.columns["answer"]}
-            )
-        )
+        columns = {"question": row.columns["question"], "answer": row.columns["answer"]}
+        lines.append(json.dumps(columns | {"picture": f"{name}-{k}.png"}))
     (folder / f"{name}.jsonl").write_text("\n".join(lines))
     return str(folder / f"{name}.jsonl")
 
@@ -132,8 +129,6 @@ def test_a_run_on_files_counts_their_places_once(tmp_path: Path, monkeypatch: py
 
 
 # -- Rows of questions as people have them, and what becomes of one that cannot be prepared
-
-
 def encoded(picture: Image.Image, container: str = "PNG", **more: Any) -> bytes:
     held = io.BytesIO()
     picture.save(held, container, **more)
@@ -247,9 +242,7 @@ def plain(row):
 
 
 @pytest.mark.parametrize("together", [None, 4])
-def test_whatever_a_row_raises_is_its_own_failure(
-    tmp_path: Path, together: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_a_row_raises_is_its_own_failure(tmp_path, together: int | None, caplog) -> None:
     """A text without end, a thread of a picture, no picture, a place without one, a user's format that raises."""
     (tmp_path / "mine.py").write_text(FORMAT)
     good = encoded(Image.new("RGB", (32, 32), "red"))
@@ -271,13 +264,8 @@ def test_whatever_a_row_raises_is_its_own_failure(
             bad = [int(one.name.rsplit(":", 1)[1]) in (2, 3, 4, 5, 6) for one in answers.rows for _ in range(4)]
             assert sum(bad) == 20 and totals(run.config, answers.scores).isnan().tolist() == bad
             assert row["reward/exact_failed"] == 20.0
-        for k, says in (
-            (2, "positions of the model"),
-            (3, "200 times"),
-            (4, "identify"),
-            (5, "places"),
-            (6, "KeyError"),
-        ):
+        wrong = {2: "positions of the model", 3: "200 times", 4: "identify", 5: "places", 6: "KeyError"}
+        for k, says in wrong.items():
             assert any(f"python:rows:{k}:" in line and says in line for line in caplog.text.splitlines()), says
         with vlm_runs.opened(config(0.5)) as run, pytest.raises(RewardFailed, match=r"20 of 32 samples"):
             run.draw()

@@ -42,9 +42,7 @@ def an_update(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch) -> tuple[Acted,
 
 
 @pytest.mark.parametrize("preset", ["vl_dac", "poad", "token_ppo"])
-def test_the_gradient_of_the_first_update_is_that_of_the_formula(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_of_the_first_update_is_that_of_the_formula(preset: str, tmp_path, monkeypatch) -> None:
     """A new critic values everything at 0, so advantages are discounted sums of rewards; at ratio 1 the surrogate is A
     times the log-probability, and the KL to the same weights has no gradient."""
     config = agent_runs.config(tmp_path, preset, trainer={"regularisers": [{"name": "value"}]})
@@ -118,9 +116,7 @@ def losing(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch, lost: Callable[[in
     monkeypatch.setattr(run.table.host, "do", failing)
 
 
-def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(tmp_path, monkeypatch) -> None:
     """That a process died is not the policy's doing: its group's other episodes are compared without it."""
     own = {"updates": 2, "regularisers": [{"name": "kl", "beta": 0.1}]}
     config = agent_runs.config(tmp_path, "grpo", trainer=own, generation={"group_size": 3})
@@ -140,9 +136,7 @@ def test_an_episode_whose_environment_is_lost_is_compared_with_no_other(
 
 
 @pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
-def test_an_iteration_in_which_all_environments_die_is_an_error(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_iteration_in_which_all_environments_die_is_an_error(preset: str, tmp_path, monkeypatch) -> None:
     with agent_runs.opened(agent_runs.config(tmp_path, preset)) as run:
         losing(run, monkeypatch, lambda slot, said: True)
         with pytest.raises(RuntimeError, match="all environments hung or died in one iteration"):
@@ -150,13 +144,10 @@ def test_an_iteration_in_which_all_environments_die_is_an_error(
 
 
 @pytest.mark.parametrize("preset", ["vl_dac", "poad"])
-def test_a_step_whose_environment_is_lost_is_not_trained(
-    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_whose_environment_is_lost_is_not_trained(preset: str, tmp_path, monkeypatch) -> None:
     """Nor does it end anything: the step before it is bootstrapped by the value of what the lost one was shown."""
     with agent_runs.opened(agent_runs.config(tmp_path, preset)) as run:
         losing(run, monkeypatch, lambda slot, said: (slot, said) == (1, 2))
-        assert run.critic is not None
         torch.nn.init.constant_(run.critic.layers[-1].bias, 0.5)
         acted, row = run.act()
         ready, _ = run.estimate(acted)
@@ -302,12 +293,8 @@ class TestRefused:
         ],
     )
     def test_what_does_not_go_together(self, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-        tree: dict[str, Any] = {
-            "vlm": {"path": str(agent_runs.MODEL)},
-            "environment": {"name": "grid"},
-            "trainer": {"preset": "vl_dac"},
-            "output": str(tmp_path / "run"),
-        }
+        tree: dict[str, Any] = {"vlm": {"path": str(agent_runs.MODEL)}, "output": str(tmp_path / "run")}
+        tree |= {"environment": {"name": "grid"}, "trainer": {"preset": "vl_dac"}}
         for name, change in changes.items():
             tree[name] = {**tree.get(name, {}), **change} if isinstance(change, dict) else change
         (tmp_path / "a.yaml").write_text(yaml.safe_dump({k: v for k, v in tree.items() if v is not None}))

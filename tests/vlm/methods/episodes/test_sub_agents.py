@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from genrl.config import ConfigError
 from genrl.mdp.noise import derive_seed
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
@@ -73,9 +72,8 @@ def test_all_parts_of_all_episodes_are_looked_at_in_one_batch(tmp_path: Path, mo
         prompts, keys, texts = asked[0]
         assert len(prompts) == len(set(keys)) == 8  # four episodes, two parts each
         sampling = Sampling(run.config.generation.max_new_tokens, run.config.generation.temperature)
-        alone = [
-            generate(run.policy, [one], 1, sampling, [key]).texts[0] for one, key in zip(prompts, keys, strict=True)
-        ]
+        pairs = zip(prompts, keys, strict=True)
+        alone = [generate(run.policy, [one], 1, sampling, [key]).texts[0] for one, key in pairs]
         assert alone == texts
         for slot in range(4):
             episode = run.table.episodes[slot]
@@ -116,15 +114,7 @@ def test_episodes_of_older_weights_are_one_run_wherever_it_stops(tmp_path: Path)
     assert_one_run(train, run, tmp_path)
 
 
-def test_a_server_samples_no_episodes_ahead(tmp_path: Path) -> None:
-    generation = {"staleness": 1, "vllm": {"url": "http://localhost:1"}}
-    with pytest.raises(ConfigError, match="samples answers ahead, not episodes"):
-        crops(tmp_path, generation=generation, iterations=2)
-
-
 # -- Episodes of an evaluation whose environments die
-
-
 DIES = """
 import os
 import numpy as np
