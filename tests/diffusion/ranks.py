@@ -13,7 +13,6 @@ from genrl.config.method import code_of
 from genrl.diffusion import train as training
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.runtime.loop.guards import NonFiniteError
 from genrl.runtime.weights.sharding import whole
 from tests.diffusion import runs
 
@@ -61,32 +60,6 @@ def samples(found: Rollouts) -> dict[str, Tensor]:
         parts = dict(parts) | {f"log-prob-{i}": x for i, x in recorded.log_probs.items()}
         tensors |= {f"position/{position}/{name}": tensor.contiguous().clone() for name, tensor in parts.items()}
     return tensors
-
-
-def planted(path: str, out: str, rank: int, call: int) -> None:
-    """Train with a NaN in the loss of the `call`-th backward pass of process `rank`; the weights go to `out`."""
-
-    def prepare(run: DiffusionRun) -> None:
-        here = run.accelerator.process_index
-        runs.spoil(run, lambda number: here == rank and number == call + 1)
-
-        def keep(name: str) -> None:
-            values = {k: p.detach().clone() for k, p in run.weights.named.items()}
-            save_file(values, Path(out) / f"{name}-{here}.safetensors")
-
-        step = run.loop.optimization.step
-
-        def watched_step(groups: Any = None) -> dict[str, float]:
-            keep("before")
-            try:
-                return step(groups)
-            except NonFiniteError:
-                keep("after")
-                raise
-
-        run.loop.optimization.step = watched_step  # type: ignore[method-assign]
-
-    trained(path, prepare)
 
 
 def short(path: str, most: int, phase: str, rank: int) -> None:

@@ -1,5 +1,6 @@
 """Whole runs with every type of adapter: on-policy ratios, resumed to the bit, exported merged; begun from another."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.train import train
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
+
+picture = partial(runs.picture, guidance_scale=7.0)
 
 
 def trained(folder: Path, model: Path, name: str, **lora: Any) -> Path:
@@ -39,11 +42,11 @@ def test_each_type(folder: Path, model: Path, kind: str) -> None:
     assert trained_parameters(config, read_components(model)) == sum(t.numel() for t in weights.values())  # type: ignore[arg-type]
 
     plain = DiffusionPipeline.from_pretrained(model)
-    base = runs.picture(plain)
+    base = picture(plain)
     load_lora(plain, str(run / "lora"))
     merged = DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True))
-    np.testing.assert_allclose(runs.picture(merged), runs.picture(plain), rtol=1e-4, atol=1e-4)
-    assert not np.allclose(runs.picture(plain), base, atol=1e-3)
+    np.testing.assert_allclose(picture(merged), picture(plain), rtol=1e-4, atol=1e-4)
+    assert not np.allclose(picture(plain), base, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -62,4 +65,4 @@ def test_from_another_beside_a_frozen_one(folder: Path, model: Path, finished: P
         load_lora(pipe, str(source / "lora"), name)
     pipe.set_adapters(["trained", "frozen_0"])
     merged = DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True))
-    np.testing.assert_allclose(runs.picture(merged), runs.picture(pipe), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(picture(merged), picture(pipe), rtol=1e-4, atol=1e-4)

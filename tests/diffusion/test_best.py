@@ -105,19 +105,6 @@ BACK: dict[str, Any] = {"evaluation": {"every": 1, "monitor": {**WATCH, "patienc
 
 
 @pytest.mark.slow
-def test_a_rewriter_goes_back_with_the_model(folder: Path, model: Path) -> None:
-    """The two are saved as they were evaluated together; also where the run was left after the best evaluation."""
-    rewriter = {"path": str(TINY_LM), "instruction": "{prompt}", "max_new_tokens": 16, "lr": 1e-2}
-    trainer = {"algorithm": "prompt_rl", "retained": 1, "rewriter": rewriter, "clip_range": 1e-2}
-    sampling = {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4}
-    straight = train(config(folder, model, **BACK | {"trainer": trainer, "sampling": sampling, "iterations": 2}))
-    assert runs.differences(straight, runs.resumed(straight, folder, 1)) == []
-    end, best = (checkpoint.load(Run(straight).checkpoints / f"step-00000{step}").tensors for step in (2, 1))
-    assert equal(end["weights"], best["weights"]) and equal(end["kept-rewriter"], best["kept-rewriter"])
-    assert runs.rows(straight)[2]["rewriter/grad_norm"] > 0  # it had learnt since
-
-
-@pytest.mark.slow
 def test_a_run_with_older_samples_goes_on_after_it_has_gone_back(folder: Path, model: Path) -> None:
     """The versions that draw are not put back: the number of iterations is not either."""
     older = BACK | {"sampling": {"staleness": 1}, "ema": None, "iterations": 4}

@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from genrl.config import dump
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.rollout import Sheet
 from genrl.diffusion.train import train
 from tests.cli import commands
-from tests.diffusion import ranks, runs
+from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 
 SIZES = [[16, 16], [16, 24]]
@@ -122,20 +120,3 @@ def test_evaluations_draw_each_prompt_in_its_size(folder: Path, kind: Callable[[
     assert found == pytest.approx({key: row[key] for key in found}, abs=1e-6) and "eval/content_mean" in found
     one_size = ["--height", "16", "--width", "16", *(["num_frames=1"] if kind is wan else [])]
     assert scores(*one_size)["eval/content/numbers_mean"] == 3 * 16 * 16
-
-
-@pytest.mark.slow
-def test_two_processes_draw_the_same_sizes(folder: Path) -> None:
-    """Samples and held-out pictures to the bit."""
-    drawn, shown = [], []
-    for count in (1, 2):
-        out, run = folder / str(count), folder / f"run-{count}"
-        out.mkdir()
-        sized(folder, kontext, output=str(run))
-        runs.finish(folder / "tiny.yaml", count, ranks.record, str(out))
-        drawn.append([load_file(path) for path in sorted(out.glob("*.safetensors"))])
-        shown.append({p.name: p.read_bytes() for p in (run / "samples" / "step-000000").iterdir()})
-    ((alone,), shared), places = drawn, sorted(key for key in drawn[0][0] if key.startswith("position/"))
-    assert sorted(key for part in shared for key in part if key.startswith("position/")) == places
-    assert all(torch.equal(alone[key], part[key]) for part in shared for key in part if "gradient" not in key)
-    assert shown[0] == shown[1] and len(shown[0]) == 4

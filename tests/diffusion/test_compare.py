@@ -99,16 +99,6 @@ def test_rewards_score_what_people_see(model: Path, other: Path, tmp_path: Path)
             )
 
 
-def test_a_page_that_would_be_too_large_stops_at_the_first_sample(
-    model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("genrl.runtime.show.compare.page.LARGEST_PAGE", 1000)
-    drawn: list[int] = []
-    with pytest.raises(ValueError, match="a page has at most 0 MB. Give --num-prompts or --per-prompt"):
-        made(model, other, Page(tmp_path / "compare.html", question=""), advance=drawn.append)
-    assert drawn == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), [("wan_t2v", "video"), ("ace_step", "audio")])
 def test_videos_and_sounds(family: str, kind: str, tmp_path: Path) -> None:

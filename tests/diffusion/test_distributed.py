@@ -13,13 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from genrl.config import load
 from genrl.diffusion.files.export import export
-from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.train import check_processes
 from genrl.runtime.folder.run import Run, read_metrics
-from genrl.runtime.loop.guards import read_dump
 from tests import opened as opening
 from tests.diffusion import ranks, runs
 
@@ -235,32 +231,6 @@ def test_what_cannot_be_shared_out_is_refused(folder: Path, model: Path) -> None
     check_processes(waiting, 1)
     with pytest.raises(ValueError, match="not summed over processes"):
         check_processes(waiting, 2)
-
-
-@pytest.mark.slow
-def test_nan_on_one_rank_stops_all_before_the_step(folder: Path, model: Path) -> None:
-    """The guilty rank leaves a dump from which its micro-batch can be made again."""
-    changes = {**QUIET, "trainer": GRPO, "sampling": {**SAMPLING, "group_size": 4}, "iterations": 1}
-    file = runs.written(folder, model, "nan", **changes)
-    processes = runs.launch(file, 2, ranks.planted, str(folder / "nan"), 1, 3)
-    assert runs.wait(processes, 300) == [1, 1], runs.printed(file)
-    for r in range(2):
-        before, after = (load_file(folder / "nan" / f"{name}-{r}.safetensors") for name in ("before", "after"))
-        assert all(torch.equal(before[key], after[key]) for key in before)
-        assert "NonFiniteError: stopped before the update of step 0" in (folder / f"nan-rank-{r}.log").read_text()
-
-    run = Run(folder / "nan" / "run")
-    assert [path.name for path in run.dumps.iterdir()] == ["step-000000-loss-rank-1"]
-    dump = read_dump(run.dumps / "step-000000-loss-rank-1")
-    assert dump.where == "loss" and dump.checked["loss"].isnan().all()
-    assert dump.results["log_prob"].isfinite().all()
-    config = load(file, [f"output={folder}/again"])
-    batch = Batch(dump.info["prompts"], [tuple(key) for key in dump.info["keys"]], call_arguments(config.sampling))
-    with runs.opened(config) as opened, torch.no_grad():
-        again = opened.policy.roll_out(batch, Kernel("flow_sde", 0.7), (0, 1))
-    step = 3 % 2  # the fourth backward pass is of its second micro-batch's second step
-    assert torch.equal(again.states[step], dump.batch["state"])
-    assert torch.equal(again.log_probs[step], dump.batch["old_log_prob"])
 
 
 @pytest.mark.slow

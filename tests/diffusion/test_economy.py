@@ -97,21 +97,6 @@ def test_smaller_micro_batches_hold_whole_groups_too(folder: Path, model: Path) 
     assert sizes(config(folder, model, **several)) == [8, 4, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"economy": {"selection": {"by": "success", "replay": {"share": 0.3}}}}, "less than one"),
-        ({"economy": {"selection": {}}}, "by"),
-        ({"ema": {"every": 100}}, "the average would stay the model before training"),
-    ],
-)
-def test_what_would_do_nothing_or_end_the_run_is_refused(
-    folder: Path, model: Path, changes: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        config(folder, model, trainer=GRPO, **changes)
-
-
 def test_half_precision_would_not_replay_what_was_drawn(folder: Path, model: Path) -> None:
     config(folder, model, trainer=GRPO, economy={"keep": 2})
     with pytest.raises(ConfigError, match="ratios would not begin at 1"):

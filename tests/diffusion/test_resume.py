@@ -120,30 +120,16 @@ def test_stopped_by_a_signal(
     assert runs.differences(whole, again) == []
 
 
-def test_an_iteration_that_cannot_be_undone_is_ended_first(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of all weights of a large model, of which no copy is kept."""
-    monkeypatch.setattr("genrl.runtime.weights.weights.LARGEST_COPY", 10)
-    trainer = {"algorithm": "flow_grpo", "inner_epochs": 2}
-    config = runs.config(folder, model, lora=None, trainer=trainer, iterations=3, evaluation={"every": 0})
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        stop_at(patch, ("training", 0, 5), signal.SIGTERM)
-        train(config)
-    assert runs.last_state(Path(config.output)).step == 1
-
-
 def test_a_finished_run_can_be_asked_for_more_and_not_for_something_else(copied: Config) -> None:
     run = Path(copied.output)
+    with pytest.raises(ValueError, match=f"go on with it by `genrl resume {run}`"):
+        train(copied)
     before = runs.rows(run)
     train(copied, run)
     assert runs.rows(run) == before and runs.last_state(run).step == 2
     train(copied.model_copy(update={"iterations": 3}), run)
     assert [row["step"] for row in runs.rows(run)] == [0, 1, 2, 3] and runs.rows(run)[:2] == before[:2]
-    lora = copied.model.lora
-    assert lora is not None
-    ranked = copied.model.model_copy(update={"lora": lora.model_copy(update={"rank": 8})})
-    other = copied.model_copy(update={"model": ranked})
+    other = load(Run(run).config, ["model.lora.rank=8"])
     with pytest.raises(ValueError, match=r"cannot resume .* with another value of model\.lora\.rank"):
         train(other, run)
     Run(run).config.write_text(dump(other))  # and where the file was edited as well

@@ -18,10 +18,8 @@ from tests.diffusion.methods.watched import (
     EIGHT,
     QUIET,
     Bare,
-    Given,
     Update,
     after_collect,
-    copied,
     equal,
     flow_sde,
     log_density,
@@ -195,29 +193,6 @@ def test_divergences_are_zero_at_the_start_and_then_grow(folder: Path, model: Pa
     gentle = {"lr": 1e-3}
     rows = run(runs.config(folder, model, lora=lora, trainer=trainer, optimizer=gentle, iterations=2, **QUIET)).rows
     assert rows[0]["kl"] == 0.0 and rows[1]["kl"] > 0.0
-
-
-def test_momentum_alone_moves_nothing(folder: Path, model: Path) -> None:
-    """After updates, an iteration without spread: neither momentum nor weight decay nor the average moves on."""
-    common = {"trainer": GRPO, "ema": {"decay": 0.5}, "iterations": 2, **QUIET}
-    config = runs.config(folder, model, optimizer={"lr": 1e-2, "weight_decay": 0.1}, **common)
-    after_first: list[tuple[Given, Given]] = []
-
-    def flattening(run: DiffusionRun) -> None:
-        def flatten(rollouts: Rollouts) -> None:
-            if run.iteration == 1:
-                after_first.append((copied(run.weights.named), copied(run.weights.snapshots["average"])))
-                rollouts.total.fill_(0.5)
-
-        after_collect(run, flatten)
-
-    seen = run(config, flattening)
-    ((weights, average),) = after_first
-    assert equal(weights, seen.weights) and equal(average, seen.snapshots[-1]["average"])
-    rows = read_metrics(Path(config.output) / "metrics.jsonl")
-    assert [row["updates"] for row in rows] == [1.0, 0.0] and rows[1]["grad_norm"] == 0.0
-    assert (rows[1]["zero_std_ratio"], rows[1]["advantage/abs_mean"]) == (1.0, 0.0)
-    assert not equal(seen.updates[0].weights, weights)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

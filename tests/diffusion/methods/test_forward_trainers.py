@@ -163,15 +163,6 @@ def check_noised(clean: Tensor, given: Given, *, same: bool) -> None:
     assert same or float((noise[1] - noise[0]).abs().max()) > 0.5
 
 
-@pytest.mark.slow
-def test_groups_without_spread_change_nothing(folder: Path, model: Path) -> None:
-    nothing: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "iterations": 1, "sampling": EIGHT, **QUIET}
-    for name, trainer in TRAINERS.items():
-        trainer = {**trainer, "updates_per_iteration": 1}
-        (update,) = run(runs.config(folder, model, trainer=trainer, output=str(folder / name), **nothing)).updates
-        assert all(not gradient.any() for gradient in update.gradient.values()), name
-
-
 @pytest.mark.parametrize("name", ["dpo", "d3po"])
 def test_groups_without_pairs_leave_no_trace_in_the_metrics(folder: Path, model: Path, name: str) -> None:
     """A sharded model is evaluated for them too, so that every process calls it as often; the rows are the same."""

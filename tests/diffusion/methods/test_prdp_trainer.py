@@ -90,19 +90,6 @@ def test_gradient_and_loss_by_hand(folder: Path, model: Path) -> None:
     assert seen.rows[1]["prdp/clip_frac"] > 0
 
 
-@pytest.mark.slow
-def test_the_first_step_takes_the_recorded_log_probabilities(folder: Path, sd: Path) -> None:
-    """6 samples, 3 trained steps: 18 calls of the reference, 18 with gradients; 36 more for every further step."""
-    for epochs in (1, 3):
-        trainer = {**DDIM, "clip_range": 10.0, "inner_epochs": epochs}
-        changes: dict[str, Any] = {"output": str(folder / f"epochs-{epochs}"), "iterations": 1, **QUIET}
-        (row,) = runs.rows(train(runs.config(folder, sd, trainer=trainer, sampling=OF_NOISE, **changes)))
-        assert (row["model_calls/sample"], row["model_calls/train"]) == (24, 36 * epochs)
-        assert (row["updates"], row["prdp/pairs"]) == (epochs, 6)
-        if epochs == 1:  # the policy is the reference and the old one: it predicts no difference, nothing is clipped
-            assert (row["prdp/unexplained"], row["prdp/correct"], row["prdp/clip_frac"]) == (1.0, 0.0, 0.0)
-
-
 def test_samples_without_a_score_are_in_no_pair(folder: Path, sd: Path) -> None:
     def silence(opened: Any) -> None:
         after_collect(opened, lambda found: found.total.__setitem__([0, 3, 4], math.nan))

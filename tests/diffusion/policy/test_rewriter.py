@@ -82,15 +82,6 @@ def test_tokens_are_drawn_from_the_model(saved: Callable[[str], Path]) -> None:
     assert float((found - p).abs().max()) < 5 * float((p.max() / 20_000).sqrt())
 
 
-def test_the_tiny_model_knows_the_task_and_is_flawed() -> None:
-    """Most answers are in the form that was asked for, some are right: what reinforcement learning starts from."""
-    rewriter = Rewriter(settings(TINY, max_new_tokens=32))
-    written = rewriter.write("a pair of ruby discs", 100, ("key",), anything)
-    assert 60 < sum(written.well_formed) < 100
-    right = written.texts.count("two red circles")
-    assert 10 < right < 70
-
-
 def test_the_new_prompt_is_what_stands_between_the_tags() -> None:
     """One pair of them, around something that the text encoders have room for, in an answer that was not cut."""
     rewriter = Rewriter(settings(TINY))

@@ -141,26 +141,20 @@ def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
 def test_genrl_sample_shows_it_the_pictures(
     kontext: Path, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewriter, shown = opened(saved("llava")), []
+    shown: list[Any] = []
 
     def told(self: Rewriter, prompt: str, key: Any, fits: Any, pictures: Any) -> str:
         shown.append((prompt, key, pictures))
         return f"{prompt} now"
 
     monkeypatch.setattr(Rewriter, "rewrite", told)
-    arguments = {"num_inference_steps": 2, "max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
-    images = [picture(0), picture(1)]
-    size = {"height": 16, "width": 16}
-    sample(
-        load_pipe(Model(path=str(kontext)), None),
-        ["a", "b"],
-        tmp_path / "out",
-        arguments=arguments | size,
-        inputs={"image": images},
-        rewriter=rewriter,
-    )
+    call = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False, "height": 16, "width": 16}
+    images, out = [picture(0), picture(1)], tmp_path / "out"
+    given: dict[str, Any] = {"inputs": {"image": images}, "rewriter": opened(saved("llava"))}
+    pipe = load_pipe(Model(path=str(kontext)), None)
+    sample(pipe, ["a", "b"], out, arguments=call | {"num_inference_steps": 2}, **given)
     assert shown == [("a", (0,), [images[0]]), ("b", (1,), [images[1]])]
-    assert [row["drawn"] for row in json.loads((tmp_path / "out" / "prompts.json").read_text())] == ["a now", "b now"]
+    assert [row["drawn"] for row in json.loads((out / "prompts.json").read_text())] == ["a now", "b now"]
 
 
 @pytest.mark.slow
@@ -173,20 +167,14 @@ def test_the_recipes_of_published_models_in_tiny_form(
     config = editing(folder, kontext)
     if not edits:
         PIPELINES["flux"]().pipe.save_pretrained(folder / "flux")
+    further = ", max_area: 256, _auto_resize: false" if edits else ""
     changes = [
-        f"model.path={kontext if edits else folder / 'flux'}",
-        f"trainer.rewriter.path={saved('qwen2_5_vl')}",
-        "trainer.rewriter.max_new_tokens=8",
+        *(f"model.path={kontext if edits else folder / 'flux'}", f"trainer.rewriter.path={saved('qwen2_5_vl')}"),
         f"prompts={{train: {config.prompts.train}, eval: {config.prompts.eval}}}",
-        f"rewards=[{{name: '{config.rewards[0].name}'}}]",
-        "sampling.height=16",
-        "sampling.width=16",
-        "sampling.prompts_per_iteration=1",
-        f"sampling.pipeline_args={{max_sequence_length: 512{', max_area: 256, _auto_resize: false' if edits else ''}}}",
-        "evaluation={every: 1, num_prompts: 1}",
-        "trackers=[]",
-        "iterations=1",
-        f"output={folder / 'recipe'}",
+        *(f"rewards=[{{name: '{config.rewards[0].name}'}}]", "trainer.rewriter.max_new_tokens=8"),
+        *("sampling.height=16", "sampling.width=16", "sampling.prompts_per_iteration=1"),
+        *(f"sampling.pipeline_args={{max_sequence_length: 512{further}}}", "evaluation={every: 1, num_prompts: 1}"),
+        *("trackers=[]", "iterations=1", f"output={folder / 'recipe'}"),
     ]
     rows = runs.rows(train(load(ROOT / f"configs/diffusion/{name}.yaml", changes)))
     assert rows[1]["ratio/max_abs_dev"] == 0.0 and rows[1]["grad_norm"] > 0 and rows[1]["rewriter/grad_norm"] > 0

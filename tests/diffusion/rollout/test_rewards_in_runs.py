@@ -1,6 +1,5 @@
 """Whole runs on rewards that are combined, scored beside sampling, or served: equal to plain ones, outages included."""
 
-import math
 import threading
 import time
 from contextlib import ExitStack
@@ -108,36 +107,3 @@ def test_a_server_that_is_gone_for_good(folder: Path, model: Path, policy: str) 
     if policy == "drop":
         assert last["reward/brightness_failed"] == 4 and last["reward/brightness_mean"] is None  # nothing, not zero
         assert last["reward/total_mean"] is None and last["zero_std_ratio"] == 1
-
-
-@pytest.mark.slow
-def test_an_isolated_reward_ends_with_the_run(folder: Path, model: Path) -> None:
-    (folder / "who.py").write_text(
-        "import os\ndef who(images):\n"
-        f"    open({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\n"
-        "    return images.mean((1, 2, 3)).tolist()\n"
-    )
-    entry = {"name": f"{folder / 'who.py'}:who"}
-    here = run(folder, model, "here", rewards=[entry], iterations=1)
-    there = run(folder, model, "there", rewards=[{**entry, "isolate": True}], iterations=1)
-    assert runs.differences(here, there) == []
-    pid = int((folder / "pid").read_text())
-    assert not Path(f"/proc/{pid}").exists()
-
-
-@pytest.mark.slow
-def test_whole_groups_in_any_number_of_processes(folder: Path, model: Path) -> None:
-    """Groups of 3 in micro-batches of 2, drawn by two processes: the reward still sees each group complete."""
-    (folder / "best.py").write_text(
-        "def best(images, group):\n"
-        "    assert len(group) == 3 and len(set(group)) == 1\n"
-        "    means = images.mean((1, 2, 3)).tolist()\n"
-        "    return [sorted(means).index(m) + m for m in means]\n"
-    )
-    changes = {"rewards": [{"name": f"{folder / 'best.py'}:best"}], "iterations": 1}
-    changes["sampling"] = {"prompts_per_iteration": 3, "group_size": 3, "batch_size": 2}
-    one = runs.rows(run(folder, model, "alone", **changes))[0]
-    runs.finish(runs.written(folder, model, "two", **{**runs.QUIET, **changes}), 2, runs.train_file)
-    two = runs.rows(folder / "two" / "run")[0]
-    assert math.isfinite(one["reward/best_mean"]) and one["reward/best_failed"] == 0
-    assert [one[k] for k in one if k.startswith("reward/")] == [two[k] for k in one if k.startswith("reward/")]

@@ -27,16 +27,9 @@ def plans(draw: st.DrawFn) -> SamplingPlan:
 
 
 def edges(plan: SamplingPlan, rewards: Tensor, advantages: Tensor | None = None, **chosen: Any) -> Edges:
-    return tree_edges(
-        TreeSettings(**{"ways": 2, **chosen}),
-        plan,
-        plan.stochastic,
-        rewards,
-        rewards if advantages is None else advantages,
-        torch.full((plan.steps, len(rewards)), -1.0),
-        clip=CLIP,
-        iteration=0,
-    )
+    settings, old = TreeSettings(**{"ways": 2, **chosen}), torch.full((plan.steps, len(rewards)), -1.0)
+    taken = rewards if advantages is None else advantages
+    return tree_edges(settings, plan, plan.stochastic, rewards, taken, old, clip=CLIP, iteration=0)
 
 
 def below(tree: Tree, step: int, slot: int) -> range | None:
@@ -107,25 +100,20 @@ def test_depths_with_fewer_than_four_states_are_measured_against_the_leaves() ->
     )
 
 
-@pytest.mark.parametrize("width", ["best_sibling", "extremes"])
-def test_a_group_without_scores_is_not_trained_and_stops_nothing(width: str) -> None:
-    plan = make_plan(5, noise=dict.fromkeys(range(4), 0.7), splits={0: 2, 1: 2, 2: 2})
-    rewards = torch.cat([values(8), torch.full((8,), math.nan, dtype=torch.float64)])
-    found = edges(plan, rewards, rewards.nan_to_num(0.0), prune={"width": width})
-    assert float(found.weight[:, 8:].abs().sum()) == 0.0 < float(found.weight[:, :8].sum())
-
-
-def test_width_keeps_the_better_sibling_below_the_last_split() -> None:
+def test_what_is_pruned_is_not_trained() -> None:
+    """Of width: the worse sibling below the last split. Of depth: those depths. A group without scores is not trained,
+    and stops nothing."""
     rewards = values(8)
     found = edges(BINARY, rewards, prune={"width": "best_sibling"})
     kept = rewards.view(4, 2).argmax(1) + torch.arange(0, 8, 2)
     assert found.weight[3].nonzero()[:, 0].tolist() == kept.tolist()
     assert (found.weight[:3].sum(1) == 8).all()  # up to the last split all is trained
-
-
-def test_pruned_depths_are_not_trained() -> None:
-    found = edges(BINARY, values(8), prune={"depths": [2, 3]})
+    found = edges(BINARY, rewards, prune={"depths": [2, 3]})
     assert [bool(row.any()) for row in found.weight] == [True, False, False, True, False]
+    both = torch.cat([rewards, torch.full((8,), math.nan, dtype=torch.float64)])
+    for width in ("best_sibling", "extremes"):
+        found = edges(BINARY, both, both.nan_to_num(0.0), prune={"width": width})
+        assert float(found.weight[:, 8:].abs().sum()) == 0.0 < float(found.weight[:, :8].sum())
 
 
 def test_likely_leaves_count_more_in_a_softmax() -> None:
