@@ -1,6 +1,7 @@
 """Flow-GRPO's options from inside: GRPO-Guard, DDPO, kinds of divergence, several rewards to one advantage."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,6 @@ from genrl.diffusion.methods.paco_grpo import train as paco_grpo
 from genrl.diffusion.methods.paco_grpo.train import log_tame_advantages
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.plans import Steps, choose_kernel
-from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.diffusion.steps.transitions import reference_kl
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
@@ -105,27 +104,16 @@ def test_advantages_are_measured_against_the_prompts_last_rewards(
     assert len(runs.last_state(straight).state["memory"]["prompt_rewards"]) == 4
 
 
-def test_divergences_are_named_functions(folder: Path, model: Path) -> None:
+def test_divergences_are_named_functions() -> None:
     """x_prediction is sigma^2 times velocity, k2 half the squared difference of log-probabilities."""
-    config = runs.config(folder, model, iterations=1, **QUIET)
-    with runs.opened(config) as run, torch.no_grad():
-        for p in run.weights.parameters:
-            p.add_(0.05)
-        plan = Steps.of(config, config.trainer, 0).plan  # type: ignore[arg-type]
-        assert isinstance(config.trainer, PolicyGradient)
-        kernel = choose_kernel(run, config.trainer, plan)
-        batch = run.probe
-        trajectory = run.policy.roll_out(batch, kernel, range(2))
-        for i in trajectory.log_probs:
-            new = run.policy.replay(trajectory.step(i))
-            with run.weights.reference():
-                reference = run.policy.replay(trajectory.step(i))
-            read = {"velocity": "model_output", "x_prediction": "model_output", "k2": "log_prob"}
-            by_name = {kind: reference_kl(kind, new, getattr(reference, name)) for kind, name in read.items()}
-            sigma = float(trajectory.sigmas[i])
-            assert float(by_name["velocity"]) > 0
-            torch.testing.assert_close(by_name["x_prediction"], sigma**2 * by_name["velocity"])
-            torch.testing.assert_close(by_name["k2"], (new.log_prob - reference.log_prob) ** 2 / 2)
+    one, other = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(2, 3, 4)
+    step = SimpleNamespace(sigma=torch.tensor(0.6), sigma_next=torch.tensor(0.4))
+    new: Any = SimpleNamespace(mean=one, std=torch.tensor(0.5), model_output=2 * one, log_prob=one[:, 0, 0], step=step)
+    square = one.square().flatten(1).mean(1)
+    wanted = {"gaussian": 2 * square, "gaussian_dt": 2 * square / 0.2, "mean_square": square, "velocity": 4 * square}
+    for kind, value in (wanted | {"x_prediction": 0.6**2 * 4 * square}).items():
+        torch.testing.assert_close(reference_kl(kind, new, other), value)
+    torch.testing.assert_close(reference_kl("k2", new, other[:, 0, 0]), one[:, 0, 0] ** 2 / 2)
 
 
 @pytest.mark.parametrize("aggregate", tiered(["gdpo", "log_tame", "log_tame_released"], ("gdpo", "log_tame_released")))

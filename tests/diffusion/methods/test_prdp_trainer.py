@@ -17,9 +17,7 @@ from genrl.data.prompts import PromptError
 from genrl.data.prompts import load as load_prompts
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward.noising import given_pictures, picture_size
-from genrl.diffusion.methods.dpo_offline import train as dpo_offline
 from genrl.diffusion.methods.dpo_offline.train import PAIR
-from genrl.diffusion.policy import decoding
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.train import train
 from tests.diffusion import runs
@@ -35,7 +33,6 @@ from tests.diffusion.methods.watched import (
     relative,
     resumed,
     run,
-    watch,
 )
 
 FLOW = {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7, "beta": 1e-3, "clip_range": 1e-3}
@@ -147,31 +144,6 @@ def test_pairs_are_encoded_as_they_are_given(folder: Path) -> None:
                 given = [as_tensor(image, 64, 64) for image in reader(row)]
                 wanted, other = given[slot % 2], given[1 - slot % 2]
                 assert float((picture - wanted).abs().mean()) < min(0.05, float((wanted - other).abs().mean()))
-
-
-def test_an_editing_model_learns_from_pairs_with_their_sources(
-    folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each pair is judged beside the picture that it edits. The autoencoder is random: it need not give them back."""
-    monkeypatch.setattr(decoding, "MOST", 10.0)
-    source = preference_set(folder)
-    rows = [json.loads(line) | {"source_image": f"{k}.png"} for k, line in enumerate(source.read_text().splitlines())]
-    source.write_text("\n".join(map(json.dumps, rows)))
-    for k in range(len(rows)):
-        Image.new("RGB", (16, 16), (40 * k, 80, 120)).save(folder / f"{k}.png")
-    call = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
-    sampling = {"guidance_scale": 2.5, "inputs": {"image": "source_image"}, "pipeline_args": call}
-    sizes = {"height": 16, "width": 16, "prompts_per_iteration": 2}
-    prompts = {"train": str(source), "eval": None}
-    found = config(folder, source, kontext, prompts=prompts, sampling=sizes | sampling, iterations=1)
-    with runs.opened(found) as run:
-        watched = watch(run)
-        dpo_offline.train(run, found.trainer)  # type: ignore[arg-type]
-    batches = [piece.batch for update in watched.updates for piece in update.pieces]
-    seen = [pair for batch in batches for pair in zip(batch.prompts, batch.inputs["image"], strict=True)]
-    texts = [row["prompt"] for row in rows]
-    assert len(seen) == 4  # winner and loser of two pairs
-    assert all(picture.getpixel((0, 0)) == (40 * texts.index(text), 80, 120) for text, picture in seen)
 
 
 def test_a_missing_column_is_named_with_its_row_and_the_nearest(folder: Path) -> None:

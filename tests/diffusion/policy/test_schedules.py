@@ -13,7 +13,9 @@ from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.scheduler import Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import Batch
+from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 
@@ -161,11 +163,7 @@ def test_levels_that_ddim_does_not_have_are_said() -> None:
     assert replaced_schedule("EulerDiscreteScheduler", {"use_karras_sigmas": False}) is None
 
 
-BATCH = Batch(
-    ["a red star", "two blue dogs"],
-    [(7, 0, 0), (7, 0, 1)],
-    {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 8},
-)
+BATCH = Batch([*PROMPTS], [*KEYS], {**runs.CALL, "num_inference_steps": 2})
 
 
 def test_slices_and_tiles() -> None:
