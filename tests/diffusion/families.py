@@ -11,14 +11,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from tests.diffusion import (
-    editing_families,
-    further_families,
-    further_video_families,
-    image_families,
-    starting_families,
-    video_families,
-)
+from tests.diffusion import image_families, starting_families, video_families
 from tests.diffusion.tiny_parts import Family
 
 Builder = Callable[[], Family]
@@ -52,9 +45,7 @@ def _table(*modules: ModuleType) -> dict[str, Builder]:
     return found
 
 
-_EVERY = _table(
-    image_families, editing_families, further_families, starting_families, video_families, further_video_families
-)
+_EVERY = _table(image_families, starting_families, video_families)
 _NOT_FITTING = ("chroma_inpaint", "sd_latent_upscaler", "ltx_i2v", "stable_audio", "ace_step_guided")
 
 
