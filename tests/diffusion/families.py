@@ -4,10 +4,12 @@
 what their `inputs` are made for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,3 +60,15 @@ def saved(name: str, folder: Path) -> Path:
 FAMILIES = {name: build for name, build in _EVERY.items() if name not in _NOT_FITTING}
 REFUSED = {name: _EVERY[name] for name in _NOT_FITTING}
 """Pipelines whose loop does not fit; each says why in its docstring."""
+
+ARCHITECTURES = (
+    *("sd15", "sd3", "flux", "qwen_image", "sana", "flux_kontext", "sd15_inpaint"),
+    *("wan22", "cogvideox", "mochi", "ace_step"),
+)
+"""A family of each: UNet, joint and linear transformers, with pictures to edit or to fill, two experts, v-prediction of
+videos, time that runs the other way, sound."""
+
+
+def tiered(names: Iterable[str], fast: Collection[str] = ARCHITECTURES) -> list[Any]:
+    """Parameters of a test: those that are not in `fast` are slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]

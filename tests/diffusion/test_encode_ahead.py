@@ -15,8 +15,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.train import encode, open_policy, train
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 
 AHEAD = {"text_encoders": "encode_then_free"}
 

@@ -14,7 +14,7 @@ from genrl.diffusion.train import train
 from genrl.runtime.loop.frame import shrink
 from genrl.runtime.weights import weights
 from tests.diffusion import ranks, runs
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import tiered
 
 pytestmark = pytest.mark.usefixtures("unproven")
 

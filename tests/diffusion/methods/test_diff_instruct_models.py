@@ -28,7 +28,7 @@ from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.methods.test_draft import warmth
 from tests.diffusion.methods.watched import (
     QUIET,
@@ -42,7 +42,6 @@ from tests.diffusion.methods.watched import (
     resumed,
     watch,
 )
-from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.test_distributed import FSDP, check_equal, recorded
 
 AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}

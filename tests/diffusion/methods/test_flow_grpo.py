@@ -14,6 +14,7 @@ from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.runtime.folder.run import read_metrics
 from tests.diffusion import runs
+from tests.diffusion.families import tiered
 from tests.diffusion.methods.watched import (
     EIGHT,
     QUIET,
@@ -26,7 +27,6 @@ from tests.diffusion.methods.watched import (
     relative,
     run,
 )
-from tests.diffusion.policy.tiers import tiered
 
 GRPO = {"algorithm": "flow_grpo", "noise_level": 0.7, "advantage_scale": "group", "clip_range": 1e-3}
 GUIDED = {**EIGHT, "guidance_scale": 4.5}

@@ -23,8 +23,8 @@ from genrl.diffusion.steps.transitions import reference_kl
 from genrl.diffusion.train import train
 from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
 from tests.diffusion import runs
+from tests.diffusion.families import tiered
 from tests.diffusion.methods.watched import DIFFUSION, QUIET, after_collect, resumed, run
-from tests.diffusion.policy.tiers import tiered
 
 GUARD = {"algorithm": "grpo_guard", "clip_range": 4e-6}
 DDPO = {"algorithm": "ddpo"}

@@ -17,9 +17,8 @@ from genrl.diffusion.policy.weights import trainable
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.weights.weights import REFERENCE, Weights
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.methods.watched import resumed
-from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
 TYPES = ["lora", "dora", "rslora", "lokr"]

@@ -20,8 +20,7 @@ from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.train import use_kernels
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.tiny_parts import Family
 
 ALL = {"fused": True, "attention": "auto"}

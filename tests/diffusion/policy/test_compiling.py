@@ -22,8 +22,7 @@ from genrl.kernels.machine import compile_problem
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import descend
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
 from genrl.diffusion.policy.weights import trainable
 from genrl.mdp.noise import derive_seed
-from tests.diffusion.families import FAMILIES, REFUSED
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, REFUSED, tiered
 from tests.diffusion.tiny_parts import PROMPTS, Family
 
 STOCHASTIC = (0, 1, 2)  # not the last: sigma' = 0 there

@@ -21,8 +21,7 @@ from genrl.diffusion.policy.unconditional import Unconditional
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
 HALF = (

@@ -18,7 +18,7 @@ from genrl.diffusion.steps import transitions
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import tiered
 from tests.diffusion.rollout import far_here
 
 pytestmark = pytest.mark.usefixtures("unproven")

@@ -18,8 +18,7 @@ from genrl.diffusion.steps.edges import tree_edges
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.tiny_parts import Family
 
 SD3 = Family("sd3", DiffusionPipeline(), runs.CALL)
