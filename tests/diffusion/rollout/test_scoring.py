@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate import PartialState
 
 import genrl_rewards
-from genrl.config import load
 from genrl.data.prompts import Prompt
 from genrl.diffusion.rollout.scoring import Scored, Scorers, Scoring, open_scorers, plain, score
 from genrl.diffusion.train import train
@@ -205,13 +205,6 @@ def test_a_reward_can_stop_the_run_however_few_samples_it_concerns() -> None:
         scored_by({"gone": gone})
 
 
-CONFIG = """\
-model: {path: assets/tiny-t2i}
-prompts: {train: train.txt}
-trainer: {algorithm: diffusion_nft}
-evaluation: {every: 0}
-rewards:
-"""
 MINE = """
 class Typed:
     def __init__(self, device="cpu", dtype="float32"):
@@ -227,9 +220,9 @@ def plain(images):
 
 
 def config(folder: Path, entries: str) -> Any:
-    (folder / "c.yaml").write_text(CONFIG + entries)
+    """A configuration of these rewards, of `mine.py` or not; nothing else of it is there."""
     (folder / "mine.py").write_text(MINE)
-    return load(folder / "c.yaml")
+    return runs.unloaded(rewards=yaml.safe_load(entries))
 
 
 def test_rewards_are_opened_as_the_configuration_says(tmp_path: Path) -> None:
