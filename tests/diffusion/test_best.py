@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
-from genrl.config import ConfigError, load
+from genrl.config import ConfigError
 from genrl.diffusion.chosen import adapter_of
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
@@ -81,13 +81,6 @@ def test_commands_take_the_best(ended: Path, tmp_path: Path) -> None:
     assert adapter_of(ended, 1) == str(Run(ended).checkpoints / "step-000001" / "lora")
     lost = CliRunner().invoke(app, ["sample", str(tmp_path), "--best", "--prompt", "p"])
     assert lost.exit_code == 2 and "no config.yaml" in " ".join(lost.output.replace("│", "").split())
-
-
-def test_gone_on_with(ended: Path, tmp_path: Path) -> None:
-    again = runs.resumed(ended, tmp_path, 4)
-    assert runs.differences(ended, again) == []
-    train(load(Run(again).config), again)  # it has ended: nothing is done again
-    assert runs.differences(ended, again) == []
 
 
 def test_what_cannot_be_watched(folder: Path, model: Path) -> None:

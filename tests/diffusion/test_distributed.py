@@ -239,20 +239,17 @@ def test_a_checkpoint_of_two_processes_goes_on_with_one_or_two(folder: Path, mod
     common: dict[str, Any] = {"trainer": GRPO, "sampling": SAMPLING, "evaluation": {"every": 2}, "iterations": 2}
     file = runs.written(folder, model, "straight", **common)
     runs.finish(file, 2, runs.train_file)
-    straight = folder / "straight" / "run"
-    for count in (2, 1):
-        again = folder / f"again-{count}"
+    straight, (two, one) = folder / "straight" / "run", (folder / "again-2", folder / "again-1")
+    for again, count in ((two, 2), (one, 1)):
         shutil.copytree(straight, again)
         shutil.rmtree(again / "checkpoints" / "step-000002")
         runs.finish(file, count, runs.train_file, str(again))
-    assert runs.differences(straight, folder / "again-2") == []
-    ours, theirs = runs.rows(folder / "again-1"), runs.rows(straight)
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [0, 1, 2]
-    for mine, yours in zip(ours, theirs, strict=True):
-        for key, value in mine.items():
-            if not key.startswith("ratio/"):
-                assert value == pytest.approx(yours[key], rel=1e-3, abs=1e-6), (mine["step"], key)
-    left, right = (runs.last_state(run).tensors["weights"] for run in (folder / "again-1", straight))
+    assert runs.differences(straight, two) == []
+    assert [row["step"] for row in runs.rows(one)] == [0, 1, 2]
+    for mine, yours in zip(runs.rows(one), runs.rows(straight), strict=True):
+        for key in (key for key in mine if not key.startswith("ratio/")):
+            assert mine[key] == pytest.approx(yours[key], rel=1e-3, abs=1e-6), (mine["step"], key)
+    left, right = (runs.last_state(run).tensors["weights"] for run in (one, straight))
     for key, tensor in left.items():
         torch.testing.assert_close(tensor, right[key], rtol=1e-2, atol=1e-3)
 

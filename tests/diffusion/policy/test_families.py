@@ -17,7 +17,7 @@ from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
 from genrl.diffusion.policy.weights import trainable
 from genrl.mdp.noise import derive_seed
 from tests.diffusion.families import FAMILIES, REFUSED, tiered
-from tests.diffusion.tiny_parts import PROMPTS, Family
+from tests.diffusion.tiny_parts import Family
 
 STOCHASTIC = (0, 1, 2)  # not the last: sigma' = 0 there
 
@@ -234,23 +234,6 @@ def test_no_adapter(name: str) -> None:
         trainable(policy.denoisers, LoRA())
     ((key, text),) = problems(type(policy.pipe).__name__, {"transformer": network}, lora=True)
     assert key == "model.lora" and f"no adapters for a {network}" in text
-
-
-@pytest.mark.parametrize("name", tiered(["sd3", "hidream", "z_image"], ("sd3",)))
-def test_guidance_may_be_switched(name: str) -> None:
-    """What was learned of the encoder's outputs without guidance must not be taken for true with it. And the prompts
-    are not written into, as Z-Image's encoder does: it puts its chat template around each, in the list it is given."""
-    finals = []
-    for order in (("guided",), ("unguided", "guided")):
-        family = FAMILIES[name]()
-        policy = Policy(family.pipe)
-        for guidance in order:
-            batch = replace(family.batch(**(family.unguided if guidance == "unguided" else {})), prompts=[*PROMPTS])
-            with torch.no_grad():
-                final = policy.roll_out(batch).final
-            assert batch.prompts == [*PROMPTS]
-        finals.append(final)
-    assert torch.equal(*finals)
 
 
 REASONS = {

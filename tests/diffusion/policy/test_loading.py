@@ -52,14 +52,6 @@ def test_the_section_is_named_and_a_call_that_takes_anything_is_left_to_itself()
     check_call_arguments(Open(), ["guidance_scale"])
 
 
-def test_pickled_weights_are_refused(folder: Path, tmp_path: Path) -> None:
-    """A pickle may run code as it is read."""
-    FAMILIES["sd3"]().pipe.save_pretrained(tmp_path / "pickled", safe_serialization=False)
-    assert not list((tmp_path / "pickled" / "transformer").glob("*.safetensors"))
-    with pytest.raises(ValueError, match="pickled weights alone .*model.use_safetensors: false takes them"):
-        load_pipeline(Model(path=str(tmp_path / "pickled")))
-
-
 def test_a_pipeline_of_ones_own_is_loaded_by_its_class(model: Path, tmp_path: Path) -> None:
     """Also the folder that it saved, whose class no library has."""
     mine = tmp_path / "mine.py"

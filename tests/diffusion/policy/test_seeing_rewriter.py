@@ -103,7 +103,7 @@ def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
 ) -> None:
     """Both get the picture of the prompt's own row, the pipeline beside the rewritten instruction; both learn."""
     shown: dict[str, list[bytes]] = {}
-    write = Rewriter.write
+    write, collect = Rewriter.write, DiffusionRun.collect
 
     def made_up(self: Rewriter, prompt: str, count: int, key: Any, fits: Any, pictures: Any = ()) -> Any:
         found = write(self, prompt, count, key, fits, pictures)
@@ -113,7 +113,6 @@ def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
         return found
 
     given: list[tuple[str, bytes]] = []
-    collect = DiffusionRun.collect
 
     def watched(self: DiffusionRun, draw: Any, **shape: Any) -> Any:
         found = collect(self, draw, **shape)
@@ -124,18 +123,17 @@ def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
     monkeypatch.setattr(Rewriter, "write", made_up)
     monkeypatch.setattr(DiffusionRun, "collect", watched)
     sampling = {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4}
-    config = editing(folder, kontext, sampling=sampling, trainer=trainer(saved("qwen2_5_vl")), iterations=2)
-    run = train(config)
+    run = train(editing(folder, kontext, sampling=sampling, trainer=trainer(saved("qwen2_5_vl")), iterations=2))
     for text, bits in given:
         original = text.partition(", better")[0]
         wanted = Image.open(folder / f"{original.removeprefix('make it red ')}.png").convert("RGB").tobytes()
         assert bits == wanted and shown[original] == [wanted]
     assert any(", better" in text for text, _ in given)
-    rows = runs.rows(run)
-    assert [row["ratio/max_abs_dev"] for row in rows[1:]] == [0.0, 0.0] and rows[1]["grad_norm"] > 0
-    assert rows[1]["rewriter/kl"] == 0.0 < rows[2]["rewriter/kl"] and rows[1]["rewriter/grad_norm"] > 0
-    assert max(row["rewriter/ratio/max_abs_dev"] for row in rows[1:]) < 1e-4
-    assert "eval/total_mean" in rows[0] and "eval_rewritten/total_mean" in rows[0]
+    before, first, second = runs.rows(run)
+    assert first["ratio/max_abs_dev"] == second["ratio/max_abs_dev"] == 0.0 and first["grad_norm"] > 0
+    assert first["rewriter/kl"] == 0.0 < second["rewriter/kl"] and first["rewriter/grad_norm"] > 0
+    assert max(row["rewriter/ratio/max_abs_dev"] for row in (first, second)) < 1e-4
+    assert "eval/total_mean" in before and "eval_rewritten/total_mean" in before
 
 
 def test_genrl_sample_shows_it_the_pictures(

@@ -119,18 +119,6 @@ def test_arguments_of_the_pipeline_call() -> None:
     assert found == {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 4}
 
 
-def test_groups_are_slots_and_not_prompts() -> None:
-    """Two prompts in the file, one of them twice: five slots draw them again and again, and stay five groups."""
-    rows = [Prompt("a star"), Prompt("a dog"), Prompt("a star")]
-    found = gather(tiny_config(prompts_per_iteration=5), rows=rows)
-    assert found.group.tolist() == [slot // 3 for slot in range(15)]
-    assert all(len(set(found.prompts[3 * g : 3 * g + 3])) == 1 for g in range(5))
-    assert found.prompts.count("a star") > 6  # more than two groups of the same text
-    advantages = group_advantages(found.total, found.group, scale="none")
-    sums = torch.zeros(5, dtype=torch.float64).index_add(0, found.group, advantages)
-    assert sums.abs().max() < 1e-12  # each group is centred by itself
-
-
 def test_samples_without_a_score_are_left_out_and_counted() -> None:
     """The total is the weighted sum; a weight of zero is left out, whatever its scores."""
 
