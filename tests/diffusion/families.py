@@ -1,8 +1,4 @@
-"""Tiny random-weight pipelines of many families: the material of the family tests.
-
-`FAMILIES[name]()` builds one in well under a second, without network or files. Two prompts are
-what their `inputs` are made for.
-"""
+"""Tiny random-weight pipelines: `FAMILIES[name]()` builds one in well under a second, without network or files."""
 
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path

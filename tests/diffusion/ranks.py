@@ -69,8 +69,7 @@ def short(path: str, most: int, phase: str, rank: int) -> None:
 
 
 def running_out(most: int, phase: str, rank: int = 0) -> None:
-    """From here on the denoiser of process `rank` has no room for more than `most` samples in this phase of the second
-    iteration. On a CPU no such error comes of itself."""
+    """From here on process `rank` has room for `most` samples only in this phase of the second iteration."""
     begin = DiffusionRun.begin
 
     def armed(run: DiffusionRun, found: Path | None) -> None:

@@ -76,8 +76,7 @@ def untrained(model: Path, names: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_full_fine_tuning_is_the_same_however_weights_are_held(folder: Path, model: Path) -> None:
-    """In shards over two processes (FSDP2), or waiting on the CPU, with gradients and optimiser state: beside one
-    process that holds everything, from the first iteration to the second."""
+    """In shards (FSDP2), or waiting on the CPU with all state: beside one process that holds everything."""
     common: dict[str, Any] = {"trainer": {**GRPO, "kl_weight": 1e-3}, "sampling": EVEN, "lora": None}
     common |= {"iterations": 2, "optimizer": {"lr": 1e-4, "max_grad_norm": 1.0}}
     (alone,) = recorded(folder, model, 1, **common)
@@ -94,8 +93,7 @@ def test_full_fine_tuning_is_the_same_however_weights_are_held(folder: Path, mod
 
 @pytest.mark.slow
 def test_all_weights_in_shards_go_on_in_any_number_of_processes(folder: Path, model: Path) -> None:
-    """Stopped and gone on with in two processes: the same to the bit. Read by one process, which holds all, and written
-    by it, and the other way round: the same weights and optimiser state."""
+    """In two processes to the bit; read and written by one, and the other way round, the same weights and state."""
     common: dict[str, Any] = {"trainer": GRPO, "sampling": EVEN, "lora": None, "evaluation": {"every": 1}, **FSDP}
     for name, iterations in (("straight", 2), ("stopped", 1)):
         runs.finish(runs.written(folder, model, name, iterations=iterations, **common), 2, runs.train_file)
@@ -179,8 +177,7 @@ def test_every_method_learns_on_shards(folder: Path, model: Path, name: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("held", ["two", "one_offloaded"])
 def test_adapters_on_shards_are_saved_and_go_on(folder: Path, model: Path, held: str) -> None:
-    """The adapter is loaded again by all processes together; stopped and gone on with, the run is the same to the bit,
-    and that of one process which holds all up to the order of sums."""
+    """Loaded again by all together, resumed to the bit; as one process that holds all, up to the order of sums."""
     count, _, changes = HELD[held]
     common: dict[str, Any] = {"trainer": GRPO, "evaluation": {"every": 1}, "iterations": 2}
     for name, how in (("straight", changes), ("whole", {})):
@@ -257,8 +254,7 @@ def test_a_checkpoint_of_two_processes_goes_on_with_one_or_two(folder: Path, mod
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_one_process_stops_both(folder: Path, model: Path, number: int) -> None:
-    """By SIGTERM together, with a checkpoint; where one is killed the other names it, and which checkpoint a resume
-    takes."""
+    """By SIGTERM with a checkpoint; where one is killed the other names it, and the checkpoint of a resume."""
     changes = {"trainer": GRPO, "sampling": SAMPLING, "iterations": 1000, "evaluation": {"every": 0}}
     file, run = runs.written(folder, model, "cut", **changes), folder / "cut" / "run"
     processes = runs.launch(file, 2, runs.train_file)

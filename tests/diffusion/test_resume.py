@@ -108,8 +108,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: Place, number: int) -> None:
 def test_stopped_by_a_signal(
     straight: Callable[[str], Path], folder: Path, model: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the iteration or evaluation had done is undone and done again; each row is written once, however often the
-    run is stopped."""
+    """What had been done is undone and done again; each row is written once, however often the run is stopped."""
     whole = straight("flow_grpo")
     again = folder / "again"
     first = STOPS[where][0][1]

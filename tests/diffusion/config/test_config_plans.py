@@ -1,5 +1,4 @@
-"""What is accepted can be sampled: a plan for every iteration, and how often which plan comes; equal work for all
-processes: who waits, for how long, and what mends it."""
+"""What is accepted has a plan for every iteration; how often which comes; who waits, and what mends it."""
 
 import math
 from collections import Counter

@@ -1,5 +1,4 @@
-"""The cost estimate: model calls against hand counts, sizes against files written by safetensors, and its table against
-what blocks of denoisers keep for the backward pass."""
+"""Model calls against hand counts, sizes against files, kept memory against what blocks really keep."""
 
 import json
 import struct

@@ -1,5 +1,4 @@
-"""What a configuration asks of the sizes of a model: layers with adapters, samples that processes compute together; and
-how adapters to begin with are written and found on the disk."""
+"""What a configuration asks of a model's sizes: layers with adapters, samples computed together; adapters on disk."""
 
 from pathlib import Path
 from typing import Any

@@ -275,8 +275,7 @@ def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trai
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
 def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
-    """Over two processes (FSDP2), beside one that holds all; the assistant's rate is tiny, since Adam makes a whole
-    step of rounding where a gradient is nearly 0."""
+    """Over two processes (FSDP2), beside one that holds all; the assistant's tiny rate hides Adam's rounding."""
     pipe = FAMILIES["sd15"]().pipe
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, timestep_spacing="trailing")
     pipe.save_pretrained(folder / "sd15")

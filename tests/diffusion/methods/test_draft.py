@@ -166,8 +166,7 @@ def test_model_calls_are_those_of_the_steps_that_are_drawn(folder: Path, model: 
 
 
 def test_rewards_get_their_columns_and_weights(folder: Path, model: Path) -> None:
-    """Two rewards, one of which reads the prompt file: the gradient is that of the weighted sum; a third without
-    gradients and weight is logged."""
+    """The gradient is that of the weighted sum; a third reward without gradients and weight is logged."""
     lines = [json.dumps({"prompt": text, "target": 0.1 * k}) for k, text in enumerate(runs.PROMPTS)]
     (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
     column = {"name": f"{folder / 'smooth.py'}:column", "weight": -2.0, "batch_size": 2}

@@ -1,5 +1,4 @@
-"""Every method in one tiny run: it logs what the catalogue documents, costs what `genrl plan` foretells, and goes on to
-the bit from its checkpoint. And its meter: means and spreads of all values."""
+"""Every method in one tiny run: logged as documented, at the cost foretold, resumed to the bit. And its meter."""
 
 import json
 from pathlib import Path

@@ -192,8 +192,7 @@ def test_one_step_is_trained_on_the_tamed_sum(folder: Path, model: Path) -> None
 
 
 def test_it_is_trained_small_and_judged_large_in_groups(folder: Path, model: Path) -> None:
-    """Pictures of 16 pixels in groups of 3 while training, of 32 in the evaluation, where pairs have a score, too;
-    alone a picture has none."""
+    """Trained at 16 pixels in groups of 3, evaluated at 32, where pairs have a score, too; alone a picture has none."""
     rows = runs.rows(train(config(folder, model, iterations=2)))
     assert set((folder / "sizes.txt").read_text().splitlines()) == {"(3, 3, 16, 16)", "(3, 3, 32, 32)"}
     assert rows[1]["model_calls/train"] == 6 and rows[1]["model_calls/sample"] == 24

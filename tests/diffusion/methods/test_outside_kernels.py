@@ -118,8 +118,7 @@ def loss(settings, policy, recorded): ...
 
 
 def test_a_method_with_noise_is_counted_and_checked_like_ours(folder: Path, model: Path) -> None:
-    """`plan` counts a transition at each step but the last; recorded steps are replayed before the first update; what
-    draws takes what is handed to it."""
+    """Counted by `plan`, replayed before the first update; what draws takes what is handed to it."""
 
     def config(text: str = "pass", **more: Any) -> Any:
         (folder / "own.py").write_text(STOCHASTIC.replace("WRONG", text))

@@ -1,5 +1,4 @@
-"""Talk2Move: which steps are drawn, what a picture costs, where the exit step comes from, and the gradient by hand. And
-its recipes on Qwen-Image-Edit, rehearsed on a tiny one: all stays but sizes and detectors."""
+"""Talk2Move: drawn steps, costs, the exit step, the gradient by hand; its recipes on a tiny Qwen-Image-Edit."""
 
 from pathlib import Path
 from typing import Any
@@ -113,8 +112,7 @@ def test_equal_rewards_choose_no_exit_step(folder: Path, kontext: Path, monkeypa
 def test_finding_the_exit_step_is_paid_when_it_is_found(
     folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 x 3 chains of 4 drawn steps, left 4 times with a shortcut of 2, 2, 2 and 1 steps: in the first iteration. It is
-    remembered over a stop."""
+    """2 x 3 chains of 4 drawn steps, with shortcuts of 2, 2, 2 and 1 steps; then it is remembered, over a stop."""
     few(monkeypatch)
     chosen = config(folder, kontext, trainer=MOVE, iterations=3, evaluation={"every": 0})
     straight = resumed(chosen, folder)
@@ -130,8 +128,7 @@ def test_finding_the_exit_step_is_paid_when_it_is_found(
 
 
 def test_gradient_by_hand(folder: Path, kontext: Path) -> None:
-    """On policy the surrogate's gradient is that of -A log p, mean over samples and drawn steps; with the graphs of
-    sampling it is the same."""
+    """On policy that of -A log p, mean over samples and drawn steps; the same with the graphs of sampling."""
     changes = {"iterations": 1, **QUIET}
     seen = run(config(folder, kontext, trainer={**MOVE, "exit_step": 2}, **changes))
     rollouts = seen.rollouts[0]

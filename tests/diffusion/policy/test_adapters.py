@@ -1,5 +1,4 @@
-"""Adapters of every type: nothing changed at first, replay, files that plain diffusers reads, merging; one to go on
-with, frozen ones beside it; of text encoders beside the denoiser."""
+"""Adapters of every type, of text encoders too: replay, plain diffusers' files, merging, going on, frozen ones."""
 
 from pathlib import Path
 from typing import Any
@@ -163,8 +162,7 @@ def moved(family: str) -> tuple[Policy, Weights, Batch]:
 
 @pytest.mark.parametrize("family", tiered(ENCODERS, ("sd15", "sd3")))
 def test_replay_gradients_reference_and_file(family: str, tmp_path: Path) -> None:
-    """On policy to the bit, with gradients in every encoder; without adapters it is the pipeline that was loaded; plain
-    diffusers loads both from the file."""
+    """On policy, with gradients in every encoder; without adapters the loaded pipeline; the file loads in diffusers."""
     policy, weights, batch = moved(family)
     assert {name.partition(".")[0] for name in weights.named} - policy.denoisers.keys() == ENCODERS[family]
     assert all(p.dtype == torch.float32 for p in weights.parameters)

@@ -133,8 +133,7 @@ def test_gradient_through_two_steps_and_the_decoder(tried: Tried) -> None:
 
 @torch.no_grad()
 def test_pictures_are_those_of_the_stock_pipeline(tried: Tried) -> None:
-    """Not to the bit: the policy encodes prompt by prompt, the pipeline the whole batch. An epsilon model's scheduler
-    is replaced by DDIM."""
+    """Not to the bit: the policy encodes prompt by prompt. An epsilon model's scheduler is replaced by DDIM."""
     decoded = tried.policy.decode(tried.batch, tried.recorded.final)
     assert decoded.shape == tried.stock.shape
     assert decoded.dtype == torch.float32 and decoded.isfinite().all()
@@ -252,10 +251,7 @@ def test_refused_with_the_reason(name: str) -> None:
 
 
 def test_memory_within_the_call_shows_in_the_ratio() -> None:
-    """Guidance with a momentum makes a step depend on the steps before it: the first step replays, the next do not.
-
-    The trainers' check of the first micro-batch (ratio = 1) is what stops such a run.
-    """
+    """Guidance with a momentum: the first step replays, the next do not, which the trainers' check stops."""
     family = REFUSED["ace_step_guided"]()
     policy = Policy(family.pipe)
     with torch.no_grad():

@@ -295,8 +295,7 @@ def test_out_of_memory_is_no_answer_to_whether_timesteps_broadcast(
 
 
 def test_a_plain_call_afterwards_is_the_pipelines_own(policy: Policy) -> None:
-    """No segment, no recorded state is left behind by a call, nor by one that failed, nor by states of another shape,
-    which are refused."""
+    """Nothing is left behind by a call, nor by one that failed, nor by states of another shape."""
     recorded = policy.roll_out(batch([0]), FLOW_KERNELS["flow_sde"], ACTIONS)
     wanted = runs.picture(FAMILIES["sd3"]().pipe)
     policy.replay(recorded.step(1))
@@ -318,8 +317,7 @@ def test_levels_are_where_the_schedulers_own_step_looks_for_them(solver: Any, wh
 
 
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled, replayed and differentiated on a device of which nothing can be read: reading a value would stop the
-    host until the device has done all that it was given."""
+    """On a device of which nothing can be read: reading a value would stop the host until all is done."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # knows no such device
     monkeypatch.setattr(encoding, "_to", lambda value, device: value)  # of a prompt once, before the first step
     family = FAMILIES["sd3"]()

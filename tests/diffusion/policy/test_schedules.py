@@ -1,5 +1,4 @@
-"""Every scheduler of diffusers that is accepted, stepped along its own schedule; and the others, refused alike by the
-check, which reads a file, and by the policy, which has the object."""
+"""Every scheduler of diffusers: stepped along its schedule, or refused alike by the check and by the policy."""
 
 import inspect
 from typing import Any
@@ -49,8 +48,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else str(value))
 def test_every_step_ends_at_the_next_entry_of_the_schedule(name: str, settings: dict[str, Any]) -> None:
-    """With the true noise as the model's output, a state stays the mix of picture and noise at its level: in training,
-    by the levels that a step is told, and in evaluation, by the parent's own step."""
+    """With the true noise as output a state stays the mix at its level, by the told levels and the parent's step."""
     scheduler = getattr(diffusers, name)(**settings)
     for steps in (3, 8, 20):
         head: Any = as_policy_head(scheduler)

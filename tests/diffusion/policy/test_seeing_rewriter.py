@@ -1,5 +1,4 @@
-"""A vision-language model as PromptRL's rewriter: it sees the picture that is to be edited, and learns beside the flow
-model."""
+"""A vision-language model as PromptRL's rewriter sees the picture that is edited, and learns beside the flow model."""
 
 import json
 from collections.abc import Callable
@@ -57,8 +56,7 @@ def picture(seed: int) -> Image.Image:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_answers_are_those_of_the_model_and_of_the_picture(saved: Callable[[str], Path], family: str) -> None:
-    """Teacher forcing equals sampling, in float32; without the adapter it equals `genrl.vlm`'s own replay, which lays
-    positions out by itself; another picture gives other numbers."""
+    """Teacher forcing equals sampling and, unadapted, `genrl.vlm`'s replay; another picture gives other numbers."""
     rewriter = opened(saved(family))
     written = rewriter.write("a jade disc", 4, ("key", 1), anything, [picture(0)])
     other = rewriter.write("two plum boxes there", 3, ("key", 2), anything)  # what the model remembers of a call

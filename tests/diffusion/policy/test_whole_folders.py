@@ -1,5 +1,4 @@
-"""Folders that cannot load: the check, which reads names and headers alone, and the loader refuse each for the true
-reason; what they load is accounted for."""
+"""Folders that cannot load: check and loader refuse each for the true reason; what they load is accounted for."""
 
 import json
 import logging

@@ -77,8 +77,7 @@ def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
 def test_the_samples_are_those_of_the_earlier_weights(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replayed by the weights of the checkpoint before, the recorded log-probabilities come back to the bit; by the
-    present ones they do not."""
+    """Replayed by those of the checkpoint before, log-probabilities come back to the bit; by the present ones not."""
     seen: list[float] = []
     collect = transitions.collect
 

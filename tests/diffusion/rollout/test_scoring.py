@@ -1,5 +1,4 @@
-"""The rewards of a run: whole groups for those that compare, one order, the background changes nothing, models move.
-Whole runs on rewards that are combined, scored beside sampling, or served: equal to plain ones, with outages too."""
+"""The rewards of a run: whole groups, one order, models that move; whole runs on combined and served rewards."""
 
 import json
 import math

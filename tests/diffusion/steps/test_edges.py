@@ -98,8 +98,7 @@ def test_depths_with_fewer_than_four_states_are_measured_against_the_leaves() ->
 
 
 def test_what_is_pruned_is_not_trained() -> None:
-    """Of width: the worse sibling below the last split. Of depth: those depths. A group without scores is not trained,
-    and stops nothing."""
+    """The worse sibling below the last split; those depths; a group without scores, which stops nothing."""
     rewards = values(8)
     found = edges(BINARY, rewards, prune={"width": "best_sibling"})
     kept = rewards.view(4, 2).argmax(1) + torch.arange(0, 8, 2)
