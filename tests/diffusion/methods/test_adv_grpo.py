@@ -40,7 +40,7 @@ class Critic(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
         self.rate = rate
 
-    def forward(self, images):
+    def __call__(self, images):
         return Critic.logits(self, images, [])
 
     def logits(self, images, prompts):
