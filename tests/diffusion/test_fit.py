@@ -150,11 +150,9 @@ def test_processes_go_down_together(folder: Path, model: Path, phase: str) -> No
 
 def test_memory_that_runs_out_in_a_reward(folder: Path, model: Path) -> None:
     """The iteration is done again; without the key the run ends with the error and what to do."""
+    full = "def full(images):\n    if len(images) > 2:\n        raise torch.OutOfMemoryError('CUDA out of memory')\n"
     with (folder / "rewards.py").open("a") as file:
-        file.write(
-            "def full(images):\n    if len(images) > 2:\n        raise torch.OutOfMemoryError('CUDA out of memory')\n"
-            "    return brightness(images)\n"
-        )
+        file.write(f"{full}    return brightness(images)\n")
     changes: dict[str, Any] = {**QUIET, "iterations": 1, "rewards": [runs.reward(folder, "full")]}
     fixed = {**SAMPLING, "batch_size": 4, "fit_batch": False}
     with pytest.raises(torch.OutOfMemoryError) as error:

@@ -35,17 +35,12 @@ backward = st.fixed_dictionaries(
 )
 prunes = st.fixed_dictionaries(
     {},
-    optional={
-        "depths": st.lists(st.integers(1, 6), min_size=1, max_size=2),
-        "slide_every": st.integers(1, 9),
-        "width": st.sampled_from(["best_sibling", "extremes"]),
-    },
+    optional={"depths": st.lists(st.integers(1, 6), min_size=1, max_size=2), "slide_every": st.integers(1, 9)}
+    | {"width": st.sampled_from(["best_sibling", "extremes"])},
 )
+PLACES = st.sampled_from(["window", "window_start"]) | st.lists(st.integers(0, 6), min_size=1, max_size=3)
 trees = st.fixed_dictionaries(
-    {
-        "ways": st.integers(2, 3),
-        "at": st.sampled_from(["window", "window_start"]) | st.lists(st.integers(0, 6), min_size=1, max_size=3),
-    },
+    {"ways": st.integers(2, 3), "at": PLACES},
     optional={"spread": st.just(4.0), "normalise": st.just("depth"), "prune": prunes, "contrast": st.just(True)},
 )
 trainers = st.fixed_dictionaries(
@@ -62,9 +57,7 @@ trainers = st.fixed_dictionaries(
 growing = st.fixed_dictionaries(
     {
         "algorithm": st.just("dynamic_tree_rpo"),
-        "tree": st.fixed_dictionaries(
-            {"ways": st.integers(2, 3), "at": st.just("window") | st.lists(st.integers(0, 6), min_size=1, max_size=3)},
-        ),
+        "tree": trees.map(lambda tree: {"ways": tree["ways"], "at": tree["at"]}),
     },
     optional={"window": windows | backward, "kernel": st.sampled_from(["flow_sde", "flow_cps"])},
 )
@@ -142,19 +135,16 @@ UNEVEN = ROOT / "configs" / "flow_grpo.yaml"
 """96 samples in batches of 32, one update."""
 
 
-@pytest.mark.parametrize(
-    ("context", "count", "says"),
-    [
+def test_processes_that_would_have_nothing_to_do() -> None:
+    for context, count, says in (
         (1, 3, None),
         (1, 4, "micro-batches for 3 only; start no more, or write sampling.batch_size=24"),
         (2, 6, None),
         (2, 3, "cannot be put in groups of 2"),
         (2, 8, "4 groups of 2 processes, but an optimiser step has micro-batches for 3 only"),
-    ],
-)
-def test_processes_that_would_have_nothing_to_do(context: int, count: int, says: str | None) -> None:
-    found = processes_problem(load(UNEVEN, [f"distributed.context={context}"]), count)
-    assert found is says is None or says in str(found)
+    ):
+        found = processes_problem(load(UNEVEN, [f"distributed.context={context}"]), count)
+        assert found is says is None or says in str(found), count
 
 
 def test_waiting_is_said_with_the_batch_that_ends_it() -> None:

@@ -17,29 +17,22 @@ def flux(**settings: Any) -> tuple[Component, ...]:
     return Component("transformer", "FluxTransformer2DModel", 0, 0, {}, plain | settings), VAE
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ([], []),
-        (["sampling.width=496", "sampling.height=528"], ["1023 tokens of a picture"]),
-        (["sampling.buckets=[[512,512],[528,496]]", "sampling.height=null", "sampling.width=null"], ["1023 tokens"]),
-        (["evaluation.width=496", "evaluation.height=528"], ["1023 tokens of a picture"]),
-        (["sampling.pipeline_args={max_sequence_length: 77}"], ["77 tokens of its text"]),
-    ],
-)
-def test_tokens(changes: list[str], found: list[str]) -> None:
-    config = load(ROOT / "configs/diffusion/flux1_dev_24gb.yaml", ["distributed.context=2", *changes])
-    texts = list(context_problems(config, flux()))
-    assert len(texts) == len(found) and all(part in text for part, text in zip(found, texts, strict=True))
-
-
-def test_heads_and_classes() -> None:
-    config = load(ROOT / "configs/diffusion/flux1_dev_24gb.yaml", ["distributed.context=2"])
-    assert ["3 heads" in text for text in context_problems(config, flux(num_attention_heads=3))] == [True]
-    other = Component("transformer", "SD3Transformer2DModel", 0, 0, {}, {})
-    assert ["no tokens of a SD3Transformer2DModel" in text for text in context_problems(config, (other, VAE))] == [True]
-    alone = load(ROOT / "configs/diffusion/flux1_dev_24gb.yaml")
-    assert list(context_problems(alone, (other, VAE))) == []
+def test_samples_that_processes_compute_together() -> None:
+    other = Component("transformer", "SD3Transformer2DModel", 0, 0, {}, {}), VAE
+    buckets = ["sampling.buckets=[[512,512],[528,496]]", "sampling.height=null", "sampling.width=null"]
+    pair = "distributed.context=2"
+    for changes, components, wanted in (
+        ([pair], flux(), []),
+        ([pair, "sampling.width=496", "sampling.height=528"], flux(), ["1023 tokens of a picture"]),
+        ([pair, *buckets], flux(), ["1023 tokens"]),
+        ([pair, "evaluation.width=496", "evaluation.height=528"], flux(), ["1023 tokens of a picture"]),
+        ([pair, "sampling.pipeline_args={max_sequence_length: 77}"], flux(), ["77 tokens of its text"]),
+        ([pair], flux(num_attention_heads=3), ["3 heads"]),
+        ([pair], other, ["no tokens of a SD3Transformer2DModel"]),
+        ([], other, []),
+    ):
+        texts = list(context_problems(load(ROOT / "configs/diffusion/flux1_dev_24gb.yaml", changes), components))
+        assert len(texts) == len(wanted) and all(part in text for part, text in zip(wanted, texts, strict=True))
 
 
 QUICK = Path("configs/flow_grpo.yaml")
@@ -48,20 +41,18 @@ TRANSFORMER = Component("transformer", "X", 200, 0, SHAPES | {"blocks.0.norm.wei
 ENCODER = Component("text_encoder", "Y", 64, 0, {"layers.0.to_v.weight": (8, 8)}, {})
 
 
-@pytest.mark.parametrize(
-    ("lora", "wrong"),
-    [
+def test_layers_that_are_not_there() -> None:
+    rows: list[tuple[LoRA, dict[str, str]]] = [
         (LoRA(), {}),
         (LoRA(targets=("to_q", "attn.to_out.0", "ff"), ranks={"ff": 2, "transformer": 3}), {}),
         (LoRA(targets=("to_q", "norm")), {"model.lora.targets": "no layer of the transformer (X) is called norm"}),
         (LoRA(targets=("to_v",)), {"model.lora.targets": "is called to_v; its layers end in ff, to_q"}),
         (LoRA(ranks={"ff": 2}), {"model.lora.ranks.ff": "no adapted layer's name ends in ff"}),
         (LoRA(ranks={"unet": 2}), {"model.lora.ranks.unet": "components: transformer; a layer: blocks.0.attn.to_q"}),
-    ],
-)
-def test_layers_that_are_not_there(lora: LoRA, wrong: dict[str, str]) -> None:
-    found = dict(layer_problems(lora, [ENCODER, TRANSFORMER]))
-    assert found.keys() == wrong.keys() and all(wrong[key] in text for key, text in found.items())
+    ]
+    for lora, wrong in rows:
+        found = dict(layer_problems(lora, [ENCODER, TRANSFORMER]))
+        assert found.keys() == wrong.keys() and all(wrong[key] in text for key, text in found.items())
     unread = Component("transformer", "X", 0, 0, {}, {}, "no weights")
     assert list(layer_problems(LoRA(targets=("nothing",), ranks={"no": 1}), [unread])) == []  # names are not known
 
