@@ -110,7 +110,7 @@ def test_divergences_are_named_functions() -> None:
     step = SimpleNamespace(sigma=torch.tensor(0.6), sigma_next=torch.tensor(0.4))
     new: Any = SimpleNamespace(mean=one, std=torch.tensor(0.5), model_output=2 * one, log_prob=one[:, 0, 0], step=step)
     square = one.square().flatten(1).mean(1)
-    wanted = {"gaussian": 2 * square, "gaussian_dt": 2 * square / 0.2, "mean_square": square, "velocity": 4 * square}
+    wanted = {"gaussian": 2 * square, "gaussian_dt": 0.2 * 2 * square, "mean_square": square, "velocity": 4 * square}
     for kind, value in (wanted | {"x_prediction": 0.6**2 * 4 * square}).items():
         torch.testing.assert_close(reference_kl(kind, new, other), value)
     torch.testing.assert_close(reference_kl("k2", new, other[:, 0, 0]), one[:, 0, 0] ** 2 / 2)
