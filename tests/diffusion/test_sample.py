@@ -30,7 +30,7 @@ def pipe(model: Path) -> Any:
 
 
 def test_each_picture_is_that_of_a_plain_call(pipe: Any, model: Path, tmp_path: Path) -> None:
-    """Prompt k of seed s is drawn alone from seed s + k: it does not depend on the other prompts. Pictures of an earlier
+    """Prompt k of seed s is drawn alone from seed s + k: it does not depend on other prompts. Pictures of an earlier
     call are removed: those that its prompts.json lists, nothing else."""
     paths = sample(pipe, PROMPTS, tmp_path, seed=40, arguments=ARGUMENTS)
     assert [path.name for path in paths] == ["00000.png", "00001.png", "00002.png"]
@@ -53,7 +53,7 @@ def test_each_picture_is_that_of_a_plain_call(pipe: Any, model: Path, tmp_path: 
 
 
 def test_loading(model: Path, tmp_path: Path) -> None:
-    """What is no adapter of this model is named: diffusers only warns, and would draw the untrained model's pictures."""
+    """What is no adapter of this model is named: diffusers only warns, and draws the untrained model's pictures."""
     vae = load(Model(path=str(model), slice_vae=True, tile_vae=True), None).vae
     assert vae.use_slicing and vae.use_tiling
     with pytest.raises(ValueError, match=r"model\.path: '.*nowhere' could not be loaded as a diffusers pipeline"):
