@@ -103,7 +103,7 @@ bench: $(VENV)/genrl-dev
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks
 
 gpu: $(VENV)/genrl-dev
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+	$(BIN)/python -m benchmarks.gpu --budget 3600 $(ARGS)
 
 drills: $(VENV)/genrl-dev
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m benchmarks.drills --out runs/benchmarks

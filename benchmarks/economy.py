@@ -15,7 +15,7 @@ from statistics import mean, stdev
 
 import torch
 
-from genrl.config.economy import Replay, Selection
+from genrl.config.sections import Replay, Selection
 from genrl.mdp.batches import prompt_indices
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.loop.economy import NOTHING, choose, looked_at, noted

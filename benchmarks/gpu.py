@@ -1,8 +1,8 @@
 """All that has to be seen on a GPU, as one plan that loses no minute of it.
 
-    python -m benchmarks.gpu --plan                      # what is checked, in which order, and how long it may take
+    python -m benchmarks.gpu --plan                      # what is checked, in which call, and how long it may take
     python -m benchmarks.gpu --dry-run --out FOLDER      # the checks with stand-in sizes, on a CPU
-    python -m benchmarks.gpu [CHECK ...] [--budget 540] [--out benchmarks/results]
+    python -m benchmarks.gpu [CHECK ...] [--budget 360] [--out benchmarks/results]
 
 Each check is a process of its own (`benchmarks.gpu_checks`) with a limit on its time. Those that only say whether
 something is right run side by side, as many as the card has memory for; those that time or weigh something run alone.
@@ -36,6 +36,8 @@ import torch
 from benchmarks.common import COMMIT, RESULTS
 from genrl.runtime.folder.run import write_atomic
 
+CALL = 360
+"""Seconds of a call: a card that is lent for a quarter of an hour has two, starts included."""
 KERNELS = ("prefix_attention", "joint_attention")
 FAMILIES = ("sd35_medium", "flux1_dev", "sdxl", "sd15", "qwen_image", "wan21_1_3b")
 CACHE = Path(tempfile.gettempdir()) / "genrl-compiled"
@@ -56,24 +58,31 @@ class Check(NamedTuple):
 
 
 PLAN: tuple[Check, ...] = (
-    Check("device", "name, memory, bandwidth and matrix rate of the card", 45),
-    Check("tests", "the tests marked gpu", 150, gigabytes=4),
-    Check("runs", "quickstart, language model and policy for a few iterations", 100, gigabytes=2),
-    Check("group", "the quickstart by a process group of one", 100, gigabytes=2),
+    Check("device", "name, memory, bandwidth and matrix rate of the card", 25),
+    Check("models", "SD3.5-medium and FLUX.1-dev at full size, random weights, kept for the checks that follow", 60),
+    Check("peer:512", "the usual loop against genrl on SD3.5-medium at 512 px, and the share of the matrix rate", 60),
+    *(Check(f"memory:{name}", f"peak against `genrl check`'s estimate, SD3.5-medium: {name.replace('_', ' ')}", 50)
+      for name in ("adapters", "graph_and_whole", "int8_and_offload")),
+    Check("flux", "an iteration of FLUX.1-dev at full size", 60),
+    *(Check(f"ratio:{name}", "ratio of the first update by precision, attention, kernels", 45)
+      for name in ("qwen_image", "wan21_1_3b", "sd15")),
+    Check("attention", "which attention kernels are right, backward too; of carried packages as well", 45),
+    Check("kernel:prefix_attention", "against repeating the prefix by compiled and library kernels", 45),
+    Check("language", "answers per second and an update of Qwen2.5-VL-3B, by choice", 60),
+    Check("runs", "quickstart, language model and policy for a few iterations", 60),
+    Check("compiled:sd35_medium", "ratio, compiled and with CUDA graphs, four blocks of full width", 120),
     *(Check(f"ratio:{name}", "ratio of the first update by precision, attention, kernels", 150, gigabytes=20)
-      for name in FAMILIES),
-    Check("attention", "which of torch's attention kernels are right, backward too", 90),
-    Check("speed:flux1_dev", "seconds and memory of an iteration of FLUX.1-dev at full size, by choice", 200),
-    Check("speed:sd35_medium", "the same of SD3.5-medium", 200),
-    Check("peer", "the usual loop against genrl on SD3.5-medium", 120),
-    Check("language", "answers per second and an update of Qwen2.5-VL-3B, by choice", 150),
-    *(Check(f"kernel:{name}", "against compiled and library, over the sizes of published models", 120)
-      for name in KERNELS),
+      for name in ("sd35_medium", "flux1_dev", "sdxl")),
+    Check("tests", "the tests marked gpu", 150, gigabytes=4),
+    Check("group", "the quickstart by a process group of one", 100, gigabytes=2),
+    *(Check(f"speed:{name}", "seconds and memory of an iteration at full size, by choice", 200)
+      for name in ("sd35_medium", "flux1_dev")),
+    Check("kernel:joint_attention", "against compiled and library, over the sizes of published models", 120),
     *(Check(f"compiled:{name}", "ratios again, compiled and with CUDA graphs", 280, gigabytes=20)
-      for name in FAMILIES),
+      for name in FAMILIES if name != "sd35_medium"),
     Check("suite", "tests that train or sample, on the card", 250),
 )  # fmt: skip
-"""In the order of their value."""
+"""In the order of their value: two calls of `CALL` seconds end before `compiled:sd35_medium`."""
 
 
 class Running(NamedTuple):
@@ -94,7 +103,7 @@ def start(check: Check, folder: Path, earlier: Mapping[str, Any], dry: bool) -> 
     found.write_text(json.dumps(earlier))
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(CACHE), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    environment["TMPDIR"] = str(folder)
+    environment |= {"TMPDIR": str(folder), "GENRL_GPU_MODELS": str(folder / "models")}
     command = command_of(check, found)
     if dry:
         command.append("--dry-run")
@@ -181,14 +190,22 @@ def _may_begin(check: Check, running: Sequence[Running], gigabytes: float) -> bo
     return check.gigabytes + sum(one.check.gigabytes or 0 for one in running) <= gigabytes
 
 
-def plan(checks: Sequence[Check]) -> str:
-    rows = [
-        f"{'alone' if c.gigabytes is None else f'{c.gigabytes} GB':<8}{c.limit:>4} s  {c.name:<24}{c.what}"
-        for c in checks
-    ]
-    alone = sum(check.limit for check in checks if check.gigabytes is None)
-    beside = [check.limit for check in checks if check.gigabytes is not None]
-    return "\n".join([*rows, f"at most {alone} s alone, and {sum(beside)} s beside others, several at a time"])
+def calls(checks: Sequence[Check], budget: float) -> list[list[Check]]:
+    """Which checks a call of so many seconds has time for, at their limits and without any beside another."""
+    parts: list[list[Check]] = [[]]
+    for check in checks:
+        if parts[-1] and sum(one.limit for one in parts[-1]) + check.limit > budget:
+            parts.append([])
+        parts[-1].append(check)
+    return parts
+
+
+def plan(checks: Sequence[Check], budget: float) -> str:
+    lines = []
+    for number, part in enumerate(calls(checks, budget), 1):
+        lines.append(f"call {number}: at most {sum(check.limit for check in part)} of {budget:.0f} s")
+        lines += [f"  {check.limit:>4} s  {check.name:<26}{check.what}" for check in part]
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -196,7 +213,7 @@ def main() -> None:
     arguments.add_argument("checks", nargs="*", metavar="CHECK", help="of the plan; default: those not done yet")
     arguments.add_argument("--plan", action="store_true", help="print the plan and end")
     arguments.add_argument("--dry-run", action="store_true", help="stand-in sizes on a CPU, into a folder of its own")
-    arguments.add_argument("--budget", type=float, default=3600.0, help="seconds for all of it; default: 3600")
+    arguments.add_argument("--budget", type=float, default=CALL, help="seconds of this call; default: %(default)s")
     arguments.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json; default: benchmarks/results")
     given = arguments.parse_args()
     names = {check.name: check for check in PLAN}
@@ -204,7 +221,7 @@ def main() -> None:
         arguments.error(f"no check {', '.join(unknown)}; there are {', '.join(names)}")
     checks = [names[name] for name in given.checks] or list(PLAN)
     if given.plan:
-        print(plan(checks))
+        print(plan(checks, given.budget))
         return
     if given.dry_run:
         if given.out == RESULTS:

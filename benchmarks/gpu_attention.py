@@ -1,6 +1,6 @@
 """One of torch's attention kernels through shapes and layouts that models make, forward and backward, on this device.
 
-    python -m benchmarks.gpu_attention auto|math|efficient|flash|cudnn
+    python -m benchmarks.gpu_attention auto|math|efficient|flash|cudnn|flash2|flash3|xformers
 
 A line of JSON per case: the largest errors of output and gradients against float64, over those of the exact kernel
 (math) in bfloat16. The gradient that comes in has the layout it has in the model: FLUX.1's single blocks put what
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
-from genrl.kernels.joint_attention import OF_TORCH
+from genrl.kernels.joint_attention import OF_TORCH, joint_attention
+from genrl.kernels.machine import PACKAGES
 
 
 class Shape(NamedTuple):
@@ -52,9 +53,12 @@ def ran(
     case: Shape, name: str, leaves: list[Tensor], mask: Tensor | None, beside: Tensor, grad: Tensor
 ) -> list[Tensor]:
     """Output and gradients, of [B, S, H, D] as a model has them."""
-    with nullcontext() if name == "auto" else sdpa_kernel(OF_TORCH[name]):
-        q, k, v = (t.transpose(1, 2) for t in leaves)
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+    with nullcontext() if name not in OF_TORCH else sdpa_kernel(OF_TORCH[name]):
+        if name in PACKAGES:
+            out = joint_attention(*leaves, mask=mask, backend=name).flatten(2)  # type: ignore[arg-type]
+        else:
+            q, k, v = (t.transpose(1, 2) for t in leaves)
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
         joined = torch.cat([out, beside], 2) if case.beside else out
         return [out, *torch.autograd.grad(joined, leaves, grad)]
 
@@ -90,7 +94,7 @@ def main() -> None:
             case = case._replace(heads=2, tokens=17, padded=min(case.padded, 4), beside=min(case.beside, 8))
         try:
             row = measured(case, name, device)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if "illegal" in str(error) or "misaligned" in str(error):  # there is no going on with this card
                 print(json.dumps({"case": label, "failed": str(error).splitlines()[0]}), flush=True)
                 raise

@@ -12,7 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hashlib
+import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -34,14 +38,18 @@ from genrl.config import RunConfig, load
 from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.memory_estimate import memory
 from genrl.diffusion.config.schema import Config
-from genrl.kernels.machine import triton_problem
+from genrl.kernels.machine import PACKAGES, triton_problem
 from genrl.runtime.folder.run import read_metrics, write_atomic
 from genrl.runtime.loop.frame import train
 from genrl.runtime.weights.devices import without_cudnn_attention
 from tests.vlm import tiny_checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
-REDUCED = {"flux1_dev": {"num_layers": 4, "num_single_layers": 8}, "qwen_image": {"num_layers": 6}}
+REDUCED = {
+    "sd35_medium": {"num_layers": 4, "dual_attention_layers": (0, 1)},
+    "flux1_dev": {"num_layers": 4, "num_single_layers": 8},
+    "qwen_image": {"num_layers": 6},
+}
 """Blocks of those that are not whole where only ratios are looked at; their width is the published one."""
 WHOLE = {"flux1_dev": {"num_layers": 19, "num_single_layers": 38}}
 RECIPES = {
@@ -96,11 +104,17 @@ LANGUAGE: dict[str, tuple[str, ...]] = {
 """Of a vision-language model."""
 SHORTER = [f"sampling.{key}" for key in ("prompts_per_iteration=1", "batch_size=4")]
 """Of a dry run of pictures: an iteration of three micro-batches."""
-SMALLER = {"group_size": 6, "batch_size": 6, "height": 256, "width": 256}
+SMALLER = {"group_size": 6, "batch_size": 6, "num_inference_steps": 6, "height": 512, "width": 512}
 """Of the comparison with the usual loop."""
+MEMORY: dict[str, dict[str, tuple[str, ...]]] = {
+    "adapters": {"LoRA": (), "LoRA, checkpointing": ("model.gradient_checkpointing=true",)},
+    "graph_and_whole": {"LoRA, keep_graph": ("trainer.keep_graph=true",), "all weights": ("model.lora=null", "model.autocast=bfloat16")},
+    "int8_and_offload": {"int8": ("model.quantize=int8",), "blocks offloaded": ("model.offload.denoiser=blocks",)},
+}
+"""Of a run that is weighed, two to a process."""
 FLUX: dict[str, tuple[str, tuple[str, ...]]] = {
-    "flux1_dev_24gb": ("flux1_dev_24gb", ()),
     "flux1_dev_flow_grpo": ("flux1_dev_flow_grpo", ()),
+    "flux1_dev_24gb": ("flux1_dev_24gb", ()),
     "flux1_dev_flow_grpo, fused, cudnn": (
         "flux1_dev_flow_grpo",
         (*FUSED, "kernels.attention=cudnn"),
@@ -291,16 +305,30 @@ def _model(name: str, blocks: dict[str, dict[str, int]], dry: bool) -> Published
     return model if dry else model._replace(denoiser=(kind, settings | blocks.get(name, {})))
 
 
+def models(found: Found, dry: bool) -> None:
+    """The folders of the two that several checks load, where the plan keeps them while it lasts."""
+    for name in ("sd35_medium", "flux1_dev"):
+        with _told(found, name), tempfile.TemporaryDirectory() as place:
+            began = time.perf_counter()
+            _built(_model(name, WHOLE, dry), Path(place), dry, found)
+            found.put(name, {"seconds": time.perf_counter() - began})
+
+
 def _built(model: Published, place: Path, dry: bool, found: Found) -> Path:
-    """The folder of the pipeline; of a dry run the tiny one."""
+    """The folder of the pipeline, one that another check of the plan has made where there is one; of a dry run the tiny
+    one."""
     began = time.perf_counter()
-    if dry:
-        model.tiny().pipe.save_pretrained(place / "model")
-    else:
-        found.put("denoiser_weights", full_size.build(model, place / "model", "cuda"))
-        torch.cuda.empty_cache()
+    shared, key = os.environ.get("GENRL_GPU_MODELS"), hashlib.sha256(repr(model.denoiser).encode()).hexdigest()[:12]
+    folder = Path(shared or place) / f"model-{key}"
+    if not (folder / "whole").exists():
+        if dry:
+            model.tiny().pipe.save_pretrained(folder)
+        else:
+            found.put("denoiser_weights", full_size.build(model, folder, "cuda"))
+            torch.cuda.empty_cache()
+        (folder / "whole").touch()
     found.put("seconds_to_build", time.perf_counter() - began)
-    return place / "model"
+    return folder
 
 
 def _trained(config: RunConfig) -> list[dict[str, float]]:
@@ -334,9 +362,11 @@ def kernel(found: Found, dry: bool, name: str) -> None:
 
 
 def attention(found: Found, dry: bool) -> None:
-    """Which of torch's attention kernels go forward and backward through what models make of them, and how exactly:
-    each in a process of its own, since one that reads what is not its own ends all use of the card."""
-    names = ("auto", "math", "flash") if dry else ATTENTION
+    """Which attention kernels, torch's and those of packages that are there, go forward and backward through what
+    models make of them, and how exactly: each in a process of its own, since one that reads what is not its own ends
+    all use of the card."""
+    carried = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
+    names = ("auto", "math", "flash") if dry else (*ATTENTION, *carried)
     command = [sys.executable, "-m", "benchmarks.gpu_attention"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     for name, process in [(name, subprocess.Popen([*command, name], **pipes)) for name in names]:  # type: ignore[call-overload]
@@ -414,6 +444,32 @@ def speed(found: Found, dry: bool, name: str) -> None:
                 found.put(choice, _timed(config, pipeline))
 
 
+def memory_(found: Found, dry: bool, name: str) -> None:
+    """The peak of two iterations of SD3.5-medium's recipe beside the estimate."""
+    model = _model("sd35_medium", WHOLE, dry)._replace(changes=())
+    with tempfile.TemporaryDirectory() as place:
+        pipeline = _built(model, Path(place), dry, found)
+        for number, (choice, changes) in enumerate(MEMORY[name].items()):
+            if found.knows(choice) or (dry and "int8" in choice):
+                continue
+            with _told(found, choice):
+                few = (*_few(9), *changes, "iterations=2")
+                output, size = Path(place) / f"run-{number}", _pixels("sd35_medium", dry, 512)
+                config = full_size.configured(model, RECIPES["sd35_medium"], pipeline, output, size, few, steps=None)
+                found.put(choice, _timed(config, pipeline))
+
+
+def flux(found: Found, dry: bool) -> None:
+    """One iteration of FLUX.1-dev's recipe, whole, at 512 px."""
+    model = _model("flux1_dev", WHOLE, dry)._replace(changes=("model.encodings=null",))
+    with tempfile.TemporaryDirectory() as place, _told(found, "flux1_dev_flow_grpo"):
+        pipeline = _built(model, Path(place), dry, found)
+        few, size = (*_few(3), "iterations=1"), _pixels("flux1_dev", dry, 512)
+        output = Path(place) / "run"
+        config = full_size.configured(model, RECIPES["flux1_dev"], pipeline, output, size, few, steps=None)
+        found.put("flux1_dev_flow_grpo", _timed(config, pipeline))
+
+
 def _few(batch: int) -> tuple[str, ...]:
     """One micro-batch an iteration, and three iterations: the first warms up. What else the recipe says stays."""
     sizes = (f"sampling.batch_size={batch}", f"sampling.group_size={batch}", "sampling.prompts_per_iteration=1")
@@ -434,26 +490,44 @@ def _timed(config: Config, pipeline: Path) -> dict[str, Any]:
     }
 
 
-def peer(found: Found, dry: bool) -> None:
-    """`benchmarks.peer_flow_grpo`: the usual loop and genrl's, on SD3.5-medium at 256 px."""
+def peer(found: Found, dry: bool, pixels: str) -> None:
+    """`benchmarks.peer_flow_grpo`: the usual loop and genrl's, on SD3.5-medium, and which share of the card's
+    own matrix rate the model's operations are, a call in training counted as three."""
     from benchmarks.peer_flow_grpo import ROWS, measure
 
-    names = ["the same in genrl", "a window of 2 steps", "+ graphs kept", "window, no guidance at all"]
-    if dry:
-        found.put("rows", measure(1, names[:1], ["sampling.group_size=2", "sampling.batch_size=2"]))
-        return
+    names = ["the same in genrl", "+ graphs kept"]
     assert set(names) <= set(ROWS)
     with tempfile.TemporaryDirectory() as place:
-        model = _model("sd35_medium", WHOLE, dry)
-        pipeline = _built(model, Path(place), dry, found)
-        changes = [
-            f"model.path={pipeline}",
-            "model.dtype=bfloat16",
-            "rewards=[{name: jpeg}]",
-            "sampling.pipeline_args={}",
-        ]
-        changes += [f"sampling.{key}={value}" for key, value in SMALLER.items()]
-        found.put("rows", measure(2, names, changes))
+        pipeline = _built(_model("sd35_medium", WHOLE, dry), Path(place), dry, found)
+        size = _pixels("sd35_medium", dry, int(pixels))
+        changes = [f"model.path={pipeline}", f"model.dtype={'float32' if dry else 'bfloat16'}"]
+        changes += ["rewards=[{name: jpeg}]", "sampling.pipeline_args={}", "model.lora.targets=null"]
+        small = SMALLER | {"height": size, "width": size} | ({"group_size": 2, "batch_size": 2} if dry else {})
+        changes += [f"sampling.{key}={value}" for key, value in small.items()]
+        found.put("flop_per_call", flop(pipeline, size))
+        rows = measure(1 if dry else 2, names[:1] if dry else names, changes)
+        if not dry:
+            pictures, rate = 2 * small["group_size"], _matrix_rate(8192)
+            for row in rows.values():
+                for part, factor in (("sample", 1), ("train", 3)):
+                    done = factor * row[f"{part}_calls"] * pictures * found.values["flop_per_call"]
+                    seconds = statistics.median(one[part][0] for one in row["rounds"])  # by the wall clock
+                    row[f"{part}_utilisation"] = done / seconds / rate
+        found.put("rows", rows)
+
+
+def flop(pipeline: Path, size: int) -> int:
+    """Floating point operations of one call of an SD3 denoiser for one picture of size x size pixels: of its products
+    and its attention, counted by torch without computing them."""
+    config = SD3Transformer2DModel.load_config(pipeline / "transformer")
+    with torch.device("meta"):
+        model = SD3Transformer2DModel.from_config(config).eval()
+        latents = torch.empty(1, config["in_channels"], size // 8, size // 8)
+        context = torch.empty(1, 333, config["joint_attention_dim"])
+        pooled = torch.empty(1, config["pooled_projection_dim"])
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(latents, timestep=torch.empty(1), encoder_hidden_states=context, pooled_projections=pooled)
+    return counter.get_total_flops()
 
 
 # --- language ---------------------------------------------------------------------------------------------------------
@@ -513,10 +587,24 @@ def _published_language(folder: Path) -> int:
     return sum(one.numel() for one in model.parameters())
 
 
-CHECKS: dict[str, Callable[..., None]] = {
-    function.__name__: function
-    for function in (device, tests, suite, ratio, compiled, kernel, attention, runs, group, speed, peer, language)
-}
+_ALL = (
+    device,
+    models,
+    tests,
+    suite,
+    ratio,
+    compiled,
+    kernel,
+    attention,
+    runs,
+    group,
+    speed,
+    memory_,
+    flux,
+    peer,
+    language,
+)
+CHECKS: dict[str, Callable[..., None]] = {function.__name__.rstrip("_"): function for function in _ALL}
 
 
 def main() -> None:

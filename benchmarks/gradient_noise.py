@@ -45,7 +45,7 @@ from genrl.diffusion.steps.edges import to_table
 from genrl.diffusion.train import trainable_weights
 from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.tree import Tree, grow
-from genrl.objectives.advantages.credit import leaves_below
+from genrl.objectives.credit import leaves_below
 from genrl.runtime.folder.run import write_atomic
 
 BASE = "configs/flow_grpo.yaml"

@@ -92,7 +92,6 @@ def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool, backend: 
     for name, (tokens, heads, size) in images.items():
         inputs = [random(1, tokens, heads, size) for _ in range(3)]
         libraries = {n: partial(joint_attention, backend=n) for n in usable(inputs[0]) if n not in ("auto", "math")}
-        libraries.pop("sage", None)
         plain = partial(joint_attention, backend="auto")
         found[name] = Case(inputs, plain, _attention_torch, libraries, 4.0 * heads * tokens**2 * size, True)
     return found

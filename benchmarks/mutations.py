@@ -2,7 +2,7 @@
 
     python -m benchmarks.mutations map runs/mutations            # which test runs which line: as long as the suite
     python -m benchmarks.mutations run runs/mutations            # 300 changed lines, about an hour on a core
-    python -m benchmarks.mutations before runs/mutations ../before   # what survived, by the tests of another checkout
+    python -m benchmarks.mutations after runs/mutations ../later     # the same changes by the tests of a later checkout
     python -m benchmarks.mutations table runs/mutations
 
 A change is a comparison turned, a constant, a sign, an index off by one, or a statement dropped; which ones is decided
@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -30,7 +31,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -320,26 +321,49 @@ def run(folder: Path, tree: Path, count: int, seed: int, budget: float) -> None:
             rows.write(json.dumps(row | {"seconds": round(time.monotonic() - began, 1)}) + "\n")
 
 
-def before(folder: Path, tree: Path, other: Path, limit: float) -> None:
-    """What survived, by the tests of another checkout: by its files of the names that run the line here."""
-    known, out = Map.read(folder), folder / "before.jsonl"
+def carried(mutation: Mutation, tree: Path, later: Path) -> Mutation | None:
+    """The same change in a later tree: of the same line of the same file, or else of the one file that has it now;
+    None where it is not there as often as it was."""
+    source = (tree / mutation.file).read_bytes()
+    begin, end = source.rfind(b"\n", 0, mutation.start) + 1, source.find(b"\n", mutation.end)
+    begin += len(source[begin:end]) - len(source[begin:end].lstrip())
+    line = re.compile(rb"^[ \t]*(" + re.escape(source[begin:end]) + rb")$", re.MULTILINE)
+    was = [match.start(1) for match in line.finditer(source)]
+    for files in ([later / mutation.file], [*later.glob("genrl/**/*.py"), *later.glob("rewards/**/*.py")]):
+        texts = {file: file.read_bytes() for file in files if file.exists()}
+        places = [(file, match.start(1)) for file, text in texts.items() for match in line.finditer(text)]
+        if len(places) == len(was) and len({file for file, _ in places}) == 1:
+            file, start = places[was.index(begin)]
+            start += mutation.start - begin
+            name, number = str(file.relative_to(later)), texts[file][:start].count(b"\n") + 1
+            return replace(mutation, file=name, line=number, start=start, end=start + len(mutation.was.encode()))
+    return None
+
+
+def after(folder: Path, tree: Path, later: Path, limit: float) -> None:
+    """The same changes in a later checkout, by its tests: by the one that caught it here, else by those of its files
+    that had a test of the line here. A line that is gone counts neither way."""
+    known, out = Map.read(folder), folder / "after.jsonl"
     done = len(out.read_text(encoding="utf-8").splitlines()) if out.exists() else 0
-    survived = [row for row in _rows(folder / "caught.jsonl") if not row["by"]]
     preload()
     with tempfile.TemporaryDirectory() as scratch, out.open("a", buffering=1, encoding="utf-8") as rows:
         copy = Path(scratch) / "tree"
-        prepare(tree, other / "tests", copy)
-        for serial, row in enumerate(survived):
-            if serial < done:
-                continue
-            mutation = Mutation(**{field.name: row[field.name] for field in fields(Mutation)})
-            times = Counter(test.split("::")[0] for test in known.tests_of(mutation, math.inf))
+        prepare(later, later / "tests", copy)
+        for serial, row in enumerate(_rows(folder / "caught.jsonl")[done:], done):
+            here = Mutation(**{field.name: row[field.name] for field in fields(Mutation)})
+            there = carried(here, tree, copy)
+            times = Counter(test.split("::")[0] for test in known.tests_of(here, math.inf))
             files = [file for file, _ in times.most_common() if (copy / file).exists()]
-            with mutated(copy, mutation, serial):
-                by = failed(copy, files, limit) if files else None
-            if by and "::" in by and failed(copy, [by], limit) is not None:
-                by = f"fails unchanged: {by}"
-            rows.write(json.dumps(row | {"by": by, "tests": len(files)}) + "\n")
+            by = there and row["by"] and _caught(copy, there, serial, [row["by"]], limit)
+            by = by or (there and files and _caught(copy, there, serial, files, limit))
+            rows.write(json.dumps(row | {"by": by or None, "gone": there is None}) + "\n")
+
+
+def _caught(copy: Path, mutation: Mutation, serial: int, tests: Sequence[str], limit: float) -> str | None:
+    """What fails with the change; None where nothing does, where no such test is left, or where it fails anyway."""
+    with mutated(copy, mutation, serial):
+        by = failed(copy, tests, limit)
+    return None if by == "not collected" or (by and "::" in by and failed(copy, [by], limit) is not None) else by
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -347,22 +371,33 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def table(folder: Path) -> str:
-    """Shares caught, by kind of change, and what survived."""
+    """Shares caught, by kind of change, and what survived; beside it what the tests of the later checkout catch."""
     rows = _rows(folder / "caught.jsonl")
-    lines = ["| change | lines | caught | by the fast tier |", "| --- | ---: | ---: | ---: |"]
+    later = _rows(folder / "after.jsonl") if (folder / "after.jsonl").exists() else []
+    rows = (
+        [row | {"gone": False} for row in rows]
+        if not later
+        else [a | {"then": b["by"], "gone": b["gone"]} for a, b in zip(rows, later, strict=False)]
+    )
+    lines = ["| change | lines | caught | by the fast tier | later |", "| --- | ---: | ---: | ---: | ---: |"]
     for kind in [*sorted({row["kind"] for row in rows}), None]:
-        some = [row for row in rows if kind in (None, row["kind"])]
-        shares = [sum(bool(row[by]) for row in some) / len(some) for by in ("by", "fast")]
-        lines.append(f"| {kind or 'all'} | {len(some)} | {shares[0]:.1%} | {shares[1]:.1%} |")
+        some = [row for row in rows if kind in (None, row["kind"]) and not row["gone"]]
+        shares = [f"{sum(bool(row.get(by)) for row in some) / len(some):.1%}" for by in ("by", "fast", "then")]
+        lines.append(f"| {kind or 'all'} | {len(some)} | {' | '.join(shares if later else [*shares[:2], '-'])} |")
     survived = [f"{row['file']}:{row['line']}: {row['was']!r} -> {row['text']!r}" for row in rows if not row["by"]]
-    return "\n".join([*lines, "", "Survived:", *survived])
+    lost = [
+        f"{row['file']}:{row['line']}: {row['by']}"
+        for row in rows
+        if later and row["by"] and not (row["gone"] or row["then"])
+    ]
+    return "\n".join([*lines, "", "Survived:", *survived, "", "No longer caught:", *lost])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("map", "run", "before", "table"))
+    parser.add_argument("action", choices=("map", "run", "after", "table"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("other", type=Path, nargs="?", help="the checkout whose tests try what survived")
+    parser.add_argument("other", type=Path, nargs="?", help="the later checkout")
     parser.add_argument("--tree", type=Path, default=Path.cwd(), help="whose sources are changed")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
@@ -372,8 +407,8 @@ def main() -> None:
         sys.exit(record(asked.folder))
     if asked.action == "run":
         run(asked.folder, asked.tree.resolve(), asked.count, asked.seed, asked.budget)
-    elif asked.action == "before":
-        before(asked.folder, asked.tree.resolve(), asked.other.resolve(), 5 * asked.budget)
+    elif asked.action == "after":
+        after(asked.folder, asked.tree.resolve(), asked.other.resolve(), 5 * asked.budget)
     print(table(asked.folder))
 
 

@@ -5,7 +5,7 @@
 The teacher is a ring of eight Gaussians in the plane (radius 2, deviation .2), its score known at all noise levels;
 with the caption, four of them have e times the weight of the others. The reward, exp(-|x - m|^2 / 4), is highest at the
 centre m of one of these. Generator and assistant are perceptrons that learn by the losses of
-`genrl.objectives.forward.diff_instruct`: the generator begins as the teacher's one step from pure noise, nearly one
+`methods.diff_instruct.train`: the generator begins as the teacher's one step from pure noise, nearly one
 point, the assistant as the teacher. Per case: reward, deviation of a sample's numbers (about 1.4 on the ring), share of
 samples within .6 of a Gaussian, Gaussians that have more than 2 % of the samples, and the norms of the two gradients at
 x_0 over the last 100 updates.
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import parser
-from genrl.mdp.forward import flow_sample
-from genrl.objectives.forward.diff_instruct import (
+from genrl.diffusion.methods.diff_instruct.train import (
     diff_instruct_star_loss,
     guided_score,
     huber_constant,
     score_from_noise,
     score_matching_loss,
 )
+from genrl.mdp.forward import flow_sample
 
 ANGLES = 2 * math.pi * torch.arange(8) / 8
 CENTRES = 2 * torch.stack([ANGLES.cos(), ANGLES.sin()], 1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import genrl_rewards
 from genrl.diffusion.methods.paco_grpo.train import coefficient_of_variation, log_tame_advantages
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.groups import group_advantages
 from genrl.playground.tasks.pairs import QUESTION
 from genrl.vlm import tasks
 from genrl_rewards.pictures import pil_list, to_uint8

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.objectives.advantages.gae import gae, normalise_advantages
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives.episodes import gae, normalise_advantages
+from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.vla.offline.transitions import Transitions, merge, play, take
 from genrl.vla.policies.policy import STATE, Batch
 from genrl.vla.simulators.contract import Environment, Simulation

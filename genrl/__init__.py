@@ -46,8 +46,7 @@ def __getattr__(name: str) -> Any:
     if name in _FUNCTIONS:
         return getattr(import_module(_FUNCTIONS[name]), name)
     if name[0].isupper():  # not a module of this package, for which Python asks here first
-        from genrl.config.kinds import KINDS
-        from genrl.config.method import built_in
+        from genrl.config.method import KINDS, built_in
 
         for kind in KINDS:
             for method in built_in(kind).values():
@@ -57,8 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from genrl.config.kinds import KINDS
-    from genrl.config.method import built_in
+    from genrl.config.method import KINDS, built_in
 
     methods = [method.__name__ for kind in KINDS for method in built_in(kind).values()]
     return sorted([*_FUNCTIONS, *methods, "__version__"])

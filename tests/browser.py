@@ -12,22 +12,14 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-ARGUMENTS = (
-    "--no-sandbox",  # tests may run as root
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+QUIET = ("gpu", "background-networking", "component-update", "sync")
+ARGUMENTS = ("--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET))  # tests may run as root
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A headless browser, closed at the end."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-    )
+    playwright = pytest.importorskip("playwright.sync_api", reason="there is no playwright: pip install playwright")
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("no browser is installed: apt-get install chromium")

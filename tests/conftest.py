@@ -27,10 +27,9 @@ ensure()  # before a test imports transformers or torchmetrics
 if not torch.cuda.is_available():  # kernels are interpreted: to be set before triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Ignored by nohup or a script's `&`: children of tests would ignore them too
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if (
-        signal.getsignal(_number) is signal.SIG_IGN
-    ):  # by nohup or a script's `&`: children of tests would ignore them too
+    if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 
 hypothesis.settings.register_profile("busy", deadline=None)  # of a machine that does other things too

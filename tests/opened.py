@@ -30,10 +30,7 @@ def opened(config: RunConfig, kind: Kind) -> Iterator[Any]:
         prepared = kind.prepare(config, accelerator)
         watchdog = stack.enter_context(Watchdog(run, 600, rank=accelerator.process_index))
         yield kind.open(
-            config,
-            Process(accelerator, run, log, progress, watchdog, stop, config.together),
-            prepared,
-            stack,
+            config, Process(accelerator, run, log, progress, watchdog, stop, config.together), prepared, stack
         )
 
 

@@ -87,8 +87,6 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 # -- runs in processes of their own ------------------------------------------------------------------------------
-
-
 @cache
 def _forkserver() -> multiprocessing.context.ForkServerContext:
     """There is one server in a process, for children of all kinds."""

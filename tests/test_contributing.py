@@ -94,7 +94,7 @@ def task(rng, split):
 '''
 
 
-def test_the_files_to_touch_are_there() -> None:
+def test_the_files_to_touch_are_there_and_the_page_shows_its_examples(root: Path) -> None:
     section = Path("CONTRIBUTING.md").read_text().partition("## Adding something")[2].partition("\n## ")[0]
     named = [name for name in re.findall(r"`([\w./]+/[\w./]*)`", section) if not {"NAME", "KIND"} & {*name.split("/")}]
     assert len(named) > 12 and [name for name in named if not Path(name).exists()] == []
@@ -103,6 +103,11 @@ def test_the_files_to_touch_are_there() -> None:
         for name in built_in_names(kind):  # type: ignore[arg-type]
             folder = Path(f"genrl/{kind}/methods/{name}")
             assert (folder / "settings.py").is_file() and (folder / "train.py").is_file()
+    page = (root / "docs" / "extending.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.DOTALL)
+    for name in ("example_method.py", "example_method.yaml"):
+        assert (root / "docs" / name).read_text(encoding="utf-8") in shown
+    assert len((root / "docs" / "example_method.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 def test_one_of_each_is_added_from_outside(tmp_path: Path) -> None:
@@ -125,8 +130,6 @@ def test_one_of_each_is_added_from_outside(tmp_path: Path) -> None:
 
 
 # -- docs/extending.md: what it shows is trained as it says, and so is what lies in a folder of somebody's own
-
-
 EXAMPLE = Path("docs/example_method.yaml")
 
 SETTINGS = '''
@@ -171,22 +174,6 @@ def train(run, settings):
 def loss(settings, acting, recorded):
     return {"loss": settings.strength * imitation_loss(acting.policy, recorded)}
 """
-POLICY = """
-import torch
-from torch import nn
-from genrl.vla.policies.embedded import EmbeddedPolicy
-
-class Linear(EmbeddedPolicy):
-    def __init__(self, config, stats):
-        super().__init__(config, stats)
-        numbers = config.horizon * config.action_dim
-        self.body = nn.Linear(self.encoder.size + numbers + 1, numbers)
-
-    def velocity(self, context, x, sigma):
-        told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
-        return self.body(told).view(x.shape)
-"""
-"""Name -> kind of run, source, and the sections that name it."""
 
 
 def example(*changes: str) -> RunConfig:
@@ -204,14 +191,6 @@ def trains_resumes_and_replays(config: Callable[..., RunConfig], monkeypatch: py
     assert differences(whole, parts) == []
     replayed(config("planted", 2), monkeypatch)
     return whole
-
-
-def test_the_page_shows_the_files(root: Path) -> None:
-    page = (root / "docs" / "extending.md").read_text(encoding="utf-8")
-    shown = re.findall(r"```(?:python|yaml)\n(.*?)```", page, re.DOTALL)
-    for name in ("example_method.py", "example_method.yaml"):
-        assert (root / "docs" / name).read_text(encoding="utf-8") in shown
-    assert len((root / "docs" / "example_method.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 @pytest.mark.slow
@@ -246,11 +225,11 @@ def test_a_method_in_a_folder_and_a_policy_of_ones_own(tmp_path: Path, monkeypat
     mine.mkdir()
     (mine / "settings.py").write_text(SETTINGS)
     (mine / "train.py").write_text(TRAIN)
-    (mine / "policy.py").write_text(POLICY)
+    (mine / "policy.py").write_text(OWN)
 
     def config(place: str, iterations: int) -> RunConfig:
         (tmp_path / place).mkdir(exist_ok=True)
-        policy = {"path": None, "new": {"type": f"{mine / 'policy.py'}:Linear", "image_size": 0}}
+        policy = {"path": None, "new": {"type": f"{mine / 'policy.py'}:Policy", "image_size": 0}}
         changes = vla_runs.SFT | {"policy": policy, "trainer": {"algorithm": f"{mine / 'settings.py'}:Own"}}
         return vla_runs.config(tmp_path / place, **changes, iterations=iterations)
 

@@ -84,8 +84,6 @@ def judge(whole: Tensor, half: Tensor) -> None:
 
 
 SLOW = {"optimizer": {"lr": 1e-6}}
-
-
 ADAPTER = pytest.param({"rank": 4, "alpha": 8}, marks=pytest.mark.slow)
 
 

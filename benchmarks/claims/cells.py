@@ -13,6 +13,7 @@ from statistics import mean, stdev
 from benchmarks.claims import statistics, stored
 from benchmarks.claims.statistics import Point
 from benchmarks.claims.stored import Stored
+from genrl.runtime.loop.collapse import HELD_OUT
 
 NONE = "–"
 
@@ -144,6 +145,22 @@ def fall(row: Row, metric: str) -> str:
     return ", ".join(f"{max(y for _, y in c) - c[-1][1]:.3f}" for c in row.curves(metric)) or NONE
 
 
+def held_out(row: Row) -> str:
+    """`points` of the figure by which the run judges itself."""
+    return next((text for name in HELD_OUT if (text := points(row, f"{name}_mean")) != NONE), NONE)
+
+
+def noticed(row: Row) -> str:
+    """What each seed said of a collapse: at which iteration, and of what; `back 40` where it went back to 40."""
+    kept = [run["noticed"] for run in row.runs.values() if "noticed" in run]
+    told = [", ".join(f"{step:.0f}: {_of(name, value)}" for step, name, value in rows) or "nothing" for rows in kept]
+    return "<br>".join(told) or NONE
+
+
+def _of(name: str, value: float) -> str:
+    return f"{name} {value:.0f}" if name in ("back", "stopped") else name
+
+
 def equal(row: Row, metric: str, per: str) -> str:
     """Start and the value at what all rows have spent, with each seed."""
     curves, cost = row.curves(metric, per), (row.spent or {})[per]
@@ -204,4 +221,6 @@ def seeds(row: Row) -> str:
 
 Cell = Callable[..., str]
 _ALL = (title, note, trained, change, logged, diversity, start, end, ends, points, at, reached, fall, equal, budget)
-CELLS: dict[str, Cell] = {cell.__name__: cell for cell in (*_ALL, part, total, iterations, calls, spent, seeds)}
+CELLS: dict[str, Cell] = {
+    cell.__name__: cell for cell in (*_ALL, held_out, noticed, part, total, iterations, calls, spent, seeds)
+}

@@ -4,7 +4,8 @@ A file has: `config`, `changes`; `commit`, `versions`, `machine` (the processor'
 `iterations`; `trained`, `logged` (rewards by their weight); `sampling_calls`, `training_calls`; `curve`: columns over
 the evaluations, with what was spent by then (`kcalls`: thousand forward-equivalents, `ksteps`: of the environment,
 `ktokens`: sampled); `last`: the last row of training; `means`: of the recipe's metrics the first row, and the means
-over the first ten, all and the last ten; `diversity`: before and after. Runs from before this store lack what was
+over the first ten, all and the last ten; `noticed`: iteration, name and value of each figure `collapse/...`;
+`diversity`: before and after. Runs from before this store lack what was
 not recorded.
 """
 
@@ -65,6 +66,12 @@ def harvest(recipe: Recipe, run: Run) -> Stored:
         "training_calls": sum(row.get("model_calls/train") or 0.0 for row in rows),
         "curve": curve(rows, _answers(config)),
         "last": {key: _short(value) for key, value in (trained or rows)[-1].items() if not key.startswith("eval")},
+        "noticed": [
+            [row["step"], key.partition("/")[2], _short(value)]
+            for row in rows
+            for key, value in sorted(row.items())
+            if key.startswith("collapse/") and _number(value)
+        ],
         "means": {key: means([row[key] for row in trained if _number(row.get(key))]) for key in recipe.means},
     }
     if not isinstance(config, VLAConfig):

@@ -44,7 +44,7 @@ def _of_hub(
 ) -> tuple[tuple[Component, ...], str]:
     """The networks of a pipeline on the hub; or why none is known."""
     from genrl.config.folders import is_hub_id
-    from genrl.config.headers import from_hub
+    from genrl.config.weight_files import from_hub
     from genrl.diffusion.config.estimate import read_components
 
     if not is_hub_id(source):

@@ -15,8 +15,7 @@ import typer
 from genrl.cli.arguments import default_device, key_values
 
 if TYPE_CHECKING:
-    from genrl.data.picture_rows import Row
-    from genrl.data.scoring import Result
+    from genrl.data.picture_rows import Result, Row
     from genrl_rewards.loading import Listed
 
 SHOWN = 6
@@ -109,8 +108,7 @@ def score(
     """
     import genrl_rewards
     from genrl.cli.tables import printable
-    from genrl.data.picture_rows import rows_of
-    from genrl.data.scoring import score_rows
+    from genrl.data.picture_rows import rows_of, score_rows
 
     if out is not None and out.suffix not in (".jsonl", ".csv"):
         raise typer.BadParameter(f"{out} must end in .jsonl or .csv", param_hint="--out")
@@ -145,7 +143,7 @@ def score(
 
 def _write(results: Sequence[Result], out: Path | None) -> None:
     """Write a file by its suffix, whole or not at all; without a name JSONL on stdout."""
-    from genrl.data.scoring import write_csv, write_jsonl
+    from genrl.data.picture_rows import write_csv, write_jsonl
     from genrl.runtime.folder.run import write_atomic
 
     if out is None:

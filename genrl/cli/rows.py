@@ -56,16 +56,19 @@ def _prompts(config: Config) -> Iterator[Finding]:
 
 def _pictures(row: Prompt, known: set[str], needed: list[str]) -> str | None:
     """What is wrong with the first picture of a row that cannot be opened, or that is missing."""
+    from genrl.data.rows import input_problem
     from genrl_rewards.pictures import open_picture
 
+    for column in needed:
+        if problem := input_problem(column, row.columns):
+            return f"{problem} (sampling.inputs)"
     for column, value in row.columns.items():
         if (column in known or column.endswith("image")) and isinstance(value, str):
             try:
                 open_picture(value)
             except ValueError as error:
                 return f"{column}: {error}"
-    missing = [column for column in needed if row.columns.get(column) is None]
-    return f"no picture in the column {missing[0]!r} (sampling.inputs)" if missing else None
+    return None
 
 
 def _questions(config: VLMConfig) -> Iterator[Finding]:

@@ -12,9 +12,8 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from genrl.cli.arguments import default_device
-from genrl.cli.cards import smallest
+from genrl.cli.cards import SHARE, smallest
 from genrl.cli.tables import add_course, console, memory_table, safe, scores_table, size, write_scores
-from genrl.config.cards import SHARE
 from genrl.vlm.config import schema
 from genrl_rewards.given import is_given
 

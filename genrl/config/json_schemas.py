@@ -13,8 +13,17 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from genrl.config.errors import dotted
-from genrl.config.kinds import KINDS, Kind, kind_of, schema_class
-from genrl.config.method import Method, built_in_names, class_of, installed, is_built_in
+from genrl.config.method import (
+    KINDS,
+    Kind,
+    Method,
+    built_in_names,
+    class_of,
+    installed,
+    is_built_in,
+    kind_of,
+    schema_class,
+)
 from genrl.config.yaml_source import KeyPath
 
 Schema = Mapping[str, Any]

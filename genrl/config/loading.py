@@ -12,10 +12,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted
-from genrl.config.kinds import Kind, schema_class
-from genrl.config.kinds import kind_of as kind_of_data
-from genrl.config.places import locate
+from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted, locate
+from genrl.config.method import Kind, schema_class
+from genrl.config.method import kind_of as kind_of_data
 from genrl.config.run_config import RunConfig
 from genrl.config.yaml_source import Dumper, KeyPath, SourceError, parse, read
 from genrl_rewards.given import PREFIX

@@ -1,14 +1,15 @@
-"""Validation errors in the user's words: where, what was found, what is allowed, the nearest spelling."""
+"""Validation errors in the user's words: where, what was found, what is allowed, the nearest spelling; of YAML files,
+and of a settings class that a script makes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 
-from genrl.config.errors import ImpossibleConfig, Origins, Problem, dotted, origin_of
+from genrl.config.errors import ConfigError, ImpossibleConfig, Origin, Origins, Problem, dotted, origin_of
 from genrl.config.json_schemas import (
     Schema,
     branches,
@@ -20,7 +21,8 @@ from genrl.config.json_schemas import (
     tag_values,
     value_at,
 )
-from genrl.config.method import NO_METHOD
+from genrl.config.method import KINDS, NO_METHOD, Method, kind_section
+from genrl.config.run_config import RunConfig
 from genrl.config.yaml_source import KeyPath
 
 # What other tools call our keys: the second thing to look at after a misspelling.
@@ -260,3 +262,42 @@ def _hint(value: Any, node: Schema | None) -> str:
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
         return f"; write {int(value)}"
     return ""
+
+
+def explained(section: type[Any], values: Mapping[str, Any], error: ValidationError) -> ConfigError | None:
+    """The error in those words; None of a class that is no section of a configuration."""
+    within, data = _place(section, values)
+    if data is None:
+        return None
+    called = f"genrl.{section.__name__}"
+    return ConfigError(explain(error, data, {within[:end]: Origin(called) for end in range(len(within) + 1)}, within))
+
+
+def _place(section: type[Any], values: Mapping[str, Any]) -> tuple[KeyPath, dict[str, Any] | None]:
+    """Path of the section in a configuration, and one that says nothing else."""
+    if issubclass(section, RunConfig):
+        return (), dict(values)
+    if issubclass(section, Method):
+        if not section.model_fields["algorithm"].default:  # a base class
+            return (), None
+        named = {"algorithm": section.model_fields["algorithm"].default, **values}
+        return ("trainer",), {kind_section(section.kind): {}, "trainer": named}
+    for kind in reversed(KINDS):
+        data: dict[str, Any] = {kind_section(kind): {}}
+        for path in _paths(schema_of(data), section.__name__, ()):
+            node = data
+            for key in path[:-1]:
+                node = node.setdefault(key, {})
+            node[path[-1]] = dict(values)
+            return path, data
+    return (), None
+
+
+def _paths(node: Schema, title: str, path: KeyPath) -> Iterator[tuple[str, ...]]:
+    """Paths to each section of this class."""
+    for key, child in node.get("properties", {}).items():
+        for branch in (child, *child.get("anyOf", ())):
+            if branch.get("title") == title:
+                yield (*map(str, path), key)
+            else:
+                yield from _paths(branch, title, (*path, key))

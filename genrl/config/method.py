@@ -1,4 +1,5 @@
-"""What every method declares of itself, without torch: its keys, what it refuses, what it costs, what it logs.
+"""The kinds of runs, and what every method of theirs declares of itself, without torch: its keys, what it refuses, what
+it costs, what it logs.
 
 A method is a settings class (here) and a module with `train(run, settings)` and `loss(settings, policy, recorded)`:
 `settings.py` and `train.py` in a folder below `genrl/*/methods/`, an installed entry point of the group `genrl.methods`
@@ -16,15 +17,59 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, create_model
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from genrl.config.errors import Finding
-from genrl.config.kinds import Kind, method_base, schema_class
 from genrl.config.plugins import Group, beside, find, names
 from genrl.config.section import Section, Text
+
+Kind = Literal["diffusion", "vla", "vlm"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class _Row(NamedTuple):
+    """One kind. schema: "module:class" of its `RunConfig`; section: the one by which a file says it; method: the base
+    class of its methods, in the same module."""
+
+    schema: str
+    section: str
+    method: str
+
+
+# The only place that names all kinds, and by strings: what a kind is made of is imported when a run of it is read, so
+# that shared code imports no kind and no run pays for the others. Looked through in this order; a file with none of the
+# sections is of the last kind.
+_ROWS: Mapping[Kind, _Row] = {
+    "vla": _Row("genrl.vla.config.schema:VLAConfig", "policy", "VLAMethod"),
+    "vlm": _Row("genrl.vlm.config.schema:VLMConfig", "vlm", "VLMMethod"),
+    "diffusion": _Row("genrl.diffusion.config.schema:Config", "model", "DiffusionMethod"),
+}
+
+
+def schema_class(kind: Kind) -> Any:
+    """The class of a kind's configurations, a `RunConfig`."""
+    module, _, name = _ROWS[kind].schema.partition(":")
+    return getattr(import_module(module), name)
+
+
+def method_base(kind: Kind) -> str:
+    """What a method of this kind is derived from, as it is imported."""
+    return f"{_ROWS[kind].schema.partition(':')[0]}.{_ROWS[kind].method}"
+
+
+def kind_section(kind: Kind) -> str:
+    """The section by which a file says that it is of this kind."""
+    return _ROWS[kind].section
+
+
+def kind_of(data: Any) -> Kind:
+    """The kind of run that a file describes which says `data`."""
+    named = (kind for kind, row in _ROWS.items() if isinstance(data, Mapping) and row.section in data)
+    return next(named, "diffusion")
+
 
 ENTRY_POINTS = "genrl.methods"
 FUNCTIONS = {"train": "train(run, settings)", "loss": "loss(settings, policy, recorded)"}

@@ -6,8 +6,7 @@ import json
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from genrl.config.kinds import KINDS, schema_class
-from genrl.config.method import Method, built_in
+from genrl.config.method import KINDS, Method, built_in, schema_class
 from genrl.config.run_config import RunConfig
 from genrl.config.section import Section
 

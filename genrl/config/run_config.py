@@ -10,13 +10,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from genrl.config.errors import ConfigError, Finding, ImpossibleConfig, Origins, Problem, dotted, origin_of
-from genrl.config.kinds import Kind
-from genrl.config.method import Method
-from genrl.config.optimizers import Optimizer
-from genrl.config.places import with_places
+from genrl.config.errors import ConfigError, Finding, ImpossibleConfig, Origins, Problem, dotted, origin_of, with_places
+from genrl.config.method import Kind, Method
 from genrl.config.section import Count, Flag, Section, Text, Whole
-from genrl.config.sections import EMA, Checkpoint, Distributed, EvaluationBase, Tracker
+from genrl.config.sections import EMA, Checkpoint, Distributed, EvaluationBase, Optimizer, Tracker
 from genrl.config.yaml_source import KeyPath
 
 FileFinding = tuple[KeyPath, str]

@@ -36,7 +36,7 @@ class _Explained(ModelMetaclass):
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
-            from genrl.config.constructed import explained  # which knows the schemas of all sections
+            from genrl.config.messages import explained  # which knows the schemas of all sections
 
             raise (explained(cls, values, error) or error) from None
 

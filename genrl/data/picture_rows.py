@@ -1,18 +1,26 @@
-"""The pictures that `genrl score` is given, as rows: files, folders of them, and .jsonl files.
+"""Pictures that `genrl score` is given, of files, folders and .jsonl files, as rows; and their scores by one reward.
 
-A row that cannot be used (broken JSON, a path outside the folder) is named, skipped and counted, never a score of zero.
+A row that cannot be used (broken JSON, a path outside the folder) is named, skipped and counted; what has no score is
+never a zero.
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
+import genrl_rewards
 from genrl.data.rows import PICTURES, RowError, is_path, json_object, line_text, lines_of
+
+if TYPE_CHECKING:
+    import torch
+
 
 SAMPLE_LIST, SAMPLE_GRID = "prompts.json", "grid.png"
 """What `genrl sample` writes beside its pictures: their list, and all of them in one."""
@@ -97,3 +105,133 @@ def _inside(path: str, folder: Path) -> Path:
     if not resolved.is_relative_to(folder) and not (Path(path).is_absolute() and resolved.suffix.lower() in SUFFIXES):
         raise ValueError(f"{path!r} is outside the folder of the file; write it relative to it, without ..")
     return resolved
+
+
+GROUP = "group"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a row; NaN = no score."""
+
+    row: Row
+    score: float
+    parts: Mapping[str, float]
+
+
+def score_rows(
+    reward: genrl_rewards.Reward,
+    rows: Sequence[Row],
+    *,
+    name: str,
+    batch_size: int,
+    skip: Callable[[str], None],
+) -> list[Result]:
+    """Score rows in their order; those whose picture cannot be read are left out, and `skip` is told why.
+
+    Pointwise rewards get pictures of one size, at most `batch_size` together. Others get a whole group: the rows with
+    the same value in the column `group`, or else with the same prompt. Raises ValueError for rows that lack a prompt or
+    a column that the reward needs, RewardFailed where it raised for too many.
+    """
+    needed = genrl_rewards.needs(reward)
+    for row in rows:
+        if row.prompt is None and (needed.prompts or (needed.kind != "pointwise" and GROUP not in row.columns)):
+            raise ValueError(
+                f"reward {name!r} needs a prompt, and {row.image} has none: give --prompt TEXT, or a .jsonl file "
+                'with rows {"image": ..., "prompt": ...}'
+            )
+        genrl_rewards.check_columns(reward, row.columns, name=name)
+    results: list[Result | None] = [None] * len(rows)
+    failures: list[genrl_rewards.Failure] = []
+    scored = 0
+    for batch in _batches(rows, needed, batch_size, skip):
+        members = [rows[k] for k, _ in batch]
+        scores = genrl_rewards.score(
+            reward,
+            images=_stack([image for _, image in batch]),
+            prompts=[row.prompt or "" for row in members],
+            columns={c: [row.columns[c] for row in members] for c in needed.columns},
+            group=[0] * len(members) if needed.kind != "pointwise" else None,
+            name=name,
+        )
+        failures += scores.failures
+        scored += len(members)
+        for j, (k, _) in enumerate(batch):
+            results[k] = Result(rows[k], scores.values[j], {part: values[j] for part, values in scores.parts.items()})
+    first = genrl_rewards.first_failure(failures)
+    genrl_rewards.check_failures(name, sum(f.samples for f in failures), scored, first)
+    for failure in failures:
+        skip(f"{failure.samples} pictures have no score: {failure.error}")
+    return [result for result in results if result is not None]
+
+
+Loaded = tuple[int, Any]  # row number and picture, uint8 array [H, W, 3]
+
+
+def _batches(
+    rows: Sequence[Row], needed: genrl_rewards.Needs, batch_size: int, skip: Callable[[str], None]
+) -> Iterator[list[Loaded]]:
+    if needed.kind != "pointwise":
+        # As JSON: the value of a column may be a list or an object, which is no key.
+        groups: dict[Any, list[int]] = {}
+        for k, row in enumerate(rows):
+            groups.setdefault(json.dumps(row.columns.get(GROUP, row.prompt)), []).append(k)
+        for members in groups.values():
+            loaded = list(_loaded(rows, members, skip))
+            sizes = sorted({image.shape[:2] for _, image in loaded})
+            if len(sizes) > 1:
+                raise ValueError(f"the pictures of one group have different sizes (height, width): {sizes}")
+            if loaded:
+                yield loaded
+        return
+    waiting: list[Loaded] = []
+    for item in _loaded(rows, range(len(rows)), skip):
+        # Neighbours only, not all pictures of one size: rows are read once, and one batch at a time is in memory.
+        if waiting and (len(waiting) == batch_size or item[1].shape != waiting[0][1].shape):
+            yield waiting
+            waiting = []
+        waiting.append(item)
+    if waiting:
+        yield waiting
+
+
+def _loaded(rows: Sequence[Row], chosen: Sequence[int], skip: Callable[[str], None]) -> Iterator[Loaded]:
+    import numpy as np
+
+    for k in chosen:
+        try:
+            yield k, np.asarray(genrl_rewards.open_picture(rows[k].path))
+        except ValueError as error:
+            skip(str(error))
+
+
+def _stack(images: Sequence[Any]) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.stack(images)).movedim(-1, -3).to(torch.float32) / 255
+
+
+def write_jsonl(results: Sequence[Result], stream: IO[str]) -> None:
+    """One object per line: image, prompt, columns, score, parts; null = no score."""
+    for result in results:
+        row = {IMAGE: result.row.image, PROMPT: result.row.prompt, **result.row.columns}
+        parts = {name: _nullable(value) for name, value in result.parts.items()}
+        stream.write(json.dumps(row | {"score": _nullable(result.score), "parts": parts}, ensure_ascii=False) + "\n")
+
+
+def write_csv(results: Sequence[Result], stream: IO[str]) -> None:
+    """Columns image, prompt, score and one per part; an empty field = no score."""
+    parts = list(dict.fromkeys(name for result in results for name in result.parts))
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow([IMAGE, PROMPT, "score", *parts])
+    for result in results:
+        numbers = [result.score, *(result.parts.get(part, math.nan) for part in parts)]
+        writer.writerow(
+            [result.row.image, result.row.prompt or "", *("" if math.isnan(n) else repr(n) for n in numbers)]
+        )
+
+
+# NaN is no JSON: most readers refuse the whole file.
+def _nullable(value: float) -> float | None:
+    return None if math.isnan(value) else value

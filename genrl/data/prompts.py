@@ -159,7 +159,8 @@ def open_data_set(source: str) -> Dataset:
     try:
         return load_dataset(match["name"], match["config"], split=match["split"])
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # not found, no such split, no network, broken
-        raise PromptError(f"{source}: the data set cannot be loaded: {error}") from error
+        hint = "; for example `Dataset.to_parquet`, and then its folder" if "load_from_disk" in str(error) else ""
+        raise PromptError(f"{source}: the data set cannot be loaded: {error.__cause__ or error}{hint}") from error
 
 
 def open_picture_table(source: str, *columns: str) -> Dataset:
@@ -253,8 +254,12 @@ def _of_objects(found: Any, source: str, column: str, pictures: bool) -> Iterato
 def _of_data_set(table: Any, source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
     if column not in table.column_names:
         raise PromptError(f"{source}: {no_column(column, table.column_names)} (prompts.column names it)")
-    from datasets import Image
+    from datasets import ClassLabel, Image
 
+    for name, kind in table.features.items():
+        if isinstance(kind, ClassLabel):
+            labels = ", ".join(kind.names[:4])
+            logger.warning("%s: the column %r gives labels (%s...) as their numbers, from 0", source, name, labels)
     picture_columns = [name for name, kind in table.features.items() if _holds_pictures(name, kind)]
     # Undecoded: the bytes are written as they are, and decoding every picture to read the prompts would take hours.
     for name in picture_columns:

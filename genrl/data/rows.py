@@ -12,8 +12,14 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from mimetypes import guess_type
+from numbers import Number
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LINE_END = re.compile(rb"\r\n|\r|\n")
 MAX_CHARACTERS = 10_000
@@ -139,6 +145,18 @@ def checked_text(text: str) -> str:
     return text
 
 
+def input_problem(column: str, columns: Mapping[str, Any]) -> str | None:
+    """Why a row's column cannot be given to a pipeline as its one picture; whether it can be decoded is not asked."""
+    value = columns.get(column)
+    if value is None:
+        return f"has no {'picture in' if column in columns else 'column'} {column!r}"
+    if not isinstance(value, str):
+        return f"{column}: is {_kind(value)}; a row gives one picture, by its path, to each argument"
+    if (guess_type(value)[0] or "").startswith("video/"):
+        return f"{column}: {value!r} is a video; a row gives one picture to each argument"
+    return None if Path(value).is_file() else f"{column}: no such file {value}"
+
+
 def is_path(name: str) -> bool:
     """Whether a column of this name holds paths."""
     return name.endswith(("_path", "image")) or name in PREFERENCE_COLUMNS
@@ -177,4 +195,23 @@ def _inside(name: str, value: Any, folder: Path) -> str | None:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, Number) else type(value).__name__)
+
+
+def flag(told: Any, what: str, refused: type[ValueError] = ValueError) -> bool:
+    """True or false as programs and files from outside tell it (0.3, NaN and a text are neither), whatever number or
+    array of one it stands in. Raises `refused`, naming it, for all else."""
+    import numpy as np  # here: `genrl check` starts without
+
+    array = np.asarray(told)
+    if array.size != 1:
+        raise refused(f"{what} is {told!r:.60}, and it is true or false")
+    return bool(flags(array, what, refused).item())
+
+
+def flags(told: NDArray[Any], what: str, refused: type[ValueError] = ValueError) -> NDArray[np.bool_]:
+    """An array of them, as bool. Raises `refused`, naming the first that is neither."""
+    odd = [] if told.dtype == bool else [one for one in told.reshape(-1).tolist() if one not in (0, 1)]
+    if odd:
+        raise refused(f"{what} is {odd[0]!r}, and it is true or false")
+    return told.astype(bool)

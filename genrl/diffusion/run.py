@@ -20,8 +20,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.config.economy import Selection
 from genrl.config.method import is_built_in
+from genrl.config.sections import Selection
 from genrl.data.prompts import Prompt
 from genrl.diffusion import looks
 from genrl.diffusion.config.schema import Config

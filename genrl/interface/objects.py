@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from genrl.config.kinds import Kind
-from genrl.config.method import Method, built_in
+from genrl.config.method import Kind, Method, built_in
 from genrl.data.rows import is_path
 from genrl.vlm.config.names import TASKS
 from genrl_rewards.contract import name_of

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from genrl.config import RunConfig
 from genrl.config.errors import Origins
-from genrl.config.kinds import Kind
-from genrl.config.kinds import kind_of as kind_of_data
 from genrl.config.loading import kind_of, load, load_given
-from genrl.config.method import Method
+from genrl.config.method import Kind, Method
+from genrl.config.method import kind_of as kind_of_data
 from genrl.config.section import Section
 from genrl.config.yaml_source import plain
 from genrl.diffusion.config.schema import Config

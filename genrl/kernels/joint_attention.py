@@ -4,8 +4,7 @@
 
 A back-end that is named runs or is an error; `auto` is torch's own choice among its exact kernels, which in a run are
 all but cuDNN's (`runtime.devices.without_cudnn_attention`). Two back-ends differ by rounding, which clip ranges of 1e-4
-notice: one runs in sampling and replay alike. SageAttention quantises, so that its policy is another one: for
-evaluation alone.
+notice: one runs in sampling and replay alike.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class _Contiguous(torch.autograd.Function):
 
 @functools.cache
 def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]:
-    """The call of a package; all but SageAttention have a backward."""
+    """The call of a package, each by its own conventions."""
     if backend == "flash2":
         from flash_attn import flash_attn_func
 
@@ -87,17 +86,13 @@ def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], 
             return output[0] if isinstance(output, tuple) else output  # with the log-sum-exp, in its first releases
 
         return attend
-    if backend == "xformers":
-        from xformers.ops import memory_efficient_attention
+    from xformers.ops import memory_efficient_attention
 
-        def efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-            if mask is None:
-                return memory_efficient_attention(q, k, v)
-            keys = k.shape[1]  # rows of a bias begin at multiples of 8
-            bias = q.new_zeros(len(q), q.shape[2], q.shape[1], -(-keys // 8) * 8)[..., :keys]
-            return memory_efficient_attention(q, k, v, attn_bias=bias.masked_fill_(~mask, float("-inf")))
+    def efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
+        if mask is None:
+            return memory_efficient_attention(q, k, v)
+        keys = k.shape[1]  # rows of a bias begin at multiples of 8
+        bias = q.new_zeros(len(q), q.shape[2], q.shape[1], -(-keys // 8) * 8)[..., :keys]
+        return memory_efficient_attention(q, k, v, attn_bias=bias.masked_fill_(~mask, float("-inf")))
 
-        return efficient
-    from sageattention import sageattn
-
-    return lambda q, k, v, mask: sageattn(q, k, v, tensor_layout="NHD")
+    return efficient

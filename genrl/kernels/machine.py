@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-AttentionBackend = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers", "sage"]
+AttentionBackend = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
 """auto: torch chooses, in a run not cudnn; math, efficient, cudnn, flash: that kernel of torch; flash2, flash3,
-xformers, sage: packages flash-attn, flash-attn 3 (flash_attn_interface), xformers, sageattention."""
+xformers: packages flash-attn, flash-attn 3 (flash_attn_interface), xformers."""
 
-PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers", "sage": "sageattention"}
-WITHOUT_MASK = ("flash", "flash2", "flash3", "sage")
-HALF_ONLY = ("cudnn", "flash2", "flash3", "sage")
+PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers"}
+WITHOUT_MASK = ("flash", "flash2", "flash3")
+HALF_ONLY = ("cudnn", "flash2", "flash3")
 
 
 def interprets() -> bool:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.mdp import gaussian, kernels
+from genrl.mdp import kernels
 from genrl.mdp.kernels import Scalar, Transition
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
@@ -120,7 +120,7 @@ def sample_chain(
     clipped = noise if noise_clip is None else noise.clamp(-noise_clip, noise_clip)
     for k in range(noise.shape[1]):
         step = transition(k, states[-1])
-        state = gaussian.sample(step.mean, step.std, clipped[:, k])
+        state = kernels.sample(step.mean, step.std, clipped[:, k])
         if last_clip is not None and k == noise.shape[1] - 1:
             state = state.clamp(-last_clip, last_clip)
         states.append(state)
@@ -130,16 +130,16 @@ def sample_chain(
 
 
 def element_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """`gaussian.log_prob` of every element by itself, shape of mean; std broadcastable to it. x is detached.
+    """`kernels.log_prob` of every element by itself, shape of mean; std broadcastable to it. x is detached.
 
     Raises ValueError where a std is not positive.
     """
     # One row for each element: `log_prob` reduces every dimension but the first.
     scale = std.expand(mean.shape).reshape(-1, 1)
-    return gaussian.log_prob(x.reshape(-1, 1), mean.reshape(-1, 1), scale).view(mean.shape)
+    return kernels.log_prob(x.reshape(-1, 1), mean.reshape(-1, 1), scale).view(mean.shape)
 
 
-def chain_log_prob(chain: Chain, *, initial: bool, reduction: gaussian.Reduction) -> Tensor:
+def chain_log_prob(chain: Chain, *, initial: bool, reduction: kernels.Reduction) -> Tensor:
     """Joint log-density of a chain whose K steps were all sampled, per element [B, H, D].
 
     `sum_k ln N(x_{k+1}; mean_k, std_k^2)`, with `ln N(x_0; 0, 1)` where `initial` (it cancels in a ratio of sums).
@@ -172,7 +172,7 @@ def executed(elements: Tensor, actions: int, width: int) -> Tensor:
     return elements[..., :actions, :width]
 
 
-def aggregate(elements: Tensor, level: Level, reduction: gaussian.Reduction) -> Tensor:
+def aggregate(elements: Tensor, level: Level, reduction: kernels.Reduction) -> Tensor:
     """Log-probabilities [B, C, D] at the level of the ratio: "chunk" [B], "action" [B, C], "element" [B, C, D].
 
     reduction: "sum" (pi_RL, with a clip range of .2) or "mean" (DPPO, with .01): sum and mean are the same method with

@@ -20,8 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.mdp.gaussian import compute_dtype
-from genrl.mdp.kernels import Transition
+from genrl.mdp.kernels import Transition, compute_dtype
 
 Correction = Literal["midpoint", "heun"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from genrl.mdp.noise import generator
-from genrl.mdp.windows import check_window, draw_start, geometric_start_probabilities
+from genrl.mdp.plan import check_window, draw_start, geometric_start_probabilities
 
 
 def shift(sigmas: Tensor, factor: float) -> Tensor:

@@ -68,7 +68,7 @@ class Tree:
     @property
     def leaves(self) -> Tensor:
         """Nodes without children, int64 [L], in level order: the order of leaf values in
-        `genrl.objectives.advantages.credit`.
+        `genrl.objectives.credit`.
         Where all are of one depth, leaf k has slot k."""
         return (self.num_children == 0).nonzero()[:, 0]
 

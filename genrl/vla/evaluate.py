@@ -116,9 +116,9 @@ def _round(
         # By each slot's own generator: an episode's noise does not depend on which others still run.
         noise = torch.stack([torch.randn(shape, generator=rngs[slot]) for slot in here])
         observation = rows(observation, torch.from_numpy(here))
-        chunk = _chunk(who, observation, noise)[:, : env.chunk]
-        watch(observation, chunk)
-        actions[here] = chunk.cpu().numpy()
+        planned = chunk(who, observation, noise)[:, : env.chunk]
+        watch(observation, planned)
+        actions[here] = planned.cpu().numpy()
         raw, _, terminated, truncated, info = env.step(actions)
         success |= running & info["is_success"]
         lost |= running & info.get("dropped", False)
@@ -145,7 +145,7 @@ def _round(
     return Judged(*columns, balanced(clips, films), wanted - len(finished))
 
 
-def _chunk(who: Acting, seen: Batch, noise: Tensor) -> Tensor:
+def chunk(who: Acting, seen: Batch, noise: Tensor) -> Tensor:
     """Actions [B, H, A] of the robot without exploration, from noise [B, H, A]."""
     context = who.policy.encode(seen)
     before = None if who.frozen is None else Frozen(who.frozen, who.frozen.encode(seen))

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.gae import normalise_advantages
+from genrl.objectives.episodes import normalise_advantages
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.ahead import Advance, Ahead
 from genrl.runtime.loop.frame import halvings, say_result
@@ -38,7 +38,7 @@ from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
-from genrl.vla.sheet import Watched, of_episodes
+from genrl.vla.sheet import Watched, of_episodes, of_rollout
 from genrl.vla.simulators.contract import Environment
 from genrl.vla.update.scores import context_of, importance_figures, weighed
 from genrl.vla.update.settings import Update
@@ -209,6 +209,9 @@ class VLARun(TrainingRun[VLAConfig]):
         lengths = [n for part in every for n, ended in zip(part["length"], part["ended"], strict=True) if ended]
         with unsharded(self.policy):
             spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
+            if not self.config.evaluation.every and not self.frames:
+                who = self.acting._replace(frozen=self.frozen)
+                self.note_sheet(lambda: of_rollout(who, rollout, self.config))
         row = dict(figures) | self.told
         row |= {
             "rollout/success": sum(success) / max(1, len(success)),
@@ -322,7 +325,8 @@ def remove_policy_of_failed_start(process: Process, kind: type[BaseException] | 
     """Remove the policy: else the command, put right, would be refused because of the folder."""
     run = process.run
     # After the first row the folder holds a run, whatever ends it.
-    if kind is not None and issubclass(kind, ValueError | RuntimeError) and not run.metrics.is_file():
+    failed = kind is not None and issubclass(kind, ValueError | RuntimeError)
+    if failed and process.has_folder and not run.metrics.is_file():
         shutil.rmtree(run.folder / "policy")
 
 

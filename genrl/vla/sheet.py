@@ -10,11 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from genrl.mdp.noise import generator
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, dimensions, score_text
+from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.spread import normalised
-from genrl.vla.evaluate import Judged
+from genrl.vla.data.videos import Clip
+from genrl.vla.evaluate import Judged, chunk
 from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.policy import ACTION, IMAGE, IMAGES, Batch
+from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
+from genrl.vla.rollout.sampling import Acting
+
+DECISIONS = 16
+"""After so many the numbers of collected episodes are not shown: each costs a pass of the policy."""
 
 
 class Watched:
@@ -65,6 +73,33 @@ def of_decisions(policy: Any, played: Transitions) -> ContactSheet:
     watched.frames = {k: v for k, v in played.observation.items() if v.is_floating_point()}
     watched.frames[ACTION] = played.action[:, :1]
     return of_episodes(policy, found, watched, None)
+
+
+@torch.no_grad()
+def of_rollout(who: Acting, rollout: ChunkRollout, config: VLAConfig) -> ContactSheet:
+    """The sheet of an iteration's first episodes, of a run without evaluation: what was seen, and what the policy does
+    there without exploration."""
+    first = rollout.valid & (rollout.episode == 0)
+    slots = first.any(0).nonzero()[:SHOWN, 0].tolist()  # of the others the episode was lost with its simulator
+    won, returns = (rollout.success & first).any(0), episode_returns(rollout)
+    steps = (rollout.n_executed * first).sum(0)
+    columns = [[values[slot].item() for slot in slots] for values in (won, steps, returns)]
+    said = [rollout.instruction[slot] for slot in slots]
+    films = [value[:-1] for name, value in rollout.observations.items() if name.startswith((IMAGE, IMAGES))][:1]
+    clips = [
+        Clip(film[first[:, slot], slot, ..., :3].numpy(), text, flag)
+        for film in films
+        for slot, text, flag in zip(slots, said, columns[0], strict=True)
+    ]
+    watched = Watched()
+    watched.first = {name: value[0, slots] for name, value in rollout.observations.items()}
+    for t in range(min(len(first), DECISIONS)):
+        if first[t].any():
+            seen = {name: value[t, first[t]] for name, value in rollout.observations.items()}
+            shape = len(seen[next(iter(seen))]), who.policy.horizon, who.policy.action_dim
+            watched(seen, chunk(who, seen, torch.randn(shape, generator=generator(config.seed, "sheet", t))))
+    judged = Judged(said, *columns, clips).of(config.environment.success_key)
+    return of_episodes(who.policy, judged, watched, None)
 
 
 def _chw(picture: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import re
@@ -15,11 +16,16 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL.Image import Image
+    from PIL.ImageCms import ImageCmsTransform
 
 MAX_PIXELS = 2**26
 """The most pixels that a picture file may have: 8192 x 8192."""
 MAX_RATIO = 200
 """How many times one side may be the other: what Qwen's processors take."""
+SAME_COLOUR = 3
+"""Levels that a profile may change and still be sRGB: forms of that differ by so much in rounding."""
+SAME_GAMMA = 0.03
+"""How far a PNG's gamma may be from that of screens and still be it."""
 PROGRAMS = ("EPS", "WMF", "EMF")
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 """The EXIF tag, and its values by which height and width change places."""
@@ -61,7 +67,8 @@ def to_pil(images: torch.Tensor) -> list[Image] | list[list[Image]]:
 
 
 def open_picture(source: Source, name: str | None = None) -> Image:
-    """A picture as Pillow RGB with 8 bits, upright by its EXIF tag, transparent parts on white, the first of several.
+    """A picture as Pillow RGB with 8 bits, upright by its EXIF tag, in sRGB by its colour profile, transparent parts on
+    white, the first of several.
 
     source: a path, the bytes of a file, `{bytes, path}` as data sets have it, an array (`from_array`), or what Pillow
     has opened. name: what errors and remarks call it, its path by default. What was changed is logged, each kind once;
@@ -75,7 +82,7 @@ def open_picture(source: Source, name: str | None = None) -> Image:
         from_file = picture.format is not None or not hasattr(source, "convert")
         if getattr(picture, "is_animated", False) and picture.format != "MPO":  # a photograph with its preview
             _remark("animated", name, "has several frames; the first is taken")
-        upright = _upright(picture)
+        upright = _in_srgb(_upright(picture), name)
         upright = _on_white(upright, name) if upright.has_transparency_data else _as_rgb(upright, name)
     extrema: Any = upright.getextrema()
     if from_file and all(low == high for low, high in extrema):
@@ -168,7 +175,8 @@ def name_of(source: Source) -> str:
 
 
 def remarks() -> dict[str, int]:
-    """How many pictures of this process were `transparent`, `animated`, `cmyk` or `plain` (of one colour)."""
+    """How many pictures of this process were `transparent`, `animated`, `cmyk`, `profile`, `no profile` (a broken one)
+    or `plain` (of one colour)."""
     return {kind: len(names) for kind, names in _remarked.items()}
 
 
@@ -226,6 +234,56 @@ def _upright(picture: Image) -> Image:
 
     picture.load()
     return ImageOps.exif_transpose(picture)
+
+
+def _in_srgb(picture: Image, name: str) -> Image:
+    """A picture by its colour profile, which all that follows ignores: as RGB or RGBA where there is one."""
+    from PIL import ImageCms
+
+    profile, gamma = picture.info.get("icc_profile"), picture.info.get("gamma")
+    if not profile and ("srgb" in picture.info or not gamma or abs(gamma - 1 / 2.2) < SAME_GAMMA):
+        return picture
+    clear, grey = picture.has_transparency_data, picture.mode in ("1", "L", "LA", "La")
+    alpha = picture.convert("LA" if grey else "RGBA").getchannel("A") if clear else None
+    colours = picture if picture.mode in ("CMYK", "LAB") else picture.convert("L" if grey else "RGB")
+    try:
+        transform = _to_srgb(profile, colours.mode) if profile else _of_gamma(gamma)
+    except (ImageCms.PyCMSError, OSError, ImportError) as error:  # broken, of other colours, or no library here
+        _remark("no profile", name, f"has a colour profile that is left out ({error}); its colours are read as sRGB")
+        return picture
+    if transform is None:
+        return picture
+    _remark("profile", name, "has colours of another profile, which are converted to sRGB")
+    converted: Image = transform.apply(colours) if profile else colours.convert("RGB").point(transform)
+    converted.info.pop("icc_profile", None)
+    if alpha is not None:
+        converted.info.pop("transparency", None)
+        converted.putalpha(alpha)
+    return converted
+
+
+def _of_gamma(gamma: float) -> list[int]:
+    """The levels of sRGB (IEC 61966-2-1) that a PNG's are by its chunk gAMA: levels^(1 / gamma) is light."""
+    light = [(level / 255) ** (1 / gamma) for level in range(256)]
+    return 3 * [round(255 * (12.92 * x if x <= 0.0031308 else 1.055 * x ** (1 / 2.4) - 0.055)) for x in light]
+
+
+@functools.lru_cache(maxsize=32)  # most files of a set have the same
+def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
+    """How colours of a profile become sRGB; None where they are that already, to what rounding does."""
+    import numpy as np
+    from PIL import Image, ImageCms
+
+    source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
+    if mode not in ("L", "RGB"):
+        return transform
+    # By what it does, not by its name: sRGB is written in dozens of ways.
+    levels = np.arange(0, 256, 15, np.uint8)
+    grid = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(18, -1, 3) if mode == "RGB" else levels[None]
+    probe = Image.fromarray(np.ascontiguousarray(grid))
+    difference = np.asarray(transform.apply(probe), np.int16) - np.asarray(probe.convert("RGB"), np.int16)
+    return None if np.abs(difference).max() <= SAME_COLOUR else transform
 
 
 def _on_white(picture: Image, name: str) -> Image:

@@ -5,6 +5,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from benchmarks import __main__ as every
 from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, peer_flow_grpo, scaling
-from benchmarks.common import Parts, Seconds, Turns, save
+from benchmarks.common import Parts, Seconds, Turns
 from genrl.config import load
 
 
@@ -33,20 +34,22 @@ def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: py
     with pytest.raises(SystemExit, match="2"):
         every.main()
     assert "no benchmark overheads; there are model_calls, overhead" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["kernels"])
+    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        kernels.main()
+    assert "no kernel can be timed: there is no GPU. --dry-run checks all but the times" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("ratios", "on"),
-    [
+def test_the_rule_of_a_default() -> None:
+    for ratios, on in (
         ([[1.05, 1.2]] * 4, True),
         ([[1.05, 1.2]] * 3 + [[1.2, 1.04]] + [[1.0, 0.97]], False),  # three shapes in both phases
         ([[1.5, 1.5]] * 5 + [[1.5, 0.969]], False),
         ([[1.05, 1.05]] * 4 + [[0.97, 0.97]] * 2, True),
         ([], False),
-    ],
-)
-def test_the_rule_of_a_default(ratios: list[list[float]], on: bool) -> None:
-    assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
+    ):
+        assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
 
 
 @pytest.mark.slow
@@ -66,17 +69,7 @@ def test_a_kernel_that_is_wrong_is_not_timed() -> None:
         kernels.measure("joint_attention", "tiny", wrong, 1, "cpu")
 
 
-def test_nothing_is_timed_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["kernels"])
-    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        kernels.main()
-    assert "no kernel can be timed: there is no GPU. --dry-run checks all but the times" in capsys.readouterr().err
-
-
 # -- What the benchmarks share: the clock by parts, and loops that take turns
-
-
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part within another is not counted twice, and a part that ends by an error is counted."""
     now = [0.0]
@@ -93,60 +86,33 @@ def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     parts.wrap(clock, "wait", "waiting")
     clock.wait(4.0)
     found = {key: spent for key, spent in parts.take().items() if spent.wall}
-    assert found == {
-        ("one", "outer"): Seconds(2.0, 1.0),
-        ("one", "inner"): Seconds(1.0, 0.5),
-        ("two", "waiting"): Seconds(4.0, 2.0),
-    }
+    wanted = {("one", "outer"): 2.0, ("one", "inner"): 1.0, ("two", "waiting"): 4.0}
+    assert found == {key: Seconds(wall, wall / 2) for key, wall in wanted.items()}
     assert not any(spent.wall for spent in parts.take().values())
 
 
-def counting(name: str, seen: list[str], count: int) -> Turns:
-    def loop(wait: Callable[[], None]) -> None:
-        for k in range(count):
+def test_loops_take_turns_and_their_errors_are_raised_where_they_are_told_to_go_on() -> None:
+    seen: list[str] = []
+
+    def loop(name: str, wait: Callable[[], None]) -> None:
+        for k in range(2):
             seen.append(f"{name}{k}")
             wait()
-
-    return Turns(loop)
-
-
-def test_loops_take_turns() -> None:
-    seen: list[str] = []
-    counting("never begun", seen, 1).close()
-    loops = [counting(name, seen, 5) for name in "ab"]
-    for _ in range(2):
-        for loop in loops:
-            loop.next()
-    for loop in loops:
-        loop.close()
-    assert seen == ["a0", "b0", "a1", "b1"]
-
-
-def test_an_error_in_a_loop_is_raised_where_it_is_told_to_go_on() -> None:
-    def loop(wait: Callable[[], None]) -> None:
-        wait()
         raise ValueError("broken")
 
-    turns = Turns(loop)
-    turns.next()
-    with pytest.raises(ValueError, match="broken"):
-        turns.next()
-    with pytest.raises(RuntimeError, match="has ended"):
-        turns.next()
-    turns.close()
-
-
-def test_results_say_how_they_were_made(tmp_path: Path) -> None:
-    save(tmp_path, "overhead", {"ratio": 1.0})
-    written = json.loads((tmp_path / "overhead.json").read_text())
-    assert written["found"] == {"ratio": 1.0}
-    assert written["about"]["command"].startswith("python -m benchmarks.overhead")
-    assert written["about"]["packages"]["torch"] and written["about"]["threads"]["torch_threads"]
+    Turns(partial(loop, "never begun")).close()
+    loops = [Turns(partial(loop, name)) for name in "ab"]
+    for one in loops * 2:
+        one.next()
+    assert seen == ["a0", "b0", "a1", "b1"]
+    for error, says in ((ValueError, "broken"), (RuntimeError, "has ended")):
+        with pytest.raises(error, match=says):
+            loops[0].next()
+    for one in loops:
+        one.close()
 
 
 # -- An iteration over its bare calls
-
-
 TINY = (
     *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4"),
     *("sampling.num_inference_steps=3", "trainer.window={size: 1, high: 2}"),
@@ -176,8 +142,6 @@ def test_the_bare_loop_makes_the_calls_of_the_iteration(monkeypatch: pytest.Monk
 
 
 # -- The ring's score is that of its density, and the table's figures are of what they say
-
-
 def test_the_teachers_score_is_the_gradient_of_the_rings_density() -> None:
     x = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
     sigma = torch.tensor([[0.05], [0.2], [0.4], [0.6], [0.8], [0.95]]).double()
@@ -189,36 +153,19 @@ def test_the_teachers_score_is_the_gradient_of_the_rings_density() -> None:
 
 
 # -- The counter against the closed form
-
-
-@pytest.mark.parametrize(
-    ("row", "sampling", "training"),
-    [
+def test_formulas_by_hand() -> None:
+    for row, sampling, training in (
         ("chain, all steps", 8.0, 7.0),
         ("chain, guidance, KL", 16.0, 28.0),
         ("window, guidance, none in training", 16.0, 6.0),  # the old log-probabilities anew, once
         ("diffusion_nft", 8.0, 2.0),
-    ],
-)
-def test_formulas_by_hand(row: str, sampling: float, training: float) -> None:
-    config = model_calls.small(row)
-    found = model_calls.expected(config)
-    assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
-
-
-@pytest.mark.slow
-def test_counted_and_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = model_calls.measure("window, graphs kept")
-    assert row["sampling"] == {"counted": 8.0, "formula": 8.0}
-    assert row["training"] == {"counted": 0.0, "formula": 0.0}
-    monkeypatch.setattr(model_calls, "expected", lambda config: (191.0, 0.0))
-    with pytest.raises(AssertionError, match="192.0 model calls in sampling, 191.0 by the formula"):
-        model_calls.measure("window, graphs kept")
+    ):
+        config = model_calls.small(row)
+        found = model_calls.expected(config)
+        assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
 
 
 # -- Peaks, to the byte
-
-
 MB = 2**20 // 4
 
 
@@ -255,22 +202,13 @@ def test_graphs_that_are_kept_are_counted_in_the_rollout() -> None:
 
 
 # -- What several processes make of an iteration
-
-
 def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
     """Work 3 and 1, then 1 and 2: mean 3.5, critical path 5; collectives .1 and .2 by whoever came last."""
     one = {"work": [3.0, 1.0], "collectives": [0.4], "bytes": {"all_reduce": 12}, "wall": 9.0}
     other = {"work": [1.0, 2.0], "collectives": [0.1], "bytes": {"all_reduce": 12}, "wall": 8.0}
-    found = scaling.summary([[one], [other]])
-    assert found == {
-        "work": 3.5,
-        "waiting": 1.5,
-        "collectives": 0.1,
-        "iteration": pytest.approx(5.1),
-        "wall": 9.0,
-        "number_of_collectives": 1.0,
-        "bytes": {"all_reduce": 12},
-    }
+    wanted = {"work": 3.5, "waiting": 1.5, "collectives": 0.1, "iteration": pytest.approx(5.1), "wall": 9.0}
+    wanted |= {"number_of_collectives": 1.0, "bytes": {"all_reduce": 12}}
+    assert scaling.summary([[one], [other]]) == wanted
 
 
 @pytest.mark.slow
@@ -286,8 +224,6 @@ def test_two_processes() -> None:
 
 
 # -- Rates and the reward gained, of trainers that take turns
-
-
 TINY_END_TO_END = (
     *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4", "evaluation.num_prompts=2"),
     "sampling.num_inference_steps=3",
@@ -311,28 +247,19 @@ def test_rows_take_turns_and_their_figures_follow_from_their_rounds(monkeypatch:
 
 def test_whole_runs_by_hand() -> None:
     """0.2 in two minutes; a run on another scorer, or of unknown cost, is left out."""
-    run = {
-        "cpu_s": 120.0,
-        "trained": ["shapes"],
-        "logged": ["clipscore"],
-        "curve": {"kcalls": [0, 9, 10], "eval/shapes_mean": [0.4, 0.9, 0.6], "eval/clipscore_mean": [0.5, None, 0.4]},
-    }
+    run: dict[str, Any] = {"cpu_s": 120.0, "trained": ["shapes"], "logged": ["clipscore"]}
+    run["curve"] = {"kcalls": [0, 9, 10], "eval/shapes_mean": [0.4, 0.9, 0.6], "eval/clipscore_mean": [0.5, None, 0.4]}
     others = {"jpeg-0": run | {"trained": ["jpeg"]}, "awm-0": run | {"cpu_s": None}}
     found = end_to_end.whole_runs({"crd-1": run, "crd-0": run, **others})
     assert list(found) == ["crd"] and found["crd"] == [pytest.approx([0.1, -0.05])] * 2
-
-
-# -- The stand-in does the work that the first row of ours does
-
-
-TINY_PEER_FLOW_GRPO = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
 
 
 @pytest.mark.slow
 def test_calls_of_the_stand_in_and_of_ours() -> None:
     """Two prompts x 2, 3 steps under guidance, of which 2 are trained; the stand-in checks that its ratios are 1."""
     names = ("the same in genrl", "+ graphs of sampling kept")
-    found = peer_flow_grpo.measure(1, names, TINY_PEER_FLOW_GRPO)
+    tiny = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
+    found = peer_flow_grpo.measure(1, names, tiny)
     usual, same, kept = (found[name] for name in (peer_flow_grpo.FIRST, *names))
     for row, training in ((usual, 4.0), (same, 4.0), (kept, 0.0)):
         assert (row["sample_calls"], row["train_calls"]) == (6.0, training)

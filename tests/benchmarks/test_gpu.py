@@ -4,23 +4,20 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from benchmarks import gpu, gpu_checks, gpu_page
+from benchmarks import drills, gpu, gpu_checks, gpu_page
+from benchmarks.drills import DRILLS, run_drill
 from benchmarks.gpu import PLAN, Check
 from genrl.config import load
 
-ONE_OF_EACH = ["device", "runs", "ratio:flux1_dev", "attention", "speed:flux1_dev", "peer", "language"]
-ONE_OF_EACH += ["compiled:sd15"]
-"""A check of each function, for a dry run; `kernel` runs as the plan does, what the others would start is looked at:
-`python -m benchmarks.gpu --dry-run --out FOLDER` runs the whole plan."""
+CALLS = gpu.calls(PLAN, gpu.CALL)
 
 
-def test_every_check_has_its_function_and_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_check_has_its_function_and_is_told(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {check.name.partition(":")[0] for check in PLAN} == set(gpu_checks.CHECKS)
     monkeypatch.setattr(sys, "argv", ["gpu", "--plan"])
     gpu.main()
@@ -29,7 +26,7 @@ def test_every_check_has_its_function_and_is_told(
     monkeypatch.setattr(sys, "argv", ["gpu", "ratio:sd4"])
     with pytest.raises(SystemExit, match="2"):
         gpu.main()
-    assert "no check ratio:sd4; there are device, tests" in capsys.readouterr().err
+    assert "no check ratio:sd4; there are device, models" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -40,8 +37,9 @@ def test_a_check_runs_in_its_process_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("name", [*(check.name for call in CALLS[:2] for check in call), "compiled:sd15"])
 def test_a_dry_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Of every check of the two calls, in this process."""
     monkeypatch.chdir(root)
     for ways in ("WAYS", "COMPILED"):  # the first and the last of them
         given = list(getattr(gpu_checks, ways).items())
@@ -51,7 +49,34 @@ def test_a_dry_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, 
     assert found.values and not found.failed
     assert all(row.get("max_abs_dev", 0) == 0 for row in found.values.values() if isinstance(row, dict))
     if check == "ratio":
-        assert "| bfloat16 |  | 0 |" in gpu_page.page({name: {"status": "done", "found": found.values}})
+        assert "| bfloat16 |" in gpu_page.page({name: {"status": "done", "found": found.values}})
+
+
+def test_two_calls_of_six_minutes_see_what_matters_most() -> None:
+    first, second = ({check.name.partition(":")[0]: check for check in call} for call in CALLS[:2])
+    assert {"peer", "memory", "flux"} <= set(first) and {"ratio", "attention", "kernel", "language", "runs"} <= set(
+        second
+    )
+    assert all(check.limit <= 60 for call in CALLS[:2] for check in call)
+
+
+def test_operations_are_those_of_the_products_and_the_attention(tmp_path: Path) -> None:
+    """Of a network of one block, counted by hand: 2 for each weight and token, 4 D S^2 for attention."""
+    from diffusers import SD3Transformer2DModel
+
+    sizes = {"num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "caption_projection_dim": 16}
+    sizes |= {"joint_attention_dim": 12, "pooled_projection_dim": 10, "in_channels": 4, "sample_size": 4}
+    SD3Transformer2DModel(**sizes, patch_size=2, pos_embed_max_size=8).save_pretrained(tmp_path / "transformer")
+    tokens, text, width = 16, 333, 16
+    embeddings = 2 * (
+        tokens * 16 * width + text * 12 * width + 256 * width + width * width + 10 * width + width * width
+    )
+    # The one block is the last, whose text goes no further: it has no output projection, no MLP and two modulations.
+    picture = 2 * tokens * (3 + 1 + 8) * width**2 + 2 * 6 * width**2
+    words = 2 * text * 3 * width**2 + 2 * 2 * width**2
+    attention = 4 * width * (tokens + text) ** 2
+    last = 2 * 2 * width**2 + 2 * tokens * width * 4 * 16  # patches of 2 x 2 and 16 channels
+    assert gpu_checks.flop(tmp_path, 64) == embeddings + picture + words + attention + last
 
 
 def test_what_checks_start_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +97,8 @@ def test_what_checks_start_is_there(root: Path, monkeypatch: pytest.MonkeyPatch)
 def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A check is this program."""
     (tmp_path / "check.py").write_text(text)
-    monkeypatch.setattr(
-        gpu, "command_of", lambda check, found: [sys.executable, str(tmp_path / "check.py"), str(found)]
-    )
+    command = [sys.executable, str(tmp_path / "check.py")]
+    monkeypatch.setattr(gpu, "command_of", lambda check, found: [*command, str(found)])
 
 
 def test_one_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +114,8 @@ def test_one_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path, monke
     assert "Nothing was measured" in gpu_page.page(gpu.results(tmp_path)["card"])
 
 
-def test_one_that_fails_stops_no_other_and_one_that_does_not_fit_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_one_that_fails_stops_no_other_and_a_long_one_is_left_out(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     sleeper(tmp_path, monkeypatch, "import sys\nsys.exit('broken' if 'bad' in sys.argv[1] else 0)\n")
     checks = [Check("bad", "", 9, gigabytes=1), Check("good", "", 9), Check("long", "", 900)]
@@ -113,18 +137,14 @@ def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, monkeypatch
     assert gpu.is_done(tmp_path, "card", "peer") and list(gpu.results(tmp_path)) == ["another", "card"]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "begins"), [(5, 4, True), (5, 6, False), (None, 1, False), (1, None, False)]
-)
-def test_what_fits_into_the_card_runs_side_by_side(first: int | None, second: int | None, begins: bool) -> None:
-    running = [SimpleNamespace(check=Check("a", "", 1, gigabytes=first))]
-    assert gpu._may_begin(Check("b", "", 1, gigabytes=second), running, 10) is begins  # type: ignore[arg-type]
-    assert gpu._may_begin(Check("b", "", 1, gigabytes=second), [], 0.5)
+def test_what_fits_into_the_card_runs_side_by_side() -> None:
+    for first, second, begins in ((5, 4, True), (5, 6, False), (None, 1, False), (1, None, False)):
+        running = [SimpleNamespace(check=Check("a", "", 1, gigabytes=first))]
+        assert gpu._may_begin(Check("b", "", 1, gigabytes=second), running, 10) is begins  # type: ignore[arg-type]
+        assert gpu._may_begin(Check("b", "", 1, gigabytes=second), [], 0.5)
 
 
-def test_a_deviation_or_a_failure_is_not_done_and_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deviation_or_a_failure_is_not_done_and_tried_again(tmp_path: Path, monkeypatch: Any) -> None:
     found = gpu_checks.Found(tmp_path / "found.json")
     found.put("fine", {"max_abs_dev": 0.0})
     found.fail("broken", RuntimeError("no"))
@@ -142,3 +162,21 @@ def test_the_page_is_that_of_the_results(root: Path) -> None:
     newest = list(gpu.results(root / "benchmarks" / "results").values())[-1]
     assert (root / "docs" / "gpu.md").read_text() == gpu_page.page(newest)
     assert "Nothing was measured on a GPU yet" in gpu_page.page({})
+
+
+# -- A short form of every drill on runs: nothing is lost, nothing is wrong
+FEW = {name: 1 for name in ("killed at random", "stopped", "two starters", "NaN")}
+FEW |= {"bits of a manifest flipped": 20, "mutated requests": 30}
+KIND = "policy in simulation"  # the lightest
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
+@pytest.mark.parametrize("name", [name for name in DRILLS if name != "killed on Ray"])  # diffusion/rollout kills there
+def test_a_short_drill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(drills.ROOT)
+    monkeypatch.setattr(drills, "KINDS", {KIND: drills.KINDS[KIND]})
+    for row in run_drill(name, FEW.get(name)):
+        if not row.tries:
+            pytest.skip(row.drill)
+        assert row.survived == row.tries, row

@@ -35,15 +35,9 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
             weights = {"net.a": torch.arange(6.0).reshape(2, 3) * step, "net.b": torch.ones(2, dtype=torch.bfloat16)}
             save_file(weights, folder / "weights.safetensors")
             save_file({"state/0/step": torch.tensor(float(step))}, folder / "optimizer.safetensors")
-            state = {
-                "optimizer_steps": step,
-                "optimizer": {
-                    "state": {"$dict": [[0, {"step": {"$tensor": "state/0/step"}}]]},
-                    "betas": {"$tuple": [0.9]},
-                },
-                "unfinished_row": {"timing/train_s": seconds},
-                "kept": {},
-            }
+            state: dict[str, Any] = {"optimizer_steps": step, "kept": {}, "unfinished_row": {"timing/train_s": seconds}}
+            held = {"$dict": [[0, {"step": {"$tensor": "state/0/step"}}]]}
+            state["optimizer"] = {"state": held, "betas": {"$tuple": [0.9]}}
             (folder / "state.json").write_text(json.dumps(state))
             (folder / "manifest.json").write_text(json.dumps({"seconds": seconds}))
         rows = [{"step": step, "loss": 0.5 / (step + 1), "timing/train_s": seconds} for step in range(3)]
@@ -125,9 +119,8 @@ def test_a_container_with_another_name_is_the_same_where_that_is_said(runs: Any)
     assert compared(runs, {"optimizer.safetensors": "adamw.safetensors"}) == []
     _edit(STATE, "optimizer_steps", "steps")(runs[1])
     renames = {"optimizer.safetensors": "adamw.safetensors", "state.json:optimizer_steps": "state.json:steps"}
-    assert compared(runs, renames) == [
-        f"checkpoints/step-000001/state.json:{name}" for name in ("steps", "optimizer_steps")
-    ]
+    first = "checkpoints/step-000001/state.json"
+    assert compared(runs, renames) == [f"{first}:steps", f"{first}:optimizer_steps"]
 
 
 def test_what_may_differ_is_told_and_nothing_else_is_let_through(runs: Any) -> None:
@@ -141,9 +134,6 @@ def test_what_may_differ_is_told_and_nothing_else_is_let_through(runs: Any) -> N
     shutil.copy(runs[0] / LAST / "weights.safetensors", runs[0] / "checkpoints/step-000001")
     still = run_entries.read(runs[0])
     assert run_entries.trained(there) and "no weight moves" in same_numbers.compare(still, still, {}, [])[1]
-
-
-def test_the_metrics_left_out_are_those_that_the_catalogue_calls_not_reproducible() -> None:
     varying = {key for key in catalogue() if run_entries.varies(key)}
     assert varying == {key for key, doc in catalogue().items() if not doc.reproducible}
 
@@ -182,7 +172,7 @@ def test_every_third_is_run_by_two_processes_and_a_missing_file_is_told(tmp_path
         shutil.copytree(ROOT / "configs", tmp_path / name / "configs")
         (tmp_path / name / "assets").symlink_to(ROOT / "assets")
     there, here = tmp_path / "there", tmp_path / "here"
-    jobs, others = same_numbers.select(there, here, Namespace(only=["*"], rename=[], **given))
+    jobs, others = same_numbers.select(there, here, Namespace(only=["vlm/*"], rename=[], **given))
     once = [job.config for job in jobs if job.processes == 1]
     assert [job.config for job in jobs if job.processes == 2] == once[::3]
     assert {result.word for result in others} == {"left out"}

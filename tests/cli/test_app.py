@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, start without torch, and errors without tracebacks."""
 
+import errno
 import json
 import os
 import re
@@ -8,31 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from genrl import __version__, recipes
 from tests.cli.commands import ROOT, SMALL, run
 
-COMMANDS = [
-    "demo",
-    "init",
-    "train",
-    "resume",
-    "sample",
-    "collect",
-    "eval",
-    "compare",
-    "check",
-    "plan",
-    "export",
-    "report",
-]
-COMMANDS += ["watch", "replay", "doctor", "rewards", "score", "serve", "config schema"]
+COMMANDS = ["demo", "init", "train", "resume", "sample", "collect", "eval", "compare", "check", "plan", "export"]
+COMMANDS += ["report", "watch", "replay", "doctor", "rewards", "score", "serve", "config schema"]
 
 
 class TestHelp:
-    def test_every_command_is_listed_and_has_an_example_with_options_that_exist(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_every_command_has_an_example_with_options_that_exist(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "300")
         listed = run("--help")
         written = {recipe.written for recipe in recipes.recipes()}
@@ -102,12 +89,17 @@ def test_commands_import_no_more_than_they_need() -> None:
 
 
 class TestErrors:
-    def test_clean_text_and_exit_code(self, folder: Path) -> None:
+    def test_clean_text_and_a_traceback_on_demand(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text = run("check", "small.yaml", "optimizer.lrr=1", "seed=x", code=2)
         assert "2 problems in the configuration; nothing was loaded" in text
         assert "did you mean optimizer.lr?" in text and "Traceback" not in text
-
-    def test_traceback_on_demand(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (folder / "small.yaml").write_text(SMALL + '"\\e[31mevil": 1\n')
+        text = run("check", "small.yaml", code=2)
+        assert "\x1b" not in text and "\\x1b[31mevil" in text
+        (folder / "small.yaml").write_text(SMALL)
+        (folder / "train.txt").write_bytes(b"fine\n\x1b[2J\n")
+        text = run("check", "small.yaml", code=2)
+        assert "small.yaml:2: prompts.train: train.txt: 1 of 2 rows are dirty" in text and "\x1b" not in text
         monkeypatch.setenv("GENRL_DEBUG", "1")
         with pytest.raises(ValueError, match="did you mean optimizer.lr"):
             run("check", "small.yaml", "optimizer.lrr=1")
@@ -117,15 +109,27 @@ class TestErrors:
         with pytest.raises(ValueError, match="invalid literal"):
             run("check", "small.yaml")
 
-    def test_no_terminal_codes_from_files(self, folder: Path) -> None:
-        (folder / "small.yaml").write_text(SMALL + '"\\e[31mevil": 1\n')
-        text = run("check", "small.yaml", code=2)
-        assert "\x1b" not in text and "\\x1b[31mevil" in text
+    @pytest.mark.parametrize(
+        ("error", "says"),
+        [
+            (OSError(errno.ENOSPC, "", "a.png"), "nothing can be written to a.png: No space left on device. Make room"),
+            (SafetensorError("I/O error: File too large (os error 27)"), "nothing can be written: File too large"),
+            (OSError(errno.EROFS, "", "a.png"), "Read-only file system"),
+            (NotADirectoryError(errno.ENOTDIR, "", "videos/a.gif"), "videos/a.gif: Not a directory"),
+        ],
+    )
+    def test_a_full_disk_is_no_defect(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
+    ) -> None:
+        def fails(config: object, **_: object) -> None:
+            raise error
 
-    def test_dirty_prompts(self, folder: Path) -> None:
-        (folder / "train.txt").write_bytes(b"fine\n\x1b[2J\n")
-        text = run("check", "small.yaml", code=2)
-        assert "small.yaml:2: prompts.train: train.txt: 1 of 2 rows are dirty" in text and "\x1b" not in text
+        monkeypatch.setattr("genrl.cli.diffusion.summary", fails)
+        text = run("check", "small.yaml", code=1)
+        assert says in text and "Traceback" not in text
+        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, **_: open("/absent/file"))
+        with pytest.raises(FileNotFoundError):
+            run("check", "small.yaml")
 
     @pytest.mark.parametrize(
         ("arguments", "says"),

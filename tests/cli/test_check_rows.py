@@ -53,6 +53,25 @@ def test_every_picture_of_the_prompts_is_opened(folder: Path) -> None:
     assert failing == 4  # a held-out prompt has none
 
 
+def test_lists_and_videos_are_no_picture_of_a_row(folder: Path) -> None:
+    """Pipelines would take them as pictures of several samples, or raise in the middle of the run."""
+    picture = str(folder / "good.png")
+    written(folder, "source_image")
+    rows = [{"prompt": f"p{k}", "seen": seen} for k, seen in enumerate([picture, [picture] * 2, "a.mp4", [], 3, None])]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    changes = ["prompts.train=a.jsonl", "prompts.eval=null", "evaluation.every=0", "sampling.inputs={image: seen}"]
+    lines, failing = report(load(folder / "small.yaml", changes))
+    wanted = (
+        (2, "seen: is a list"),
+        (3, "is a video"),
+        (4, "is a list"),
+        (5, "is a number"),
+        (6, "no picture in 'seen'"),
+    )
+    lines_of(lines, *wanted)
+    assert failing == len(wanted)
+
+
 def test_every_question_is_put_together(tmp_path: Path) -> None:
     written(tmp_path, "image")
     with (tmp_path / "a.jsonl").open("a") as stream:

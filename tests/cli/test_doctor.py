@@ -43,13 +43,9 @@ def test_doctor_lists_accelerators_of_any_kind(monkeypatch: pytest.MonkeyPatch) 
 def test_doctor_says_what_to_do() -> None:
     from genrl.cli.doctor import advice
 
-    report = {
-        "system": {"free_disk_gb": 1.5},
-        "packages": {"torch": "2", "peft": None},
-        "torch": {"device": "cpu", "torchvision": "declared"},
-        "threads": {"torch_threads": 4, "usable_cores": 4},
-        "simulators": {"libero": "LIBERO lacks bddl: pip"},
-    }
+    report = {"system": {"free_disk_gb": 1.5}, "packages": {"torch": "2", "peft": None}}
+    report |= {"torch": {"device": "cpu", "torchvision": "declared"}}
+    report |= {"threads": {"torch_threads": 4, "usable_cores": 4}, "simulators": {"libero": "LIBERO lacks bddl: pip"}}
     text = "\n".join(advice(report))
     for part in ("pip install peft", "torchvision does not fit", "OMP_NUM_THREADS=1", "1.5 GB of disk", "lacks bddl"):
         assert part in text
@@ -85,9 +81,8 @@ def test_doctor_refuses_a_policy_that_does_not_act_by_itself(tmp_path: Path) -> 
     assert "acts through its world model" in told and "nothing to look at before" in told
 
 
-@pytest.mark.parametrize(
-    ("rule", "columns", "said"),
-    [
+def test_expected_answers_are_shown_as_they_are_read() -> None:
+    for rule, columns, said in (
         ("numeric", {"answer": "minus 5"}, "-5.0, read as number"),
         ("exact", {"answer": 3.0}, "('3', '3.0'), read as number"),
         ("math", {"answer": "5x+3"}, "'$5x+3$', read as formula"),
@@ -95,10 +90,8 @@ def test_doctor_refuses_a_policy_that_does_not_act_by_itself(tmp_path: Path) -> 
         ("numeric", {"answer": "several 3 4"}, "refused: the expected answer is"),
         ("numeric", {}, "the row has no column 'answer'"),
         ("exact", {"answer": None}, "read as nothing"),
-    ],
-)
-def test_expected_answers_are_shown_as_they_are_read(rule: str, columns: dict[str, object], said: str) -> None:
-    assert said in read_as(load_text(rule), columns)
+    ):
+        assert said in read_as(load_text(rule), columns)
 
 
 def test_a_sheet_says_what_is_padded_and_what_has_no_score(tmp_path: Path) -> None:

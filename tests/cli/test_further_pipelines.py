@@ -13,7 +13,7 @@ from peft import get_peft_model_state_dict
 from PIL import Image
 
 from tests import run_folders
-from tests.cli.commands import run, words
+from tests.cli.commands import SMALL, run, words
 from tests.diffusion import tiny_parts as parts
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.starting_families import mask
@@ -24,20 +24,11 @@ pytestmark = pytest.mark.slow
 def write(folder: Path, family: str, sampling: dict[str, Any], **model: Any) -> None:
     """run.yaml: two iterations on a pipeline of this family, saved as `model`."""
     FAMILIES[family]().pipe.save_pretrained(folder / "model")
+    tree = yaml.safe_load(SMALL) | {"trainer": {"algorithm": "flow_grpo"}, "optimizer": {"lr": 1e-2}, "iterations": 2}
+    tree |= {"model": {"path": "./model", "lora": {"rank": 2, "alpha": 4}, **model}}
+    tree |= {"prompts": {"train": "rows.jsonl", "eval": "held_out.jsonl"}, "evaluation": {"every": 2, "num_prompts": 2}}
     sizes = {"num_inference_steps": 4, "prompts_per_iteration": 2, "group_size": 2, "batch_size": 2}
-    tree = {
-        "model": {"path": "./model", "lora": {"rank": 2, "alpha": 4}, **model},
-        "prompts": {"train": "rows.jsonl", "eval": "held_out.jsonl"},
-        "rewards": [{"name": "./mine.py:brightness"}],
-        "sampling": sizes | sampling,
-        "trainer": {"algorithm": "flow_grpo"},
-        "optimizer": {"lr": 1e-2},
-        "evaluation": {"every": 2, "num_prompts": 2},
-        "checkpoint": {"every": 1},
-        "trackers": [],
-        "iterations": 2,
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree | {"sampling": sizes | sampling}))
     rows = []
     for k, picture in enumerate([*parts.pictures(), *parts.pictures()]):
         picture.rotate(180 * (k // 2)).save(folder / f"{k}.png")

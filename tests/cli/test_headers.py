@@ -1,7 +1,5 @@
 """How large a model on the hub is, from JSON files and headers of weights, by a client without a network."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -13,8 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from genrl.cli import diffusion
 from genrl.config import load
-from genrl.config.headers import from_hub, hub_errors
-from genrl.config.weight_files import read_header
+from genrl.config.weight_files import from_hub, hub_errors, read_header
 from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.schema import Config
 from tests.cli.commands import MODEL, run
@@ -40,12 +37,15 @@ class Hub:
         return Of(tensors={key: Of(shape=list(s), dtype=d, data_offsets=(0, 0)) for key, s, d in entries})
 
 
-def test_a_pipeline_is_the_one_of_its_folder(tmp_path: Path) -> None:
+def test_a_pipeline_is_the_one_of_its_folder_and_a_header_alone_is_a_file_that_is_cut(tmp_path: Path) -> None:
     hub = Hub(MODEL)
     found = read_components(from_hub("org/model", None, tmp_path, hub))
     assert found == read_components(MODEL) and sum(part.num_parameters for part in found) > 10**6
     assert "model_index.json" in hub.asked and not [name for name in hub.asked if not name.endswith(".json")]
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) < 200_000
+    file = next(tmp_path.rglob("*.safetensors"))
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    assert json.loads(file.read_bytes()[8:]) and file.stat().st_size == 8 + length
 
 
 def test_check_asks_it_once_and_estimates(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -70,11 +70,3 @@ def test_a_hub_that_is_not_reached_is_said(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="does not say how large it is: no such host$"):
         from_hub("org/model", None, tmp_path, Of(model_info=fail))
     assert issubclass(HfHubHTTPError, hub_errors()) and OSError in hub_errors()
-
-
-def test_a_header_alone_is_a_file_that_is_cut(tmp_path: Path) -> None:
-    """It must never be taken for weights."""
-    from_hub("org/model", None, tmp_path, Hub(MODEL))
-    file = next(tmp_path.rglob("*.safetensors"))
-    length = int.from_bytes(file.read_bytes()[:8], "little")
-    assert json.loads(file.read_bytes()[8:]) and file.stat().st_size == 8 + length

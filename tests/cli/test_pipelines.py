@@ -38,52 +38,37 @@ class Stop(Exception):
     """What a stand-in raises with what it was given."""
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "sizes"),
-    [
-        ("org/model", [], [{"height": 16}, {}]),
-        ("org/model", ["--width", "32"], [{}, {}]),
-        ("runs/one", [], [{}, {}]),  # whose configuration reads no such column
-    ],
-)
-def test_the_sizes_of_rows(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, model: str, options: list[str], sizes: list[dict[str, int]]
-) -> None:
-    def evaluate(pipe: Any, rows: Any, *_: Any, **__: Any) -> None:
-        raise Stop([dict(row.size) for row in rows])
+def evaluated(monkeypatch: pytest.MonkeyPatch, model: str, *options: str) -> tuple[int, list[tuple[str, dict]]]:
+    """Seed, texts and sizes that `genrl eval` hands on for the rows of eval.jsonl."""
 
-    (trained / "eval.jsonl").write_text('{"prompt": "a", "height": 16}\n{"prompt": "b"}\n')
+    def evaluate(pipe: Any, rows: Any, *_: Any, seed: int, **__: Any) -> None:
+        raise Stop(seed, [(row.text, dict(row.size)) for row in rows])
+
     monkeypatch.setattr("genrl.diffusion.sample.load", lambda model, lora: None)
     monkeypatch.setattr("genrl.diffusion.sample.evaluate_pipeline", evaluate)
     with pytest.raises(Stop) as stopped:
         run("eval", model, "--prompts", "eval.jsonl", "--reward", "shapes", *options)
-    assert stopped.value.args == (sizes,)
+    return stopped.value.args
 
 
-def test_a_run_is_evaluated_as_it_was(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its seed and with as many pictures of a prompt; a seed that is given wins."""
+def test_a_run_is_evaluated_as_it_was_and_sizes_are_those_of_rows(trained: Path, monkeypatch: Any) -> None:
+    """By its seed and with as many pictures of a prompt; a seed or a size that is given wins."""
+    (trained / "eval.jsonl").write_text('{"prompt": "a", "height": 16}\n{"prompt": "b"}\n')
+    plain = [("a", {}), ("b", {})]
+    assert evaluated(monkeypatch, "org/model")[1] == [("a", {"height": 16}), ("b", {})]
+    assert evaluated(monkeypatch, "org/model", "--width", "32")[1] == plain
+    assert evaluated(monkeypatch, "runs/one")[1] == plain  # its configuration reads no such column
     file = trained / "runs" / "one" / "config.yaml"
     file.write_text(file.read_text().replace("evaluation: {", "evaluation: {group_size: 2, seed: 7, "))
-    (trained / "eval.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-
-    def evaluate(pipe: Any, rows: Any, *_: Any, seed: int, **__: Any) -> None:
-        raise Stop(seed, [row.text for row in rows])
-
-    monkeypatch.setattr("genrl.diffusion.sample.load", lambda model, lora: None)
-    monkeypatch.setattr("genrl.diffusion.sample.evaluate_pipeline", evaluate)
-    for options, seed in (([], 7), (["--seed", "3"], 3)):
-        with pytest.raises(Stop) as stopped:
-            run("eval", "runs/one", "--prompts", "eval.jsonl", "--reward", "shapes", *options)
-        assert stopped.value.args == (seed, ["a", "a", "b", "b"])
+    for options, seed in (((), 7), (("--seed", "3"), 3)):
+        assert evaluated(monkeypatch, "runs/one", *options) == (seed, [plain[0]] * 2 + [plain[1]] * 2)
 
 
 @pytest.mark.parametrize(
     "command", [["sample", "--prompt", "a"], ["eval", "--prompts", "eval.txt", "--reward", "shapes"]]
 )
 @pytest.mark.parametrize(("model", "loaded"), [("runs/one", "bfloat16"), ("org/model", "float32")])
-def test_the_default_precision(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], model: str, loaded: str
-) -> None:
+def test_the_default_precision(trained: Path, monkeypatch: Any, command: list[str], model: str, loaded: str) -> None:
     def load(model: Any, lora: str | None) -> Any:
         raise Stop(model.dtype)
 
@@ -92,55 +77,7 @@ def test_the_default_precision(
         run(command[0], model, *command[1:])
 
 
-# -- `genrl compare` from two models to a table, as a user types it
-
-
-BASE = str(MODEL)
-
-
-@pytest.fixture
-def trained_of_compare(folder: Path) -> str:
-    """A run of one iteration."""
-    changed = (folder / "small.yaml").read_text() + "output: runs/small\noptimizer: {lr: 1e-2}\n"
-    (folder / "small.yaml").write_text(changed)
-    run("train", "small.yaml")
-    return "runs/small"
-
-
-@pytest.mark.slow
-def test_from_two_models_to_a_table(folder: Path, trained_of_compare: str) -> None:
-    rows = [{"prompt": "a red circle", "topic": "one"}, {"prompt": "two stars", "topic": "more"}]
-    (folder / "topics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = run(
-        "compare", BASE, trained_of_compare, "--prompts", "topics.jsonl", "--per-prompt", "2", "--category", "topic"
-    )
-    assert "compare.html: 4 pairs" in said and "compare.key.json: keep it" in said
-    out = folder / "compare.html"
-    key = json.loads(key_path(out).read_text())
-    assert key["a"]["lora"] is None and key["b"]["lora"].endswith("lora") and key["prompts"] == "topics.jsonl"
-    assert key["a"]["arguments"] == key["b"]["arguments"]
-    assert {pair["category"] for pair in key["pairs"].values()} == {"one", "more"}
-    assert all(pair["rewards"].keys() == {"brightness"} for pair in key["pairs"].values())
-    assert trained_of_compare not in out.read_text()
-
-    answers = {token: pages.for_model(key, token, "b") for token in key["pairs"]}
-    tied = next(token for token, pair in key["pairs"].items() if pair["category"] == "more")
-    votes = pages.votes(out, folder / "votes.json", answers | {tied: "tie"})
-    table = words(run("compare", "--read", str(votes)))
-    assert f"B = {trained_of_compare} over A = {BASE}; 1 judge, 4 of 4 pairs" in table.replace("\n", " ")
-    assert "all 4 3 1 0 0.875" in table and "more 2 1 1 0 0.750" in table and "one 2 2 0 0 1.000" in table
-    found = json.loads(run("compare", "--read", str(votes), "--json"))
-    assert found["total"]["rate"]["value"] == 0.875 and found["total"]["decided"]["count"] == 3
-    brighter = [pair["rewards"]["brightness"] for token, pair in key["pairs"].items() if token != tied]
-    right = sum(b > a for a, b in brighter) / 3
-    assert found["rewards"]["brightness"]["accuracy"]["value"] == pytest.approx(right)
-
-    said = words(run("compare", BASE, trained_of_compare, "--out", "compare.html", code=2))
-    assert "compare.html exists; votes on that page need its key" in said
-    said = words(run("compare", trained_of_compare, trained_of_compare, "--out", "other.html", code=2))
-    assert f"A and B are the same model, {trained_of_compare}" in said
-
-
+# -- `genrl compare`: what it asks for before a model is loaded, and votes read as a table
 def test_what_is_asked_before_anything_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("genrl.diffusion.sample.load", lambda *_: pytest.fail("a model was loaded"))
     (folder / "many.txt").write_text("\n".join(f"{k} circles" for k in range(10_000)))
@@ -151,5 +88,20 @@ def test_what_is_asked_before_anything_is_loaded(folder: Path, monkeypatch: pyte
         ("--prompts eval.txt --reward shapse", "Did you mean 'shapes'?"),
         ("--prompts eval.txt --reward ocr --no-rewards", "--reward is not for --no-rewards"),
     ):
-        found = words(run("compare", BASE, "org/model", *arguments.split(), code=2))
+        found = words(run("compare", str(MODEL), "org/model", *arguments.split(), code=2))
         assert all(one in found for one in said), found
+
+
+def test_votes_become_a_table(folder: Path) -> None:
+    """Pages of two models: tests/diffusion/test_compare.py, and by the command tests/vlm/test_compare.py."""
+    pages.write(folder / "compare.html", 4)
+    key = json.loads(key_path(folder / "compare.html").read_text())
+    answers = {token: pages.for_model(key, token, "b") for token in key["pairs"]}
+    tied = next(token for token, pair in key["pairs"].items() if pair["prompt"] == "prompt 1")
+    votes = str(pages.votes(folder / "compare.html", folder / "votes.json", answers | {tied: "tie"}))
+    table = words(run("compare", "--read", votes))
+    assert "B = model-after over A = model-before; 1 judge, 4 of 4 pairs" in table
+    assert "all 4 3 1 0 0.875" in table and "odd 2 1 1 0 0.750" in table and "even 2 2 0 0 1.000" in table
+    found = json.loads(run("compare", "--read", votes, "--json"))
+    assert found["total"]["rate"]["value"] == 0.875 and found["total"]["decided"]["count"] == 3
+    assert found["rewards"]["good"]["accuracy"]["value"] == 1.0

@@ -71,9 +71,8 @@ def test_rewards_are_listed_on_a_screen_and_their_names_not_cut(monkeypatch: pyt
     text = run("rewards").output
     assert all(name in text for name in ("shapes", "ocr", "clipscore", "pickscore", "tag_format"))
     assert len(text.splitlines()) <= 24
-    monkeypatch.setattr(
-        "genrl_rewards.listing", lambda: [genrl_rewards.Listed("a" * 90, "built-in", "images", "0 to 1", "?")]
-    )
+    long = genrl_rewards.Listed("a" * 90, "built-in", "images", "0 to 1", "?")
+    monkeypatch.setattr("genrl_rewards.listing", lambda: [long])
     monkeypatch.setattr("genrl_rewards.scorers.texts.completions.listing_texts", list)
     text = run("rewards").output
     assert "…" not in text and text.count("a" * 80) == 1 and "a" * 10 in text.replace("a" * 80, "")
@@ -131,9 +130,6 @@ def test_rows_of_a_jsonl_bring_prompts_columns_and_pictures(folder: Path) -> Non
     assert [row["score"] for row in rows(run("score", "mine.py:column", "rows.jsonl"))] == [3.0, 0.0]
     assert [row["score"] for row in rows(run("score", "mine.py:like", "rows.jsonl"))] == pytest.approx([1.0, 0.2])
     assert [r["score"] for r in rows(run("score", "mine.py:words", "shots", "--prompt", "a b c"))] == [3.0] * 3
-
-
-def test_a_groupwise_reward_gets_whole_groups(folder: Path) -> None:
     lines = [{"image": f"shots/{name}.png", "group": group} for name, group in (("a", 1), ("c", 2), ("b", 1))]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = rows(run("score", "mine.py:best", "rows.jsonl", "--batch-size", "1"))
@@ -150,15 +146,8 @@ def test_what_cannot_be_read_is_named_skipped_and_counted(folder: Path) -> None:
     assert "skipped: picture 'shots/b.png' cannot be read" in result.stderr
     assert "skipped: picture 'shots/d.png' cannot be read" in result.stderr
     assert "2 scored, 0 without a score, 2 skipped" in result.stderr
-    lines = [
-        '{"image": "shots/a.png"}',
-        "{",
-        "[]",
-        '{"image": "../a.png", "image": "shots/a.png"}',
-        '{"image": "../a.png"}',
-        '{"image": "gone.png"}',
-        "\xff",
-    ]
+    lines = ['{"image": "shots/a.png"}', "{", "[]", '{"image": "../a.png", "image": "shots/a.png"}']
+    lines += ['{"image": "../a.png"}', '{"image": "gone.png"}', "\xff"]
     (folder / "rows.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
     result = run("score", "mine.py:brightness", "rows.jsonl")
     assert len(rows(result)) == 1 and "6 skipped" in result.stderr
@@ -202,9 +191,8 @@ def test_a_missing_extra_names_the_pip_command(folder: Path, monkeypatch: pytest
     monkeypatch.setitem(loading.BUILT_IN, "ocr", loading.BUILT_IN["ocr"]._replace(packages=("not_here",)))
     assert "pip install 'rapidocr" in run("score", "ocr", "shots", "--prompt", "x").stderr
     monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "not_here"))
-    assert "serving needs not_here, which is not installed here: pip install 'fastapi" in (
-        run("serve", "mine.py:brightness").stderr
-    )
+    said = run("serve", "mine.py:brightness").stderr
+    assert "serving needs not_here, which is not installed here: pip install 'fastapi" in said
 
 
 def test_a_reward_that_raises_and_serving_without_a_token(folder: Path) -> None:

@@ -58,8 +58,6 @@ class TestLaunch:
 
 def test_a_whole_run(folder: Path) -> None:
     """train, resume, sample, eval, report, export on the embedded model, in one process."""
-    if not MODEL.is_dir():
-        pytest.skip("assets/tiny-t2i is not built")
     from genrl.config import load
     from genrl.diffusion.config.estimate import plan, read_components
 
@@ -71,23 +69,19 @@ def test_a_whole_run(folder: Path) -> None:
     assert rows[-1]["model_calls/sample"] == expected.sample_calls
     assert rows[-1]["model_calls/train"] == expected.train_calls
     assert load(first / "config.yaml") == load("small.yaml", ["iterations=2"])
-
     assert "is not empty" in run("train", "small.yaml", code=2)
     more = "runs/small has done all of its 2 iterations; for more of them: genrl resume runs/small iterations=102"
     assert more in run("resume", "runs/small")
     assert "has done all" not in run("resume", "runs/small", "iterations=3")
     assert load(first / "config.yaml").iterations == 3
-
     assert "2 pictures" in run("sample", "runs/small", "--prompt", "a star", "--prompt", "a ring", "--out", "drawn")
     assert {path.name for path in (folder / "drawn").iterdir()} >= {"00000.png", "00001.png", "grid.png"}
-
     # The newest checkpoint's adapter, not that of an earlier end of the run; nor of a save that was cut short.
     shutil.copytree(first / "checkpoints" / "step-000003", first / "checkpoints" / "step-000004.tmp-1")
     text = run("eval", "runs/small", "--out", "new/scores.json", "--num-prompts", "1", "--batch-size", "1")
     scores = json.loads((folder / "new" / "scores.json").read_text())
     assert "eval/brightness_mean" in text and scores["num_prompts"] == 1
     assert scores["lora"] == "runs/small/checkpoints/step-000003/lora"
-
     assert "report.html" in run("report", "runs/small")
     run("export", "runs/small", "--out", "lora")
     assert (folder / "lora" / "README.md").is_file() and list((folder / "lora").glob("*.safetensors"))
@@ -112,8 +106,6 @@ def test_two_processes(folder: Path) -> None:
 
 
 # -- The launcher of `--nproc`: signals are passed on, savings waited for, exit codes told, failures end the others
-
-
 PROGRAM = """
 import os, signal, sys, time
 rank, what = int(os.environ["RANK"]), sys.argv[1].split(",")[int(os.environ["RANK"])]
@@ -150,7 +142,7 @@ def test_exit_codes(what: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_the_saving_waited_for(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Longer than a failure would be."""
     monkeypatch.chdir(tmp_path)
@@ -202,22 +194,14 @@ def test_processes_save_and_end_where_their_launcher_was_killed(variable: str, t
 
 
 # -- `genrl watch` as it is typed
-
-
 @pytest.mark.skipif(os.name == "nt", reason="there is no SIGINT to send")
 def test_it_prints_its_address_serves_and_ends_at_ctrl_c(tmp_path: Path) -> None:
     log(make(tmp_path / "run"), [{"step": 3, "loss": 0.5}])
     command = [sys.executable, "-m", "genrl", "watch", "run", "later"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # ignored where the tests run in background
-    ) as watching:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in background
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=heard, **pipes) as watching:
         try:
             assert watching.stdout is not None
             first, second = watching.stdout.readline(), watching.stdout.readline()

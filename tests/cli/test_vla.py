@@ -64,39 +64,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class TestCheck:
-    def test_says_what_an_iteration_does(self, folder: Path) -> None:
+    def test_says_what_an_iteration_does_and_that_a_folder_is_in_use(self, folder: Path) -> None:
         text = words(run("check", "small.yaml", "output=elsewhere"))
         assert text.startswith("valid") and "optimiser steps 3 of 16 frames" in text
         assert "evaluations 3 of 16 episodes" in text and "iterations 2" in text
-
-    def test_of_reinforcement(self, folder: Path) -> None:
         text = words(run("check", "ppo.yaml", "--explain"))
         assert "environments 16 in groups of 1" in text and "decisions 32 at most 2 of each environment" in text
         assert "denoising steps 2 of a decision, flow_sde" in text and "evaluations 0 off" in text
         for key in ("trainer.critic_warmup", "environment.num_envs", "sampler.noise_level", "policy.keep_features"):
             assert key in text
         assert "sampling.group_size" not in text
-
-    def test_a_folder_in_use_is_noted_and_not_overwritten(self, folder: Path) -> None:
         assert "is in use; continue it by `genrl resume runs/small`" in words(run("check", "small.yaml"))
         refusal = words(run("train", "small.yaml", code=2))  # with the whole path
         assert "go on with it by `genrl resume" in refusal and "runs/small`" in refusal
 
-    @pytest.mark.parametrize(
-        ("override", "says"),
-        [
+    def test_what_is_wrong(self, folder: Path) -> None:
+        for override, says in (
             ("policy.path=runs/smal", "there is no folder runs/smal; did you mean runs/small?"),
             ("policy.path=.", "has no config.json: it is neither a policy's folder nor the run of one"),
             ("environment.name=minitabel", "did you mean minitable?"),
             ("trainer.algorithm=pppo", "did you mean ppo?"),
             ("sampler.low=0.1", "belongs to another sampler.kind than 'flow_sde'"),
             ("environment.group_size=3", "the groups must be complete"),
-        ],
-    )
-    def test_what_is_wrong(self, override: str, says: str, folder: Path) -> None:
-        assert says in words(run("check", "ppo.yaml", override, code=2))
-        assert says in words(run("train", "ppo.yaml", override, code=2))
-        assert not (folder / "runs" / "ppo").exists()
+        ):
+            assert says in words(run("check", "ppo.yaml", override, code=2))
+            assert says in words(run("train", "ppo.yaml", override, code=2))
+            assert not (folder / "runs" / "ppo").exists()
 
 
 class TestTrain:
@@ -117,18 +110,15 @@ class TestTrain:
         run("resume", "runs/ppo", "iterations=2")
         assert len(read_metrics(place / "metrics.jsonl")) == 2
 
-    @pytest.mark.parametrize(
-        ("change", "says"),
-        [
+    def test_what_the_policy_does_not_allow(self, folder: Path) -> None:
+        """Known only with the policy, and said before anything is written."""
+        for change, says in (
             ("environment.chunk=9", "environment.chunk: 9 actions cannot be executed of chunks of 4"),
             ("environment.tasks=[pull]", "MiniTable has no task 'pull'"),
             ("sampler={kind: diffusion}", "predicts velocity; write flow_sde"),
-        ],
-    )
-    def test_what_the_policy_does_not_allow(self, change: str, says: str, folder: Path) -> None:
-        """Known only with the policy, and said before anything is written."""
-        assert says in words(run("train", "ppo.yaml", change, "output=runs/wrong", code=2))
-        assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
+        ):
+            assert says in words(run("train", "ppo.yaml", change, "output=runs/wrong", code=2))
+            assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
 
     def test_the_command_put_right_runs(self, folder: Path) -> None:
         """An instruction that the policy was not taught is found at the first reset, when the folder is there."""
@@ -172,34 +162,26 @@ class TestEval:
         genrl.evaluate("runs/small/policy", config={**yaml.safe_load(REINFORCED), "tf32": True})
         assert seen == [True, False, True] and not torch.backends.cuda.matmul.allow_tf32
 
-    def test_episodes_seed_and_films(self, folder: Path) -> None:
+    def test_episodes_seed_and_films_and_a_folder_in_the_environment_of_a_file(self, folder: Path) -> None:
         options = ("--episodes", "5", "--seed", "7", "--videos", "films", "--out", "b.json")
         text = words(run("eval", "runs/small", *options))
         scores = json.loads((folder / "b.json").read_text())
         assert (scores["episodes"], scores["seed"]) == (5, 7) and "films and pictures in films" in text
         assert len(list((folder / "films").iterdir())) >= 2
-
-    def test_a_folder_in_the_environment_of_a_file(self, folder: Path) -> None:
         assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
 
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
+    def test_what_cannot_be_evaluated(self, folder: Path) -> None:
+        for arguments, says in (
             (["runs/small/policy"], "is a policy: say where it acts by --config FILE.yaml"),
             (["runs/small/policy", "--config", str(ROOT / "configs/quickstart.yaml")], "trains no policy"),
             (["runs/small/policy", "--config", "pppo.yaml"], "no such file"),
             (["runs/smal", "--config", "ppo.yaml"], "did you mean runs/small?"),
             (["runs/smal"], "did you mean runs/small?"),
             (["runs", "--config", "ppo.yaml"], "runs is neither a policy's folder nor the run of one"),
-            (
-                ["runs/small", "--reward", "shapes", "--num-prompts", "3"],
-                "--reward, --num-prompts are not for a policy",
-            ),
+            (["runs/small", "--reward", "shapes", "--num-prompts", "3"], "--reward, --num-prompts are not for a polic"),
             ([str(ROOT / "assets/tiny-t2i"), "--episodes", "3", "--reward", "shapes"], "is not for a pipeline"),
-        ],
-    )
-    def test_what_cannot_be_evaluated(self, arguments: list[str], says: str, folder: Path) -> None:
-        assert says in words(run("eval", *arguments, code=2))
+        ):
+            assert says in words(run("eval", *arguments, code=2))
 
 
 class TestExport:

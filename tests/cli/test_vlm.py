@@ -26,12 +26,10 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     run("train", written(tmp_path, vlm={"lora": {"rank": 2}}))
     run("resume", folder, "iterations=2")
     assert last_state(tmp_path / "run").step == 2
-
     printed = words(run("eval", folder, "--num-prompts", "16", "--out", str(tmp_path / "scores.json")))
     assert "right answers" in printed and "16 questions" in printed
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["questions"] == 16 and 0 <= scores["scores"]["eval/accuracy_mean"] <= 1
-
     run("export", folder, "--out", str(tmp_path / "adapter"))
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     run("export", folder, "--out", str(tmp_path / "whole"), "--full")
@@ -42,9 +40,6 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
 def test_a_folder_is_evaluated_by_a_configuration(tmp_path: Path) -> None:
     assert "8 questions" in words(run("eval", str(vlm_runs.MODEL), "--config", written(tmp_path)))
     assert "say what it is asked by --config FILE.yaml" in words(run("eval", str(vlm_runs.MODEL), code=2))
-
-
-def test_options_of_other_kinds_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path)
     for option in (["--reward", "shapes"], ["--seed", "3"], ["--episodes", "4"], ["--height", "64"]):
         text = words(run("eval", str(vlm_runs.MODEL), "--config", file, *option, code=2))

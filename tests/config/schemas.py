@@ -1,7 +1,5 @@
 """The JSON schema of configurations, made and checked once for all tests: it takes a third of a second."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

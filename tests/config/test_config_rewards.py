@@ -1,14 +1,17 @@
 """What the keys of a reward may not say together, told before anything is loaded."""
 
-from __future__ import annotations
-
+import json
 import re
 import shutil
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from genrl.config import ConfigError, check_files, load
+from genrl.config.weight_files import STEMS, weights_problem
 
 BASE = """\
 model: {{path: org/name}}
@@ -27,9 +30,8 @@ def write(folder: Path, rewards: str) -> Path:
     return folder / "c.yaml"
 
 
-@pytest.mark.parametrize(
-    ("rewards", "words"),
-    [
+def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    for rewards, words in (
         ("  - {name: ocr, schedule: [[10, 0], [5, 1]]}", "rewards.0.schedule: the iterations must rise, found 10, 5"),
         ("  - {name: ocr, schedule: [[5, 0], [5, 1]]}", "must rise"),
         ("  - {name: ocr, gate: {reward: shape, at_least: 1}}\n  - {name: shapes}", "Did you mean 'shapes'"),
@@ -41,12 +43,10 @@ def write(folder: Path, rewards: str) -> Path:
         (f"  - {{name: ocr, {REMOTE}, outage: {{deadline_s: 600}}}}", "up to 600 s .* ended after 600 s"),
         (f"  - {{name: ocr, {REMOTE}, outage: {{policy: zero}}}}", "policy"),
         ("  - {name: ocr, batch_size: 0}", "batch_size"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(tmp_path: Path, rewards: str, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        load(write(tmp_path, rewards))
-    assert re.search(words, " ".join(str(error.value).split())), str(error.value)
+    ):
+        with pytest.raises(ConfigError) as error:
+            load(write(tmp_path, rewards))
+        assert re.search(words, " ".join(str(error.value).split())), str(error.value)
 
 
 def test_what_fits_is_kept(tmp_path: Path) -> None:
@@ -90,3 +90,43 @@ def test_weights_of_rewards_that_cannot_be_loaded(tmp_path: Path) -> None:
     (clip / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="vocabulary"):
         check_files(load(path))
+
+
+# -- Weight files by their headers: what the loaders refuse, the check refuses too, without loading anything
+def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def written(entries: dict[str, Any], data: int) -> bytes:
+    header = json.dumps(entries).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(data)
+
+
+def test_a_header_that_does_not_fit_its_file(tmp_path: Path) -> None:
+    for entries, data, says in (
+        ({"a": entry([2], 0, 8), "b": entry([8], 8, 16, "F8_E4M3")}, 16, None),
+        ({"a": entry([], 0, 4)}, 4, None),
+        ({"a": entry([4], 0, 8)}, 8, "is damaged: by its header"),
+        ({"a": entry([1], 0, 8)}, 8, "is damaged: by its header"),
+        ({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, 12, "is damaged: by its header"),
+        ({"a": entry([2], 0, 8), "b": entry([2], 16, 24)}, 24, "is damaged: by its header"),
+        ({"a": entry([2], 0, 8)}, 11, "is damaged: by its header"),
+        ({"a": entry([2], 0, 8)}, 5, "is cut: it has"),
+        ({"__metadata__": {"format": "pt"}}, 0, "holds no weights"),
+    ):
+        file = tmp_path / f"{STEMS[0]}.safetensors"
+        file.write_bytes(written(entries, data))
+        problem = weights_problem(tmp_path)
+        assert (problem is None) == (says is None) and (says or "") in (problem or "")
+        if says is None or "damaged" in says:  # as the library itself has it
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    assert says is None and opened.keys()
+            except Exception as error:  # noqa: BLE001 its own class
+                assert says is not None, error
+
+
+def test_a_link_whose_target_is_gone(tmp_path: Path) -> None:
+    """As the hub's cache has it after files were deleted."""
+    (tmp_path / f"{STEMS[0]}.safetensors").symlink_to(tmp_path / "blob")
+    assert "a link whose target is gone" in (weights_problem(tmp_path) or "")

@@ -1,7 +1,5 @@
 """Methods from a file or an installed package: checked, told apart and written back as the built-in ones are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

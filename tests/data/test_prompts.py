@@ -11,6 +11,7 @@ from PIL import Image
 
 from genrl.data.prompts import Prompt, PromptError, load, read
 from genrl.data.rows import MAX_CHARACTERS, MAX_LINE_BYTES
+from genrl_rewards.given import lending
 
 BAD_TXT: list[tuple[bytes, str]] = [
     (b"caf\xe9", "0xe9 at column 4 is not UTF-8"),
@@ -174,6 +175,28 @@ def test_data_set_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read(f"{data}:train", "Prompt")
     with pytest.raises(PromptError, match="cannot be loaded"):
         read(f"{data}:test")
+
+
+def test_tables_say_what_is_wrong_with_them(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+    named = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.ClassLabel(names=["cat", "dog"])})
+    with lending({"python:p": datasets.Dataset.from_dict({"prompt": ["a"], "answer": [1]}, features=named)}):
+        assert read("python:p").rows[0].columns == {"answer": 1}
+    assert "the column 'answer' gives labels (cat, dog...) as their numbers" in caplog.text
+    with lending({"python:p": datasets.Dataset.from_dict({"prompt": [b"a"]})}):
+        with pytest.raises(PromptError, match="must be text, found bytes"):
+            read("python:p")
+    (folder / "shards").mkdir()
+    for name, x in (("0", 1), ("1", "text")):
+        datasets.Dataset.from_dict({"prompt": ["a"], "x": [x]}).to_parquet(folder / "shards" / f"train-{name}.parquet")
+    with pytest.raises(PromptError, match="cannot be loaded: .*'text' as a scalar"):
+        read(f"{folder / 'shards'}:train")
+    datasets.Dataset.from_dict({"prompt": ["a"]}).save_to_disk(folder / "saved")
+    with pytest.raises(PromptError, match="saved using `save_to_disk`.*for example `Dataset.to_parquet`"):
+        read(f"{folder / 'saved'}:train")
 
 
 def test_a_data_set_has_configurations_and_keeps_its_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,8 @@ from PIL import Image
 
 import genrl_rewards
 from genrl.data.edits import FACTORS, LONGEST, RANGES, SHORTEST, WAYS, Task, carry_out, edits, sample_edit
-from genrl.data.preferences import TARGET_COLUMNS, check_set
+from genrl.data.preferences import TARGET_COLUMNS, check_set, read_references
 from genrl.data.prompts import Prompt, PromptError
-from genrl.data.references import read
 from genrl.data.sizes import short_bucket, sized
 from genrl.diffusion.config.sections import Sampling
 from genrl.playground.shapes import SIZE, draw, held_out
@@ -42,7 +41,7 @@ def layouts(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("layout", [0, 1, 2], ids=["folder", "jsonl", "data set"])
 def test_every_layout_gives_the_pictures_of_a_prompt(tmp_path: Path, layout: int) -> None:
-    found = read(layouts(tmp_path)[layout])
+    found = read_references(layouts(tmp_path)[layout])
     assert [found.count(prompt) for prompt in ("a red star", "two dogs", "a cat")] == [2, 1, 0]
     levels = {found.picture("a red star", k).getpixel((0, 0))[0] for k in range(2)}
     assert levels == {10, 30} and found.picture("two dogs", 0).size == (8, 6)
@@ -55,7 +54,7 @@ def test_every_layout_gives_the_pictures_of_a_prompt(tmp_path: Path, layout: int
 def test_sources_that_cannot_be_used(tmp_path: Path) -> None:
     def refused(source: str, words: str) -> None:
         with pytest.raises(PromptError, match=words):
-            found = read(str(tmp_path / source))
+            found = read_references(str(tmp_path / source))
             found.picture("a cat", 0)
             found.check(["a cat"])
 
@@ -79,7 +78,7 @@ def test_sources_that_cannot_be_used(tmp_path: Path) -> None:
 def test_all_pictures_are_checked_before_training(tmp_path: Path, layout: int) -> None:
     """Of the prompts that are trained on; a PNG with all its bytes, though none is decoded."""
     (source,) = layouts(tmp_path)[layout : layout + 1]
-    read(source).check(["a red star", "two dogs"])
+    read_references(source).check(["a red star", "two dogs"])
     file = tmp_path / "pictures" / "2.png"
     file.write_bytes(file.read_bytes()[:-20])  # cut off within its pixels
     if layout == 2:
@@ -87,7 +86,7 @@ def test_all_pictures_are_checked_before_training(tmp_path: Path, layout: int) -
         table.append({"prompt": "a red star", "image": {"bytes": file.read_bytes(), "path": None}})
         table[0]["image"] = table[1]["image"] = {"bytes": (tmp_path / "pictures" / "0.png").read_bytes(), "path": None}
         datasets.Dataset.from_list(table).to_parquet(tmp_path / "set" / "train.parquet")
-    found = read(source)
+    found = read_references(source)
     found.check(["two dogs"])
     where = "row 3" if layout == 2 else r".*2\.png"
     with pytest.raises(PromptError, match=f"reference 2 of the prompt 'a red star', {where}: "):

@@ -14,7 +14,7 @@ from genrl.diffusion.rollout.rollout import downsampled, iteration_rows
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import collect
 from genrl.diffusion.train import train
-from genrl.objectives.advantages.pruning import max_variance
+from genrl.objectives.credit import max_variance
 from genrl.runtime.loop import economy
 from tests.diffusion import runs
 from tests.run_folders import assert_resumes

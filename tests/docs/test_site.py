@@ -1,7 +1,5 @@
 """The site: what is in it, where its links lead, and how it looks and works in a browser."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The Python interface: live objects in, the same runs as from a file, and everything taken again on resume."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import json
@@ -22,8 +20,7 @@ from PIL import Image
 
 import genrl
 from genrl.config import ConfigError, check_files, load
-from genrl.config.kinds import KINDS
-from genrl.config.method import built_in
+from genrl.config.method import KINDS, built_in
 from genrl.config.plugins import import_file
 from genrl.interface.objects import OURS
 from genrl.vla.data.lerobot_dataset import write_dataset
@@ -61,30 +58,18 @@ def trained(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 
 def small(output: Path, **given: Any) -> genrl.Result:
-    settings: dict[str, Any] = {
-        "prompts": PROMPTS,
-        "rewards": [warm],
-        "method": genrl.DiffusionNFT(**NFT),
-        "sampling": SMALL,
-        "lora": LoraConfig(r=4, lora_alpha=8),
-        "iterations": 2,
-        "output": output,
-    }
+    settings: dict[str, Any] = {"prompts": PROMPTS, "rewards": [warm], "sampling": SMALL, "iterations": 2}
+    settings |= {"method": genrl.DiffusionNFT(**NFT), "lora": LoraConfig(r=4, lora_alpha=8), "output": output}
     return genrl.train(**(settings | given))
 
 
-def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers_has_it(
-    pipe: Any, tmp_path: Path
-) -> None:
+def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_diffusers_has_it(pipe: Any, tmp_path: Path) -> None:
     seen: list[tuple[int, float]] = []
     before, scheduler, kind = set(vars(pipe)), pipe.scheduler, type(pipe)
-    result = small(
-        tmp_path / "run",
-        model=pipe,
-        rewards=[warm, Bright(), {"name": "shapes", "weight": 0}],
-        prompts=[{"prompt": "a red circle", "kind": "one"}],
-        on_iteration=lambda loop, metrics: seen.append((metrics["step"], metrics["reward/total_mean"])),
-    )
+    given = {"rewards": [warm, Bright(), {"name": "shapes", "weight": 0}], "model": pipe}
+    given |= {"prompts": [{"prompt": "a red circle", "kind": "one"}]}
+    given |= {"on_iteration": lambda loop, row: seen.append((row["step"], row["reward/total_mean"]))}
+    result = small(tmp_path / "run", **given)
     assert result.complete and result.folder == tmp_path / "run"
     assert repr(result) == f"<Result: {result.folder}, 2 iterations, complete, LoRA in {result.lora}>"
     assert result.pipeline is pipe and pipe.scheduler is scheduler and type(pipe) is kind and set(vars(pipe)) == before
@@ -112,34 +97,7 @@ def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_plain_diffusers
     assert small(tmp_path / "second", model=pipe, iterations=1, lora={"from": str(result.lora)}).complete
 
 
-@pytest.mark.slow
-def test_objects_and_names_train_to_the_same_bits(trained: Path, pipe: Any, tmp_path: Path, root: Path) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(PROMPTS))
-    code = tmp_path / "mine.py"
-    code.write_text(
-        "def warm(images):\n    return images[:, 0].mean(dim=(1, 2)) - images[:, 2].mean(dim=(1, 2))\n",
-        encoding="utf-8",
-    )
-    named = small(
-        tmp_path / "named",
-        model=root / "assets" / "tiny-t2i",
-        prompts=file,
-        rewards=f"{code}:warm",
-        method="diffusion_nft",
-        config={"trainer": {"algorithm": "diffusion_nft", **NFT}},
-        lora=genrl.LoRA(rank=4, alpha=8.0),
-        iterations=1,
-    )
-    assert rows(trained) == rows(named.folder)
-    table = Dataset.from_dict({"prompt": PROMPTS})
-    whole = small(tmp_path / "table", prompts=table, iterations=1, model=pipe, lora=None)
-    assert whole.complete and whole.lora is None
-
-
-def test_an_export_is_pushed_where_it_is_asked_for(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_is_pushed_where_it_is_asked_for(trained: Path, tmp_path: Path, monkeypatch: Any) -> None:
     with hub_server.reached(monkeypatch, tmp_path / "cache") as server:
         with pytest.raises(ValueError, match="'stars': this is no name of a repository"):
             genrl.export(trained, tmp_path / "out", push="stars")
@@ -195,14 +153,9 @@ def test_a_loaded_vision_language_model_and_rows_with_pictures(tmp_path: Path, r
     model = transformers.AutoModelForImageTextToText.from_pretrained(root / "assets" / "tiny-vlm")
     processor = transformers.AutoProcessor.from_pretrained(root / "assets" / "tiny-vlm")
     before = [p.clone() for p in model.parameters()]
-    settings: dict[str, Any] = {
-        "tasks": [question(k) for k in range(4)],
-        "rewards": {"exact": 1.0, brevity: 1.0},
-        "method": "grpo",
-        "generation": {"prompts_per_iteration": 2, "group_size": 4, "max_new_tokens": 8},
-        "optimizer": {"lr": 1e-3},
-        "iterations": 1,
-    }
+    settings: dict[str, Any] = {"method": "grpo", "optimizer": {"lr": 1e-3}, "iterations": 1}
+    settings |= {"tasks": [question(k) for k in range(4)], "rewards": {"exact": 1.0, brevity: 1.0}}
+    settings |= {"generation": {"prompts_per_iteration": 2, "group_size": 4, "max_new_tokens": 8}}
     result = genrl.train(vlm=model, processor=processor, output=tmp_path / "live", **settings)
     assert result.complete and result.model is model
     assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
@@ -218,37 +171,21 @@ def test_an_environment_from_a_function_and_a_policy_from_a_run(tmp_path: Path, 
     simulator = import_file(root / "docs" / "example_simulator.py")
     episodes = (simulator.record(("red", "blue")[n % 2], n) for n in range(4))
     write_dataset(tmp_path / "corners", episodes, fps=10)
-    common: dict[str, Any] = {
-        "environment": {"name": simulator.make, "tasks": ["red", "blue"], "max_steps": 10, "num_envs": 4},
-        "evaluation": {"every": 0},
-        "iterations": 1,
-    }
-    imitated = genrl.train(
-        {
-            "policy": {"new": {"type": "tiny_flow_vla", "horizon": 4, "image_size": 32}},
-            "demonstrations": {"dataset": str(tmp_path / "corners")},
-            "trainer": {"steps_per_iteration": 2, "algorithm": "sft"},
-        },
-        output=tmp_path / "sft",
-        **common,
-    )
-    result = genrl.train(
-        {"sampler": {"kind": "flow_sde", "steps": 2}, "environment": {"name": "replaced", "num_envs": 4}},
-        policy=imitated.policy,
-        method=genrl.PPO(epochs=1),
-        output=tmp_path / "ppo",
-        **common,
-    )
+    place = {"name": simulator.make, "tasks": ["red", "blue"], "max_steps": 10, "num_envs": 4}
+    common: dict[str, Any] = {"environment": place, "evaluation": {"every": 0}, "iterations": 1}
+    tree: dict[str, Any] = {"policy": {"new": {"type": "tiny_flow_vla", "horizon": 4, "image_size": 32}}}
+    tree |= {"demonstrations": {"dataset": str(tmp_path / "corners")}}
+    tree |= {"trainer": {"steps_per_iteration": 2, "algorithm": "sft"}}
+    imitated = genrl.train(tree, output=tmp_path / "sft", **common)
+    tree = {"sampler": {"kind": "flow_sde", "steps": 2}, "environment": {"name": "replaced", "num_envs": 4}}
+    ppo = {"policy": imitated.policy, "method": genrl.PPO(epochs=1), "output": tmp_path / "ppo"}
+    result = genrl.train(tree, **ppo, **common)
     assert result.complete and result.lora is None and result.metrics[0]["step"] == 1
     written = yaml.safe_load((result.folder / "config.yaml").read_text())
     assert written["environment"]["name"] == "python:make" and written["policy"]["path"].startswith("python:")
     with pytest.raises(ConfigError, match="cannot be sent to another; write 0"):
-        genrl.train(
-            policy="assets/tiny-vla",
-            method="ppo",
-            output=tmp_path / "no",
-            **(common | {"environment": {**common["environment"], "workers": 2}}),
-        )
+        elsewhere = common | {"environment": {**place, "workers": 2}}
+        genrl.train(policy="assets/tiny-vla", method="ppo", output=tmp_path / "no", **elsewhere)
 
 
 @pytest.mark.slow
@@ -263,9 +200,8 @@ def test_a_method_of_the_script_is_trained_and_taken_again(tmp_path: Path, root:
     assert genrl.resume(result.folder, rewards=[warm], method=mine, iterations=2).complete
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path: Path, root: Path) -> None:
+    for changes, message in (
         ({"rewards": [lambda images: images]}, "a lambda has no name"),
         ({"rewards": [3]}, r"rewards\[0\]: found an object of type int"),
         ({"rewards": 5}, r"rewards\[0\]: found an object of type int"),
@@ -279,14 +215,10 @@ def test_a_method_of_the_script_is_trained_and_taken_again(tmp_path: Path, root:
         ({"model": None}, "say what is trained"),
         ({"vlm": "assets/tiny-vlm"}, "give one of model, vlm and policy"),
         ({"config": {"distributed": {"fsdp": True}}}, "fsdp"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_is_loaded(
-    given: dict[str, Any], message: str, tmp_path: Path, root: Path
-) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        small(tmp_path / "run", **({"model": root / "assets" / "tiny-t2i"} | given))
-    assert not (tmp_path / "run" / "config.yaml").exists()
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            small(tmp_path / "run", **({"model": root / "assets" / "tiny-t2i"} | changes))
+        assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(pipe: Any, tmp_path: Path) -> None:
@@ -306,9 +238,7 @@ def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(pipe: Any
         small(tmp_path / "run", model=torch.nn.Linear(2, 2))
 
 
-def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(
-    trained: Path, pipe: Any, tmp_path: Path, root: Path
-) -> None:
+def test_evaluate_leaves_a_pipeline_alone_and_knows_a_run(trained: Any, pipe: Any, tmp_path: Any, root: Any) -> None:
     scheduler, before = pipe.scheduler, set(vars(pipe))
     found = genrl.evaluate(pipe, PROMPTS, [warm], num_inference_steps=2, guidance_scale=1.0)
     again = genrl.evaluate(root / "assets" / "tiny-t2i", PROMPTS, warm, num_inference_steps=2, guidance_scale=1.0)
@@ -329,15 +259,12 @@ def test_evaluate_leaves_a_loaded_pipeline_as_it_was_and_knows_a_run(
 def test_evaluate_knows_questions_and_simulators(root: Path) -> None:
     place = {"environment": {"name": "minitable", "num_envs": 16}, "evaluation": {"episodes": 16}}
     task = {"task": {"name": "count"}, "rewards": [{"name": "exact"}], "evaluation": {"questions": 8}}
-    asked = genrl.evaluate(
-        root / "assets" / "tiny-vlm",
-        config={"vlm": {"path": "assets/tiny-vlm"}, "generation": {"max_new_tokens": 12}, **task},
-    )
+    task |= {"vlm": {"path": "assets/tiny-vlm"}, "generation": {"max_new_tokens": 12}}
+    asked = genrl.evaluate(root / "assets" / "tiny-vlm", config=task)
     assert 0 <= asked["eval/accuracy_blind"] <= asked["eval/accuracy_mean"] <= 1
     policy = root / "assets" / "tiny-vla"
-    acted = genrl.evaluate(
-        policy, config={"policy": {"path": "assets/tiny-vla"}, "trainer": {"algorithm": "ppo"}, **place}
-    )
+    acting = {"policy": {"path": "assets/tiny-vla"}, "trainer": {"algorithm": "ppo"}, **place}
+    acted = genrl.evaluate(policy, config=acting)
     assert 0 < acted["eval/success_mean"] < 1
     with pytest.raises(ValueError, match="here the configuration says them"):
         genrl.evaluate(policy, PROMPTS, config=root / "configs" / "vla" / "flow_sde.yaml")
@@ -367,6 +294,7 @@ def test_every_settings_class_is_an_attribute() -> None:
             assert getattr(genrl, method.__name__) is method and method.__name__ in dir(genrl)
     with pytest.raises(AttributeError, match="no attribute 'DiffusionNTF'"):
         genrl.DiffusionNTF  # noqa: B018
+    assert all(getattr(genrl, name) is not None for name in dir(genrl))
 
 
 def test_what_is_taken_twice_is_a_copy() -> None:
@@ -391,8 +319,3 @@ def test_the_examples_of_the_docstrings_run(tmp_path: Path, root: Path, monkeypa
             known |= examples.globs
             run, failed = run + result.attempted, failed + result.failed
     assert run >= 9 and not failed
-
-
-def test_every_name_of_the_package_is_there() -> None:
-    """Names are looked up when they are first used, so a wrong place shows nowhere else."""
-    assert all(getattr(genrl, name) is not None for name in dir(genrl))

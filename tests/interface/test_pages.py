@@ -1,7 +1,5 @@
 """The scripts of the pages on the Python interface run as they stand, and the notebooks are those that were run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -21,48 +19,53 @@ FEW = {
 }
 
 
-def run(code: str, known: dict[str, Any], page: str) -> None:
-    exec(compile(code, page, "exec"), known)
-
-
-def test_the_script_for_trl_and_ours_learn_from_the_same_data(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("trl", reason="TRL is not installed")
-    data, theirs, ours = blocks(root / "docs" / "from_trl.md")
+@pytest.fixture(autouse=True)
+def _beside_the_assets(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "assets").symlink_to(root / "assets")
+
+
+def test_the_script_for_trl_and_ours_learn_from_the_same_data(root: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    data, theirs, ours = blocks(root / "docs" / "from_trl.md")
     known: dict[str, Any] = {}
-    run(data, known, "docs/from_trl.md")
+    exec(data, known)
     assert set(known["answers"]) == set("23456")
-    run(theirs, dict(known), "docs/from_trl.md")
-    run(ours, known, "docs/from_trl.md")
+    exec(theirs, dict(known))
+    exec(ours, known)
     assert known["result"].complete and all(row["updates"] > 0 for row in known["result"].metrics)
 
 
-def test_the_call_in_the_readme_trains(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few, short samples: the defaults draw 64 pictures an iteration, in 10 steps with 256 tokens."""
-    code = next(block for block in blocks(root / "README.md") if "genrl.train" in block)
-    assert code.count("    iterations=2,\n") == 1
-    code = code.replace("    iterations=2,\n", f"    iterations=2,\n    sampling={FEW},\n")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "assets").symlink_to(root / "assets")
+@pytest.mark.parametrize(
+    ("page", "metric"),
+    [
+        ("README.md", "colourful"),
+        pytest.param("docs/index.md", "warm", marks=pytest.mark.slow),
+        pytest.param("docs/start.md", "bright", marks=pytest.mark.slow),
+    ],
+)
+def test_the_call_on_a_page_trains(page: str, metric: str, root: Path) -> None:
+    """With few, short samples where it names none: the defaults draw 64 pictures an iteration of 10 steps."""
+    code = next(block for block in blocks(root / page) if "genrl.train" in block)
+    assert ("sampling=" in code) == (page == "docs/start.md") and code.count("    iterations=2,\n") == 1
+    if "sampling=" not in code:
+        code = code.replace("    iterations=2,\n", f"    iterations=2,\n    sampling={FEW},\n")
     known: dict[str, Any] = {}
-    run(code, known, "README.md")
+    exec(code, known)
     assert known["result"].complete and known["result"].lora.is_dir()
-    assert {"reward/colourful_mean", "reward/shapes_mean"} <= known["result"].metrics[-1].keys()
+    assert known["result"].metrics[-1][f"reward/{metric}_mean"] > -1
+    assert page != "README.md" or "reward/shapes_mean" in known["result"].metrics[-1]
+    assert page != "docs/start.md" or known["picture"].size == (64, 64)
 
 
 @pytest.mark.slow
-def test_the_page_of_the_interface_runs(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "assets").symlink_to(root / "assets")
+def test_the_page_of_the_interface_runs(root: Path) -> None:
     known: dict[str, Any] = {}
     given = '{"num_inference_steps": 4, "group_size": 4, "prompts_per_iteration": 4}'
     train, *others = blocks(root / "docs" / "python.md")
     assert train.count(given) == 1
     for block in (train.replace(given, str(FEW)), *others):
-        run(block, known, "docs/python.md")
+        exec(block, known)
     assert known["result"].complete and known["more"].complete and len(known["more"].metrics) == 3
     with pytest.raises(KeyboardInterrupt):
         known["until"](None, {"reward/warm_mean": 0.5})

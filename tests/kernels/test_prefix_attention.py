@@ -165,7 +165,7 @@ def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("flash2", "not installed"), ("cudnn", "needs a GPU and the tensors are on cpu"), ("sage", "not installed")],
+    [("flash2", "not installed"), ("cudnn", "needs a GPU and the tensors are on cpu")],
 )
 def test_a_named_attention_that_cannot_run_is_an_error(name: str, reason: str) -> None:
     if torch.cuda.is_available():
@@ -187,10 +187,6 @@ def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.Monkey
         assert attn_bias is None or attn_bias.stride(-2) % 8 == 0
         return softmax_attention(q, k, v, 0.0 if attn_bias is None else attn_bias)
 
-    def sage(q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str) -> Tensor:
-        assert tensor_layout == "NHD"
-        return softmax_attention(q, k, v)
-
     flash = {
         "flash_attn": softmax_attention,
         "flash_attn_interface": lambda q, k, v: (softmax_attention(q, k, v), None),
@@ -199,7 +195,6 @@ def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.Monkey
         monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_func=function))
     monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "xformers.ops", SimpleNamespace(memory_efficient_attention=efficient))
-    monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=sage))
     joint_attention._library.cache_clear()
     q, k, v = torch.randn(3, 2, 7, 3, 8)
     for name in machine.PACKAGES:

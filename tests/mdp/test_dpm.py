@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from genrl.mdp import ddpm, gaussian, kernels, schedules
+from genrl.mdp import ddpm, kernels, schedules
 from genrl.mdp.dpm import Prediction, dpm_solver, predict
 from tests.golden_cases import Case, check_all, error, through
 from tests.reference.grids import is_truncated, shifted_grid
@@ -27,10 +27,10 @@ def solver_case(case: Case) -> Errors:
         used = history[-min(order - 1, most) :] if order > 1 else []
         step = dpm_solver(x, v, sigma, sigma_next, used, correction=correction, stochastic=stochastic)
         history.append(predict(x, v, sigma))
-        x = gaussian.sample(step.mean, step.std, case["Z"][i]) if stochastic else step.mean
+        x = kernels.sample(step.mean, step.std, case["Z"][i]) if stochastic else step.mean
         states.append(x)
         if stochastic and bool((step.std > 0).all()):
-            densities.append(gaussian.log_prob(case["X"][i + 1], step.mean, step.std))
+            densities.append(kernels.log_prob(case["X"][i + 1], step.mean, step.std))
             smallest = torch.minimum(smallest, step.std.min())
     result = {"states": (error(torch.stack(states), case["X"]), 4e-6)}
     if stochastic:
@@ -57,10 +57,10 @@ def window_case(case: Case) -> Errors:
                 if dance
                 else kernels.flow_sde(*at, noise_level=level, sigma_max=sigmas[1])
             )
-            x = gaussian.sample(step.mean, step.std, noise)
-            density = gaussian.log_prob(case["X"][:, i + 1], step.mean, step.std)
+            x = kernels.sample(step.mean, step.std, noise)
+            density = kernels.log_prob(case["X"][:, i + 1], step.mean, step.std)
             if dance:  # released without its constants
-                density = density - gaussian.log_prob(step.mean, step.mean, step.std)
+                density = density - kernels.log_prob(step.mean, step.mean, step.std)
             worst = max(worst, error(density, case["logp"][:, i]) / through(step.std, 4e-6))
         states.append(x)
     return {"states": (error(torch.stack(states, dim=1), case["X"]), 4e-6), "logp": (worst, 1.0)}

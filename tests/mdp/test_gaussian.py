@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal
 
-from genrl.mdp import batches, categorical, forward, gaussian, kernels, noise
+from genrl.mdp import batches, categorical, forward, kernels, noise
 from genrl.mdp.noise import derive_seed, generator, keyed_noise, seeded
 
 SHAPES = st.sampled_from([(1, 1), (3, 4), (2, 3, 5), (2, 4, 2, 3), (1, 2, 3, 2, 2)])
@@ -25,10 +25,10 @@ def test_log_prob_is_that_of_torch(shape: tuple[int, ...], std: float, seed: int
     x, mean = draw(shape, seed, "x"), draw(shape, seed, "mean")
     stds = torch.full((shape[0], *[1] * (len(shape) - 1)), std, dtype=torch.float64)
     joint = Independent(Normal(mean, stds.expand(shape)), len(shape) - 1)
-    total = gaussian.log_prob(x, mean, stds, "sum")
+    total = kernels.log_prob(x, mean, stds, "sum")
     assert torch.allclose(total, joint.log_prob(x), rtol=1e-12, atol=1e-12)
     size = math.prod(shape[1:])
-    assert torch.allclose(gaussian.log_prob(x, mean, stds) * size, total, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(kernels.log_prob(x, mean, stds) * size, total, rtol=1e-12, atol=1e-12)
 
 
 @given(SHAPES, STDS)
@@ -36,13 +36,13 @@ def test_a_std_may_be_given_in_any_of_its_shapes(shape: tuple[int, ...], std: fl
     x, mean = draw(shape, "x"), draw(shape, "mean")
     column = torch.full((shape[0], *[1] * (len(shape) - 1)), std, dtype=torch.float64)
     given_as = [std, torch.tensor(std, dtype=torch.float64), column.flatten(), column, column.expand(shape)]
-    values = [gaussian.log_prob(x, mean, s) for s in given_as]
+    values = [kernels.log_prob(x, mean, s) for s in given_as]
     assert all(torch.equal(value, values[0]) for value in values)
 
 
 def test_no_gradient_reaches_the_action() -> None:
     x, mean = draw((2, 3), "x").requires_grad_(), draw((2, 3), "mean").requires_grad_()
-    gaussian.log_prob(x, mean, 0.5, "sum").sum().backward()
+    kernels.log_prob(x, mean, 0.5, "sum").sum().backward()
     assert x.grad is None
     assert mean.grad is not None and torch.allclose(mean.grad, (x - mean).detach() / 0.25)
 
@@ -51,24 +51,24 @@ def test_no_gradient_reaches_the_action() -> None:
 def test_a_step_without_noise_has_no_density(std: float | torch.Tensor) -> None:
     x = draw((2, 3), "x")
     with pytest.raises(ValueError, match="not an action"):
-        gaussian.log_prob(x, x, std)
+        kernels.log_prob(x, x, std)
 
 
 def test_half_precision_is_computed_in_float32() -> None:
     x, mean = noise.keyed_noise((4, 64), "x"), noise.keyed_noise((4, 64), "mean")
     for kind in (torch.bfloat16, torch.float16):
-        value = gaussian.log_prob(x.to(kind), mean.to(kind), 0.3)
+        value = kernels.log_prob(x.to(kind), mean.to(kind), 0.3)
         assert value.dtype == torch.float32
-        assert torch.equal(value, gaussian.log_prob(x.to(kind).float(), mean.to(kind).float(), 0.3))
-    assert gaussian.log_prob(x, mean.double(), 0.3).dtype == torch.float64
+        assert torch.equal(value, kernels.log_prob(x.to(kind).float(), mean.to(kind).float(), 0.3))
+    assert kernels.log_prob(x, mean.double(), 0.3).dtype == torch.float64
 
 
 def test_wrong_shapes_and_names_are_refused() -> None:
     x = draw((2, 3), "x")
     with pytest.raises(ValueError, match=r"\[\] or \[2\]"):
-        gaussian.log_prob(x, x, torch.ones(3))
+        kernels.log_prob(x, x, torch.ones(3))
     with pytest.raises(ValueError, match="'mean' or 'sum'"):
-        gaussian.log_prob(x, x, 1.0, "max")  # type: ignore[arg-type]
+        kernels.log_prob(x, x, 1.0, "max")  # type: ignore[arg-type]
 
 
 # -- Tokens: their probabilities are torch's, a draw is decided by its noise alone and has their frequencies

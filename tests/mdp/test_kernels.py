@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from genrl.mdp import gaussian, kernels, noise
+from genrl.mdp import kernels, noise
 from genrl.mdp.kernels import Transition
 from tests.golden_cases import Arrays, Case, cases, check_all, error, through
 from tests.reference.cps import cps_log_prob
@@ -45,10 +45,10 @@ def test_a_replayed_step_has_ratio_one_bit_for_bit(kernel, storage: torch.dtype)
     sigmas = shifted_grid(10, 3.0)
     x, v = noise.keyed_noise((3, 4, 8, 8), "x").to(storage), noise.keyed_noise((3, 4, 8, 8), "v")
     step = kernel(x, v, sigmas[4], sigmas[5], 0.7)
-    action = gaussian.sample(step.mean, step.std, noise.keyed_noise((3, 4, 8, 8), "n")).to(storage)
-    recorded = gaussian.log_prob(action, step.mean, step.std)
+    action = kernels.sample(step.mean, step.std, noise.keyed_noise((3, 4, 8, 8), "n")).to(storage)
+    recorded = kernels.log_prob(action, step.mean, step.std)
     again = kernel(x.clone(), v.clone().requires_grad_(), sigmas[4], sigmas[5], 0.7)
-    replayed = gaussian.log_prob(action, again.mean, again.std)
+    replayed = kernels.log_prob(action, again.mean, again.std)
     assert torch.equal((replayed - recorded).exp(), torch.ones(3))
 
 
@@ -62,8 +62,8 @@ def test_samples_at_different_steps_share_a_batch(kernel) -> None:
     for row, i in enumerate(index.tolist()):
         alone = kernel(x[row : row + 1], v[row : row + 1], sigmas[i], sigmas[i + 1], 0.7)
         assert torch.equal(alone.mean[0], together.mean[row]) and torch.equal(alone.std[0], together.std[row])
-        want = gaussian.log_prob(y[row : row + 1], alone.mean, alone.std)[0]
-        assert gaussian.log_prob(y, together.mean, together.std)[row] == pytest.approx(want.item(), abs=1e-6)
+        want = kernels.log_prob(y[row : row + 1], alone.mean, alone.std)[0]
+        assert kernels.log_prob(y, together.mean, together.std)[row] == pytest.approx(want.item(), abs=1e-6)
 
 
 def test_the_step_is_made_in_float32_whatever_the_model_gives() -> None:
@@ -123,7 +123,7 @@ def test_no_float64_leaves_the_host(times: str) -> None:
         steps = [kernel(x, v, sigma, sigma / 2, 0.7) for kernel in STOCHASTIC.values()]
         steps.append(kernels.ddim(x, v, sigma / 2, sigma, eta=1.0, prediction_type="epsilon"))
         for step in steps:
-            density = gaussian.log_prob(x, step.mean, step.std)
+            density = kernels.log_prob(x, step.mean, step.std)
             assert {step.mean.dtype, step.std.dtype, density.dtype} == {torch.float32}
 
 
@@ -139,8 +139,8 @@ def test_a_step_on_the_device_is_the_step_on_the_host(where: str) -> None:
         step = kernel(x.cuda(), v.cuda(), sigmas[index], sigmas[index + 1], 0.7)
         assert step.mean.is_cuda and step.std.is_cuda, name
         assert torch.equal(step.std.cpu(), host.std) and close(step.mean.cpu(), host.mean, 1e-6), name
-        density = gaussian.log_prob(y.cuda(), step.mean, step.std).cpu()
-        assert close(density, gaussian.log_prob(y, host.mean, host.std), 1e-6), name
+        density = kernels.log_prob(y.cuda(), step.mean, step.std).cpu()
+        assert close(density, kernels.log_prob(y, host.mean, host.std), 1e-6), name
 
 
 # -- Every kernel against the numbers of the released trainers (golden samplers_* and trainers_sde_step)
@@ -174,12 +174,12 @@ def compare(case: Case, step: Transition, density, state: float, density_toleran
 
 
 def full_density(x: Tensor, step: Transition) -> Tensor:
-    return gaussian.log_prob(x, step.mean, step.std)
+    return kernels.log_prob(x, step.mean, step.std)
 
 
 def without_constants(x: Tensor, step: Transition) -> Tensor:
     """MixGRPO's Dance-SDE drops -ln s - ln(2 pi)/2."""
-    peak = gaussian.log_prob(step.mean, step.mean, step.std)
+    peak = kernels.log_prob(step.mean, step.mean, step.std)
     return full_density(x, step) - peak
 
 
@@ -394,7 +394,7 @@ def test_ode_and_flow_ddim(golden) -> None:
         for i, v in enumerate(case["V"]):
             at = (x, v, case["sigmas"][i], case["sigmas"][i + 1])
             step = kernels.ode(*at) if kind in deterministic else kernels.flow_ddim(*at, noise_level=1.0)
-            x = step.mean if kind in deterministic else gaussian.sample(step.mean, step.std, case["Z"][i])
+            x = step.mean if kind in deterministic else kernels.sample(step.mean, step.std, case["Z"][i])
             states.append(x)
             if "logp" in case and bool((step.std > 0).all()):
                 densities.append(full_density(case["X"][i + 1], step))

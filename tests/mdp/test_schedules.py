@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp import gaussian, kernels, noise_levels, schedules, windows
-from genrl.mdp.plan import compress_tail, make_plan
-from genrl.mdp.windows import moving_window
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.mdp import forward, kernels, plan, schedules
+from genrl.mdp.plan import compress_tail, make_plan, moving_window
+from genrl.objectives.groups import group_advantages
 from tests.golden_cases import Arrays, Case, cases, check_all, error
 from tests.reference.grids import is_truncated, shifted_grid
 from tests.reference.released_windows import mixgrpo_window, released_points
@@ -64,7 +63,7 @@ def test_a_window_is_never_empty_and_lies_inside(size: int, low: int, extra: int
 def test_early_starts_of_a_geometric_window_are_more_likely() -> None:
     draw = partial(schedules.geometric_window, 3, 1, 8, ratio=0.5, seed=3)
     starts = torch.tensor([draw(iteration=i).start for i in range(2000)])
-    law = torch.tensor(windows.geometric_start_probabilities(5, 0.5))
+    law = torch.tensor(plan.geometric_start_probabilities(5, 0.5))
     counts = torch.bincount(starts, minlength=6)
     assert counts[0] == 0 and len(counts) == 6
     assert ((counts[1:] - 2000 * law).abs() < 5 * (2000 * law * (1 - law)).sqrt()).all()
@@ -92,7 +91,7 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
     for schedule in (
         partial(schedules.window_steps, seed=0),
         partial(schedules.geometric_window, ratio=0.5, seed=0),
-        partial(windows.moving_window, every=3),
+        partial(plan.moving_window, every=3),
     ):
         with pytest.raises(ValueError, match="do not fit"):
             schedule(size, low, high, iteration=0)
@@ -104,38 +103,38 @@ def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 12), st.integers(1, 5), st.integers(0, 200))
 def test_a_moving_window_is_always_full(size: int, low: int, extra: int, every: int, iteration: int) -> None:
     high = low + size + extra
-    window = windows.moving_window(size, low, high, iteration=iteration, every=every)
+    window = plan.moving_window(size, low, high, iteration=iteration, every=every)
     assert len(window) == size and low <= window[0] and window[-1] < high
     if iteration:
-        before = windows.moving_window(size, low, high, iteration=iteration - 1, every=every).start
+        before = plan.moving_window(size, low, high, iteration=iteration - 1, every=every).start
         assert 0 <= window.start - before <= 1
 
 
 def test_a_moving_window_reaches_every_step_and_stays_as_long_as_told() -> None:
-    starts = [windows.moving_window(4, 0, 8, iteration=i, every=3).start for i in range(40)]
+    starts = [plan.moving_window(4, 0, 8, iteration=i, every=3).start for i in range(40)]
     assert starts[:15] == [start for start in range(5) for _ in range(3)] and set(starts[12:]) == {4}
 
 
 def test_a_ratio_of_1_makes_all_starts_alike() -> None:
-    assert windows.geometric_start_probabilities(4, 1.0) == [0.25] * 4
-    assert windows.draw_start([0.25] * 4, 1.0 - 1e-17) == 3
+    assert plan.geometric_start_probabilities(4, 1.0) == [0.25] * 4
+    assert plan.draw_start([0.25] * 4, 1.0 - 1e-17) == 3
     for starts, ratio in ((0, 0.5), (3, 0.0), (3, 1.1)):
         with pytest.raises(ValueError, match="at least one start"):
-            windows.geometric_start_probabilities(starts, ratio)
+            plan.geometric_start_probabilities(starts, ratio)
 
 
 def test_the_backward_interval_grows_to_the_longest_and_stays() -> None:
-    intervals = [windows.backward_interval(20, shortest=14, longest=18, stages=10, stage=s) for s in range(15)]
+    intervals = [plan.backward_interval(20, shortest=14, longest=18, stages=10, stage=s) for s in range(15)]
     assert all(interval.stop == 20 for interval in intervals)
     lengths = [len(interval) for interval in intervals]
     assert lengths[0] == 14 and lengths == sorted(lengths) and lengths[9:] == [18] * 6
     with pytest.raises(ValueError, match="1 <= shortest <= longest <= steps"):
-        windows.backward_interval(10, shortest=4, longest=11, stages=5, stage=0)
+        plan.backward_interval(10, shortest=4, longest=11, stages=5, stage=0)
 
 
 def test_the_noise_of_one_depth_does_not_grow() -> None:
-    assert windows.growing_noise(0.7, 0.5, 1) == (0.7,)
-    assert windows.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
+    assert plan.growing_noise(0.7, 0.5, 1) == (0.7,)
+    assert plan.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
 
 
 # -- MixGRPO as released: windows, tails, transitions, sums of advantages (golden tree_mixgrpo and samplers_windows)
@@ -182,21 +181,21 @@ def test_transitions(golden) -> None:
         step = kernels.flow_sde(x, v, *level, noise_level=eta, sigma_max=sigmas[1])
         a.check(f"{tag}_mean", step.mean)
         a.check(f"{tag}_std", step.std.flatten()[0])
-        drawn, straight = gaussian.sample(step.mean, step.std, a.given(f"{tag}_noise")), kernels.ode(x, v, *level).mean
+        drawn, straight = kernels.sample(step.mean, step.std, a.given(f"{tag}_noise")), kernels.ode(x, v, *level).mean
         a.check(f"{tag}_det0_next", drawn)
         a.check(f"{tag}_det1_next", straight)
         a.check(f"{tag}_x0", kernels.ode(x, v, level[0], 0.0).mean)
         # The peer's constant is of float32. An ODE step's value is meaningless: it is never asked for elsewhere.
         for name, at_point in (("given", given), ("det0", drawn), ("det1", straight)):
-            a.check(f"{tag}_{name}_logp", gaussian.log_prob(at_point, step.mean, step.std), rtol=1e-9, atol=5e-8)
+            a.check(f"{tag}_{name}_logp", kernels.log_prob(at_point, step.mean, step.std), rtol=1e-9, atol=5e-8)
     for tag in a.tags(r"(dance\d+)_mean"):
         at = int(tag.removeprefix("dance"))
         step = kernels.dance_sde(x, v, sigmas[at], sigmas[at + 1], noise_level=eta)
         a.check(f"{tag}_mean", step.mean)
         a.check(f"{tag}_std", step.std.flatten()[0])
-        full = gaussian.log_prob(given, step.mean, step.std)
+        full = kernels.log_prob(given, step.mean, step.std)
         a.check(f"{tag}_given_logp_full", full, rtol=1e-9, atol=5e-8)
-        peak = gaussian.log_prob(step.mean, step.mean, step.std)
+        peak = kernels.log_prob(step.mean, step.mean, step.std)
         a.check(f"{tag}_given_logp_no_const", full - peak, rtol=1e-9, atol=5e-8)
     a.all_used(f"{STEPS}.*")
 
@@ -205,14 +204,14 @@ def test_windows_tails_and_advantages(golden) -> None:
     a = Arrays(golden("tree_mixgrpo"))
     for tag in a.tags(r"(sched_\w+)_cfg_json"):
         o = json.loads(a.text(f"{tag}_cfg_json"))
-        windows = [
+        plan = [
             mixgrpo_window(o["w"], o["M"], iteration=iteration, strategy=o["strategy"], every=o["tau"],
                            stride=o["stride"] if o["overlap"] else None, wrap=o["roll"], first=o["start"], seed=1000,
                            longest=o["max_it"], shortest=o["min_it"], rate=o["k"], threshold=o["thr"])
             for iteration in range(len(a.given(f"{tag}_start")))
         ]  # fmt: skip
-        a.check(f"{tag}_start", [window.start for window in windows])
-        a.check(f"{tag}_length", [len(window) for window in windows])
+        a.check(f"{tag}_start", [window.start for window in plan])
+        a.check(f"{tag}_length", [len(window) for window in plan])
     for tag in a.tags(r"(paper_T\w+)"):
         steps, size, stride, every = (
             int(number) for number in re.fullmatch(r"paper_T(\d+)_w(\d+)_s(\d+)_tau(\d+)", tag).groups()
@@ -244,7 +243,7 @@ def test_windows_of_whole_runs(golden) -> None:
     assert kinds
     for case in kinds:
         p = case.params
-        windows = [
+        plan = [
             mixgrpo_window(
                 p["group_size"],
                 p["max_timesteps"],
@@ -260,8 +259,8 @@ def test_windows_of_whole_runs(golden) -> None:
             )
             for iteration in range(len(case["start"]))
         ]
-        assert [window.start for window in windows] == case["start"].tolist(), case.id
-        assert [len(window) for window in windows] == case["size"].tolist(), case.id
+        assert [window.start for window in plan] == case["start"].tolist(), case.id
+        assert [len(window) for window in plan] == case["size"].tolist(), case.id
 
 
 # -- Draws of noise levels: golden trainers_schedules (its columns of times), and their distributions
@@ -280,23 +279,23 @@ def test_golden_times(golden) -> None:
 
     for kind, stratified in (("stratified", True), ("iid", False)):
         count = len(a.given(f"out_ff_logit_normal_{kind}"))
-        draws = noise_levels.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
+        draws = forward.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
         check(f"out_ff_logit_normal_{kind}", 1000 * (1 - 0.9 * draws))
     for found in a.matches(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)"):
         lowest = 1000 * (1 - float(found[2].replace("p", ".")))
         last, count = int((grid >= lowest - 1e-3).nonzero().max()), len(a.given(found[0]))
         if found[1] == "_with_init":  # the first step always, the others from the rest
-            steps = noise_levels.stratified_steps(count - 1, 1, last, source())
+            steps = forward.stratified_steps(count - 1, 1, last, source())
             check(found[0], torch.cat([grid[:1], grid[steps]]))
         else:
             first = int(found[1] == "_wo_init")
-            check(found[0], grid[noise_levels.stratified_steps(count, first, last, source())])
+            check(found[0], grid[forward.stratified_steps(count, first, last, source())])
     a.all_used("out_ff_(discrete|logit_normal).*")
 
 
 @given(st.integers(1, 20), st.integers(0, 999))
 def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None:
-    normal = noise_levels.logit_normal_draws(count, torch.Generator().manual_seed(seed))
+    normal = forward.logit_normal_draws(count, torch.Generator().manual_seed(seed))
     assert normal.min() >= 0.01 and normal.max() < 1.0
     quantiles = torch.special.ndtr(normal.logit())
     inside = (normal > 0.01) & (normal < 1 - 1e-6)  # where the floor did not act
@@ -306,7 +305,7 @@ def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None
 
 @given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
 def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
-    steps = noise_levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
+    steps = forward.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
     assert len(steps) == count and (steps.diff() >= 0).all()
     assert steps[0] >= first and steps[-1] <= max(first, first + length - 1) + (length < count)
     if length >= count and length % count == 0:
@@ -317,6 +316,6 @@ def test_steps_ascend_inside_their_range(count: int, first: int, length: int, se
 def test_no_draw_is_refused() -> None:
     source = torch.Generator()
     with pytest.raises(ValueError, match="at least one draw"):
-        noise_levels.logit_normal_draws(0, source)
+        forward.logit_normal_draws(0, source)
     with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
-        noise_levels.stratified_steps(2, 3, 1, source)
+        forward.stratified_steps(2, 3, 1, source)

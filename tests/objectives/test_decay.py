@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from genrl.objectives import decay
-from genrl.objectives.forward import matching
+from genrl.objectives import matching
 from genrl.runtime.loop.collapse import Score, has_fallen, has_left, is_better
 from tests.golden_cases import Arrays
 
@@ -24,27 +23,27 @@ def test_golden_decays(golden) -> None:
         a.check(name, [rule(n, **options) for n in a.given("in_steps").tolist()], atol=1e-12)
 
     shape = {"initial": 0.9, "final": 0.999, "total_steps": 1000}
-    check("out_ff_constant", decay.ramp, start_value=0.995, slope=0.0, maximum=1.0)
+    check("out_ff_constant", matching.ramp, start_value=0.995, slope=0.0, maximum=1.0)
     check("out_ff_power10", matching.ema_decay, maximum=0.995)
-    check("out_ff_cosine", decay.cosine, **shape)
-    check("out_ff_warmup_cosine", decay.cosine, **shape, warmup_steps=100)
+    check("out_ff_cosine", matching.cosine, **shape)
+    check("out_ff_warmup_cosine", matching.cosine, **shape, warmup_steps=100)
     for found in a.matches(r"out_ff_linear(\d+)_to_(.*)"):
         top = number(found[2])
-        check(found[0], decay.ramp, slope=top / int(found[1]), maximum=top)
+        check(found[0], matching.ramp, slope=top / int(found[1]), maximum=top)
     for found in a.matches(r"out_awm_dgpo_linear_min_(.*)"):
-        check(found[0], decay.ramp, slope=0.001, maximum=number(found[1]))
+        check(found[0], matching.ramp, slope=0.001, maximum=number(found[1]))
     for found in a.matches(r"out_ff_piecewise_(\d+)_(.*)_(.*)"):
-        check(found[0], decay.ramp, slope=number(found[2]), maximum=number(found[3]), start_step=int(found[1]))
+        check(found[0], matching.ramp, slope=number(found[2]), maximum=number(found[3]), start_step=int(found[1]))
     a.all_used("out_.*", but="out_(ff_(discrete|logit_normal|uniform)|nft|flow_grpo).*")
 
 
 def test_a_cosine_meets_its_ends() -> None:
     shape = {"initial": 0.2, "final": 0.8, "total_steps": 100, "warmup_steps": 20}
-    values = torch.tensor([decay.cosine(n, **shape) for n in range(140)])
+    values = torch.tensor([matching.cosine(n, **shape) for n in range(140)])
     assert values[0] == 0 and values[20] == pytest.approx(0.2) and values[60] == pytest.approx(0.5)
     assert torch.allclose(values[100:], torch.tensor(0.8)) and (values.diff() >= 0).all()
     with pytest.raises(ValueError, match="must end before"):
-        decay.cosine(0, initial=0.0, final=1.0, total_steps=10, warmup_steps=10)
+        matching.cosine(0, initial=0.0, final=1.0, total_steps=10, warmup_steps=10)
 
 
 # -- The rules of collapse: what is better, what has fallen, what has left its own history

@@ -1,6 +1,6 @@
 """Which steps the released trainers make stochastic, draw for draw.
 
-Unlike those of `genrl.mdp.windows`, a window here may be empty, or shrink near the end of the schedule.
+Unlike those of `genrl.mdp.plan`, a window here may be empty, or shrink near the end of the schedule.
 """
 
 from __future__ import annotations

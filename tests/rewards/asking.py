@@ -1,11 +1,10 @@
-"""What most tests of rewards do: score and see no failure, and load what is refused."""
+"""What most tests of rewards do: score and see no failure, load what is refused, and follow gradients."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 import genrl_rewards
 
@@ -21,3 +20,15 @@ def refused(words: str, name: str, args: Mapping[str, Any] | None = None, **more
     """Loading this reward fails with this message."""
     with pytest.raises(ValueError, match=words):
         genrl_rewards.load(name, dict(args or {}), **more)
+
+
+def assert_gradients_agree(
+    reward: genrl_rewards.Reward, images: torch.Tensor, prompts: Sequence[str], *, within: float
+) -> None:
+    """Gradients reach the picture, and scores with and without them agree but for 8-bit rounding."""
+    plain = genrl_rewards.score(reward, images=images, prompts=prompts).values
+    leaf = images.clone().requires_grad_()
+    scores = genrl_rewards.score_with_gradients(reward, images=leaf, prompts=prompts)
+    scores.sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    assert scores.tolist() == pytest.approx(plain, abs=within)

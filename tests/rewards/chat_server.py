@@ -1,7 +1,5 @@
 """An OpenAI-compatible server on loopback that answers as the test says."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -3,8 +3,6 @@
 with servers.scripted(FAULTS["hang"].reply) as url: ...
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import time

@@ -1,7 +1,5 @@
 """Rewards for the tests of serving: what they do is plain, what goes wrong is asked for by the prompt."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """From a name to a reward: built-ins, files, entry points; every way to get it wrong says what to do."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect
@@ -112,6 +110,10 @@ def test_functions_and_classes_of_a_file(mine: str, caplog: pytest.LogCaptureFix
         genrl_rewards.load("mine.py:dark")
 
 
+def declared(name: str) -> Any:
+    return genrl_rewards.declaration(genrl_rewards.resolve(name))
+
+
 @pytest.mark.parametrize(
     ("code", "args", "said"),
     [
@@ -121,6 +123,7 @@ def test_functions_and_classes_of_a_file(mine: str, caplog: pytest.LogCaptureFix
         ("def mine(images, *rest): return [0.0] * len(images)", {}, "takes 'rest'"),
         ("def mine(images, **rest): return [0.0] * len(images)", {}, "takes 'rest'"),
         ("def mine(images, /): return [0.0] * len(images)", {}, "takes 'images'"),
+        ("async def mine(images, style): return [0.0] * len(images)", {}, ""),
         ("mine = 3", {}, "is a constant"),
         ("class mine: pass", {}, "has no __call__"),
         ("class mine:\n def __init__(self, a, device): pass\n def __call__(self, images): pass", {}, "is made with a"),
@@ -141,19 +144,11 @@ def test_the_source_says_what_loading_would(code: str, args: dict[str, Any], sai
     found = genrl_rewards.misfit(file, "mine", args, everything=False)
     assert (said in found and bool(said) == bool(found)) if said is not None else found == ""
     try:
-        genrl_rewards.needs(genrl_rewards.load(f"{file}:mine", args))
+        needs = genrl_rewards.needs(genrl_rewards.load(f"{file}:mine", args))
     except (ValueError, ModuleNotFoundError):
-        loads = False
+        assert said != ""
     else:
-        loads = True
-    assert said is None or loads == (said == "")
-
-
-def test_an_async_function_of_a_file_is_a_reward(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text('async def slow(images, style):\n    "Slow."\n    return [1.0] * len(images)\n')
-    name = f"{tmp_path / 'mine.py'}:slow"
-    assert genrl_rewards.declaration(genrl_rewards.resolve(name)).takes == ("images", "style")
-    assert genrl_rewards.needs(genrl_rewards.load(name)).columns == ("style",)
+        assert not said and (not code.startswith(("def", "async")) or needs.names == declared(f"{file}:mine").takes)
 
 
 def test_dtype_is_handed_on_or_refused(mine: str) -> None:
@@ -169,9 +164,8 @@ def test_dtype_is_handed_on_or_refused(mine: str) -> None:
             genrl_rewards.load(name, {"style": "oil"} if "Style" in name else {}, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "words"),
-    [
+def test_errors_say_what_to_do(mine: str) -> None:
+    for name, args, words in (
         ("pikscore", {}, "unknown reward 'pikscore'. Did you mean 'pickscore'.* Known: .*path/to/file.py:Name"),
         ("CLIPScore", {}, "Did you mean 'clipscore'"),
         ("mein.py:dark", {}, "'mein.py' does not exist .* Did you mean 'mine.py'"),
@@ -185,11 +179,9 @@ def test_dtype_is_handed_on_or_refused(mine: str) -> None:
         ("mine.py:dark", {"strenght": 2}, "Did you mean 'strength'.* It takes: strength"),
         ("mine.py:dark", {"images": 2}, "parameters with a default"),
         ("broken.py:dark", {}, "broken.py, line 2"),
-    ],
-)
-def test_errors_say_what_to_do(mine: str, name: str, args: dict[str, Any], words: str) -> None:
-    Path("broken.py").write_text("x = 1\ndef dark(:\n")
-    refused(words, name, args)
+    ):
+        Path("broken.py").write_text("x = 1\ndef dark(:\n")
+        refused(words, name, args)
 
 
 def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,14 +219,9 @@ def test_a_name_claimed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # -- The command of an extra names its packages, whatever the index has under this package's name
-
-
 def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [
-        "torch>=2.8",
-        'rapidocr>=3.10; extra == "ocr"',
-        "triton>=3.6; platform_system == 'Linux' and extra == 'fast'",
-    ]
+    lines = ["torch>=2.8", 'rapidocr>=3.10; extra == "ocr"']
+    lines += ["triton>=3.6; platform_system == 'Linux' and extra == 'fast'"]
     monkeypatch.setattr(extras, "requires", lambda name: lines)
     assert extras.install("ocr") == "pip install 'rapidocr>=3.10'"
     assert extras.install("fast") == "pip install 'triton>=3.6'"
@@ -247,36 +234,24 @@ def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch: pytest.
 
 
 # -- The documentation's example is the file beside it, and it runs as shown
-
-
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_the_example_in_the_page_is_the_file(root: Path) -> None:
-    example = (root / "docs" / "example_reward.py").read_text(encoding="utf-8")
-    assert example in blocks(root / "docs" / "rewards.md", "python")
-    assert len(example.splitlines()) <= 15
-
-
-def test_the_example_runs_as_the_page_names_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_the_example_that_runs_and_every_built_in_with_its_options(root: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(root)
+    example = (root / "docs" / "example_reward.py").read_text(encoding="utf-8")
+    assert example in blocks(root / "docs" / "rewards.md", "python") and len(example.splitlines()) <= 15
     (entry,) = yaml.safe_load(blocks(root / "docs" / "rewards.md", "yaml")[0])["rewards"]
     reward = genrl_rewards.load(entry["name"])
     images = torch.zeros(3, 3, 8, 8)
     images[0, 0], images[1, 2] = 1, 1
     scores = genrl_rewards.score(reward, images=images, prompts=["a fire", "a fire", "a blue sea"])
     assert scores.values[:2] == [1.0, 0.0] and math.isnan(scores.values[2]) and scores.failed == 0
-
-
-def test_every_yaml_of_the_page_is_a_configuration(root: Path) -> None:
     base = {"model": {"path": "org/name"}, "prompts": {"train": "t.txt"}, "evaluation": {"every": 0}}
     base |= {"trainer": {"algorithm": "diffusion_nft"}}
     for block in blocks(root / "docs" / "rewards.md", "yaml"):
         assert Config.model_validate(base | yaml.safe_load(block)).rewards
-
-
-def test_every_built_in_with_its_options_and_scales_is_on_the_page(root: Path) -> None:
     page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
     asked = {*VARIANTS, *CLIP_SCALES, *PICK_SCALES}
     for name, entry in BUILT_IN.items():

@@ -1,7 +1,5 @@
 """A random ImageReward in the true key format: a ViT of timm's naming, BERT with cross-attention, the linear head."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -21,54 +19,34 @@ MED = {
 }
 
 
-def _linear(weights: dict[str, torch.Tensor], name: str, out: int, into: int) -> None:
-    weights[f"{name}.weight"] = torch.randn(out, into) / into**0.5
-    weights[f"{name}.bias"] = 0.1 * torch.randn(out)
-
-
-def _norm(weights: dict[str, torch.Tensor], name: str, width: int) -> None:
-    weights[f"{name}.weight"], weights[f"{name}.bias"] = 1 + 0.1 * torch.randn(width), 0.1 * torch.randn(width)
-
-
 def weights(side: int = 32, patch: int = 16) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    held: dict[str, torch.Tensor] = {}
-    eye = "blip.visual_encoder"
-    held[f"{eye}.cls_token"] = torch.randn(1, 1, WIDTH)
+    eye, text = "blip.visual_encoder", "blip.text_encoder"
+    norms = {f"{eye}.norm": WIDTH, f"{text}.embeddings.LayerNorm": TEXT}
+    linears = {"blip.vision_proj": (8, WIDTH), "blip.text_proj": (8, TEXT)}
+    for i in range(LAYERS):
+        block, layer = f"{eye}.blocks.{i}", f"{text}.encoder.layer.{i}"
+        norms |= {f"{block}.norm1": WIDTH, f"{block}.norm2": WIDTH, f"{layer}.output.LayerNorm": TEXT}
+        linears |= {f"{block}.attn.qkv": (3 * WIDTH, WIDTH), f"{block}.attn.proj": (WIDTH, WIDTH)}
+        linears |= {f"{block}.mlp.fc1": (4 * WIDTH, WIDTH), f"{block}.mlp.fc2": (WIDTH, 4 * WIDTH)}
+        linears |= {f"{layer}.intermediate.dense": (48, TEXT), f"{layer}.output.dense": (TEXT, 48)}
+        for attention, into in ((f"{layer}.attention", TEXT), (f"{layer}.crossattention", WIDTH)):
+            linears |= {f"{attention}.self.query": (TEXT, TEXT), f"{attention}.output.dense": (TEXT, TEXT)}
+            linears |= {f"{attention}.self.key": (TEXT, into), f"{attention}.self.value": (TEXT, into)}
+            norms[f"{attention}.output.LayerNorm"] = TEXT
+    sizes = ((TEXT, 1024), (1024, 128), (128, 64), (64, 16), (16, 1))
+    linears |= {f"mlp.layers.{k}": (out, into) for k, (into, out) in zip((0, 2, 4, 6, 7), sizes, strict=True)}
+    held = {f"{name}.weight": torch.randn(out, into) / into**0.5 for name, (out, into) in linears.items()}
+    held |= {f"{name}.weight": 1 + 0.1 * torch.randn(width) for name, width in norms.items()}
+    biases = {name: out for name, (out, _) in linears.items()} | norms
+    held |= {f"{name}.bias": 0.1 * torch.randn(width) for name, width in biases.items()}
+    places = MED["max_position_embeddings"]
+    held |= {f"{eye}.cls_token": torch.randn(1, 1, WIDTH), f"{eye}.patch_embed.proj.bias": torch.randn(WIDTH)}
     held[f"{eye}.pos_embed"] = torch.randn(1, (side // patch) ** 2 + 1, WIDTH)
     held[f"{eye}.patch_embed.proj.weight"] = torch.randn(WIDTH, 3, patch, patch) / patch
-    held[f"{eye}.patch_embed.proj.bias"] = torch.randn(WIDTH)
-    for i in range(LAYERS):
-        block = f"{eye}.blocks.{i}"
-        _norm(held, f"{block}.norm1", WIDTH)
-        _norm(held, f"{block}.norm2", WIDTH)
-        _linear(held, f"{block}.attn.qkv", 3 * WIDTH, WIDTH)
-        _linear(held, f"{block}.attn.proj", WIDTH, WIDTH)
-        _linear(held, f"{block}.mlp.fc1", 4 * WIDTH, WIDTH)
-        _linear(held, f"{block}.mlp.fc2", WIDTH, 4 * WIDTH)
-    _norm(held, f"{eye}.norm", WIDTH)
-    text = "blip.text_encoder"
-    held[f"{text}.embeddings.position_ids"] = torch.arange(MED["max_position_embeddings"])[None]
+    held[f"{text}.embeddings.position_ids"] = torch.arange(places)[None]
     held[f"{text}.embeddings.word_embeddings.weight"] = torch.randn(len(VOCABULARY), TEXT)
-    held[f"{text}.embeddings.position_embeddings.weight"] = torch.randn(MED["max_position_embeddings"], TEXT)
-    _norm(held, f"{text}.embeddings.LayerNorm", TEXT)
-    for i in range(LAYERS):
-        layer = f"{text}.encoder.layer.{i}"
-        for attention, into in (("attention", TEXT), ("crossattention", WIDTH)):
-            _linear(held, f"{layer}.{attention}.self.query", TEXT, TEXT)
-            _linear(held, f"{layer}.{attention}.self.key", TEXT, into)
-            _linear(held, f"{layer}.{attention}.self.value", TEXT, into)
-            _linear(held, f"{layer}.{attention}.output.dense", TEXT, TEXT)
-            _norm(held, f"{layer}.{attention}.output.LayerNorm", TEXT)
-        _linear(held, f"{layer}.intermediate.dense", 48, TEXT)
-        _linear(held, f"{layer}.output.dense", TEXT, 48)
-        _norm(held, f"{layer}.output.LayerNorm", TEXT)
-    _linear(held, "blip.vision_proj", 8, WIDTH)
-    _linear(held, "blip.text_proj", 8, TEXT)
-    for number, (into, out) in zip(
-        (0, 2, 4, 6, 7), ((TEXT, 1024), (1024, 128), (128, 64), (64, 16), (16, 1)), strict=True
-    ):
-        _linear(held, f"mlp.layers.{number}", out, into)
+    held[f"{text}.embeddings.position_embeddings.weight"] = torch.randn(places, TEXT)
     return held
 
 

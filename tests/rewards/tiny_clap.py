@@ -1,7 +1,5 @@
 """A random CLAP of a few thousand numbers, saved in the true format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

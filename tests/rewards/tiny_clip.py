@@ -1,7 +1,5 @@
 """A random CLIP of 32 numbers per token, saved in the true format: what the loaders read is what users have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

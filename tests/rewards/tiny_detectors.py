@@ -1,7 +1,5 @@
 """Small random detectors of four families, saved in the true format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

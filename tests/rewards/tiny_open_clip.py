@@ -1,7 +1,5 @@
 """A small random CLIP made and saved by open_clip, in the two forms that its checkpoints have."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

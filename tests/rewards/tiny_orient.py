@@ -1,7 +1,5 @@
 """A small random Orient-Anything in the published format: DINOv2's folder, and one file of weights beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

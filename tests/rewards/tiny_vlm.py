@@ -1,7 +1,5 @@
 """A random Qwen2-VL of 70,000 numbers in the true format, whose vocabulary has Yes and No as single tokens."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence
@@ -106,27 +104,22 @@ IDEFICS_TEMPLATE = (
 
 def save_idefics(folder: Path) -> Path:
     """A random Idefics3 with its processor: a model that is not Qwen's."""
-    from transformers import (
-        Idefics3Config,
-        Idefics3ForConditionalGeneration,
-        Idefics3ImageProcessorPil,
-        Idefics3Processor,
-    )
+    import transformers as t
 
     made = tokenizer()
     made.add_special_tokens({"additional_special_tokens": IDEFICS})
     layers = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     text = {**layers, "model_type": "llama", "vocab_size": len(made), "pad_token_id": made.pad_token_id}
-    config = Idefics3Config(
+    config = t.Idefics3Config(
         vision_config={**layers, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
         text_config={**text, "num_attention_heads": 4, "num_key_value_heads": 2},
         image_token_id=made.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=made.pad_token_id,
     )
-    _saved(Idefics3ForConditionalGeneration(config), made, folder)
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    Idefics3Processor(images, made, image_seq_len=4, chat_template=IDEFICS_TEMPLATE).save_pretrained(folder)
+    _saved(t.Idefics3ForConditionalGeneration(config), made, folder)
+    images = t.Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    t.Idefics3Processor(images, made, image_seq_len=4, chat_template=IDEFICS_TEMPLATE).save_pretrained(folder)
     return folder
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from genrl.cli.app import app
 from genrl.config import load
-from genrl.objectives.preferences.preference import pair_loss
+from genrl.objectives.preferences import pair_loss
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.recipe.presets import PRESETS

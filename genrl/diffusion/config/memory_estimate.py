@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from genrl.config.folders import is_gguf
-from genrl.config.optimizers import LARGEST_COPY
-from genrl.config.sections import BITS
+from genrl.config.sections import BITS, LARGEST_COPY
 from genrl.diffusion.config.estimate import Component, adapted_ranks, number, plan, sides, tokens, trained_parameters
 from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder, quantized
 from genrl.diffusion.config.schema import Config

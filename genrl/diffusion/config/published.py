@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from genrl.config.headers import unpacked
+from genrl.config.weight_files import unpacked
 from genrl.diffusion.config.estimate import Component
 
 

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, SerializeAsAny
 
-from genrl.config.economy import Economy
 from genrl.config.errors import Finding
 from genrl.config.method import CALLED, ByName, Method
 from genrl.config.run_config import FileFinding, RunConfig
 from genrl.config.section import Count, Flag
-from genrl.config.sections import EMA, labels_of
+from genrl.config.sections import EMA, Economy, labels_of
 from genrl.diffusion.config.sections import Engine, Evaluation, Kernels, Model, Processes, Prompts, Reward, Sampling
 from genrl.mdp.plan import describe, make_plan
 

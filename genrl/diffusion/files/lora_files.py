@@ -30,8 +30,13 @@ from genrl.diffusion.config.model_rules import is_text_encoder
 STANDARD = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """What diffusers and peft call their file."""
 SETTINGS = "adapter_config.json"
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways of beginning a LoRA, of peft's, that take as much from the model as they put into the adapter."""
+MORE_THAN_LORA = (
+    *("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"),
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config"),
+)
+"""Settings of peft's by which an adapter is more, or acts otherwise, than the products that are read here."""
 HEADER = "lora_adapter_metadata"
 """Under which diffusers keeps peft's settings in the header of a file."""
 WRAPPERS = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "module.", "_orig_mod.", "model.")
@@ -149,6 +154,8 @@ def read(path: Path) -> LoRAFile:
     except ValueError as error:
         raise ValueError(f"{path.name}: {HEADER} in its header is not JSON: {error}") from error
     settings = read_json(path.parent / SETTINGS)
+    if not settings and (path.parent / SETTINGS).is_file():
+        raise ValueError(f"{SETTINGS} beside it, which has its strength, holds no JSON object")
     if settings and settings.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{SETTINGS} is of a {settings['peft_type']}, which diffusers does not load; give a LoRA")
     begun = str(settings.get("init_lora_weights", True)).lower()
@@ -180,6 +187,8 @@ def resolve(file: LoRAFile, networks: Mapping[str, nn.Module], denoiser: str) ->
         component, layer = place
         part = next(name for name, pattern in PARTS.items() if re.fullmatch(pattern, match["part"]))
         adapter = layers.setdefault(component, Layers())
+        if part == "alpha" and value.numel() != 1:
+            raise ValueError(f"{key} holds {value.numel()} numbers; an alpha is one")
         if part == "alpha":
             adapter.alphas[layer] = float(value)
             continue
@@ -279,11 +288,15 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
     if told:
         whence = "its settings"
         rslora = bool(told.get("use_rslora"))
+        _require_plain(told, dora=dora, bias=bias)
         for layer, rank in ranks.items():
             rank_of_layer = _pattern(told.get("rank_pattern"), layer, told.get("r", rank))
             if rank != rank_of_layer:
-                raise ValueError(f"its settings say rank {rank_of_layer} of {layer}, whose tensors have {rank}")
-            alphas.setdefault(layer, float(_pattern(told.get("alpha_pattern"), layer, told.get("lora_alpha", rank))))
+                raise ValueError(f"its settings say rank {rank_of_layer!r} of {layer}, whose tensors have {rank}")
+            alpha = float(_pattern(told.get("alpha_pattern"), layer, told.get("lora_alpha", rank)))
+            if "lora_alpha" in told and layer in alphas and alphas[layer] != alpha:
+                raise ValueError(f"its settings say alpha {alpha:g} of {layer}, the tensor beside it {alphas[layer]:g}")
+            alphas.setdefault(layer, alpha)
         _require_targets(told, adapter, network, component)
     elif not alphas:
         whence = "no alpha in the file: taken as the rank"
@@ -306,6 +319,17 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
         "lora_bias": bias,
     }
     return settings, f"rank {rank}, alpha {alpha:g} ({whence})"
+
+
+def _require_plain(told: Mapping[str, Any], *, dora: bool, bias: bool) -> None:
+    """Raise ValueError for settings of which something is not in the file, or not done here."""
+    if more := [key for key in MORE_THAN_LORA if told.get(key)]:
+        raise ValueError(f"its settings have {first(more)}, of which a pipeline's LoRA has nothing")
+    for key, has in (("use_dora", dora), ("lora_bias", bias)):
+        if told.get(key) and not has:
+            raise ValueError(f"its settings say {key}, and the file has no tensors of that")
+    if odd := [key for key in ("rank_pattern", "alpha_pattern") if not isinstance(told.get(key) or {}, dict)]:
+        raise ValueError(f"{odd[0]} of its settings is no object")
 
 
 def _pattern(patterns: Mapping[str, Any] | None, layer: str, default: Any) -> Any:

@@ -21,10 +21,9 @@ from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.rollout.scoring import Scored
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target
+from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target, logit_normal_draws
 from genrl.mdp.noise import keyed_noise
-from genrl.mdp.noise_levels import logit_normal_draws
-from genrl.objectives.advantages.groups import group_advantages, group_statistics
+from genrl.objectives.groups import group_advantages, group_statistics
 from genrl.runtime.loop.updating import Meter
 from genrl.runtime.weights.low_rank import merged
 

@@ -21,9 +21,9 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator, keyed_noise
-from genrl.objectives.advantages.groups import best_and_worst
-from genrl.objectives.forward.forward_process import matching_error
-from genrl.objectives.preferences.preference import pair_loss
+from genrl.objectives.groups import best_and_worst
+from genrl.objectives.matching import matching_error
+from genrl.objectives.preferences import pair_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 

@@ -34,7 +34,7 @@ from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.diffusion.policy.recording import Actions, Recording, predicted_clean
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, StepRecord, Trajectory
-from genrl.mdp.gaussian import Reduction
+from genrl.mdp.kernels import Reduction
 
 
 class Policy:

@@ -11,8 +11,7 @@ from torch import Tensor
 from genrl.diffusion.policy.calls import Leave
 from genrl.diffusion.policy.scheduler import PolicyHead, Step
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, Trajectory, of_rows, step_noise
-from genrl.mdp.gaussian import Reduction, log_prob, sample
-from genrl.mdp.kernels import Transition
+from genrl.mdp.kernels import Reduction, Transition, log_prob, sample
 
 
 def predicted_clean(head: PolicyHead, step: Step) -> Tensor:

@@ -31,7 +31,6 @@ from transformers import (
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.sections import Rewriter as RewriterSettings
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.prompt_rl import completion_mask
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.weights.low_rank import adapted
 from genrl_rewards.models.accounts import accounted
@@ -333,3 +332,9 @@ class TextRoom:
                     f"{self.limit}: what comes after would not be drawn; shorten the prompt, or raise "
                     "sampling.pipeline_args.max_sequence_length where the model has one"
                 )
+
+
+def completion_mask(tokens: Tensor, end: int) -> Tensor:
+    """Which tokens were written, bool [B, L]: up to and including the first `end` (all, where there is none)."""
+    ended = (tokens == end).long().cumsum(dim=1)
+    return (ended - (tokens == end).long()) == 0

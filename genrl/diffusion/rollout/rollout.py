@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 import genrl_rewards
 from genrl.data.prompts import Prompt
+from genrl.data.rows import input_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Sampling
 from genrl.diffusion.policy.policy import Policy
@@ -32,7 +32,7 @@ from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scoring
 from genrl.mdp.batches import bucketed_indices, prompt_indices
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.pruning import max_variance
+from genrl.objectives.credit import max_variance
 from genrl.runtime.loop.economy import NOTHING, Known, choose, looked_at
 from genrl_rewards import compose
 from genrl_rewards.compose import Running
@@ -184,12 +184,9 @@ def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str
     """Raise ValueError where a prompt names no picture, or one that is not there, with its line."""
     for argument, column in columns.items():
         for row in rows:
-            if row.columns.get(column) is None:
-                hint = nearest(column, row.columns)
-                what = "no picture in" if column in row.columns else "no column"
-                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line} has {what} {column!r}.{hint}")
-            if not Path(row.columns[column]).is_file():
-                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line}: no such file {row.columns[column]}")
+            if problem := input_problem(column, row.columns):
+                hint = "" if column in row.columns else nearest(column, row.columns)
+                raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line} {problem}.{hint}")
 
 
 def iteration_rows(config: Config, prompts: Sequence[Prompt], iteration: int, known: Known = NOTHING) -> list[int]:

@@ -18,20 +18,22 @@ from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.mdp import tree as trees
 from genrl.mdp.plan import SamplingPlan
-from genrl.objectives.advantages.credit import (
+from genrl.objectives.credit import (
     PromptHistory,
+    best_siblings,
     branch_extremes,
+    depth_pruned,
     edge_weights,
+    extreme_leaves,
     leaf_counts,
     level_softmax,
     mean_of_leaves,
     normalise_per_depth,
     path_softmax,
     signed_advantage,
+    width_pruned,
 )
-from genrl.objectives.advantages.groups import group_statistics
-from genrl.objectives.advantages.pruning import best_siblings, depth_pruned, extreme_leaves, width_pruned
-from genrl.objectives.surrogates.layer_tuning import progress_weights
+from genrl.objectives.groups import group_statistics
 from genrl.runtime.loop.updating import Meter
 
 
@@ -176,11 +178,6 @@ def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Ten
         good = extreme_leaves(rewards, max(1, rewards.shape[-1] // 4))
     good = good | rewards.isnan().all(-1, keepdim=True)  # without any score there is nothing to choose by, or to train
     return remaining & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
-
-
-def progress_table(tree: trees.Tree, rewards: Tensor) -> Tensor:
-    """How far the leaves below an edge fall short of their group's best, in [0, 1], [T, N] (Dynamic-TreeRPO)."""
-    return to_table(mean_of_leaves(tree.parent, progress_weights(rewards.view(-1, tree.num_slots))), tree)
 
 
 def to_table(values: Tensor, tree: trees.Tree) -> Tensor:

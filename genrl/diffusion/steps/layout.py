@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from genrl.config.errors import Finding
 from genrl.config.section import Count, Flag, Positive, Section, Share, Ways, Whole
 from genrl.diffusion.config.kernels import UP_TO_ONE
-from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan, sliding_depths, unpruned_steps
-from genrl.mdp.windows import (
+from genrl.mdp.plan import (
+    SamplingPlan,
     backward_interval,
     check_window,
+    compress_tail,
     geometric_start_probabilities,
     growing_noise,
+    make_plan,
     moving_window,
+    sliding_depths,
+    unpruned_steps,
 )
 
 if TYPE_CHECKING:

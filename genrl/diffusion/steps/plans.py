@@ -25,7 +25,7 @@ from genrl.diffusion.steps.settings import EveryStep, PolicyGradient, Stochastic
 from genrl.mdp.kernels import FLOW_KERNELS
 from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
 from genrl.mdp.schedules import geometric_window, window_steps
-from genrl.objectives.preferences.preference import PreferenceOutput, step_preference_loss
+from genrl.objectives.preferences import PreferenceOutput, step_preference_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import require_on_policy
 

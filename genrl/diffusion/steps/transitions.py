@@ -22,7 +22,7 @@ from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.plans import Steps, Tensors, check_on_policy, choose_kernel, evidence, replayed
 from genrl.diffusion.steps.settings import PolicyGradient
-from genrl.objectives.surrogates.policy_losses import (
+from genrl.objectives.policy_losses import (
     SurrogateOutput,
     clipped_surrogate,
     kl_gaussian,

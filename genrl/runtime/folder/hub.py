@@ -11,7 +11,7 @@ import yaml
 
 from genrl.config import RunConfig
 from genrl.config.folders import is_hub_id, looks_local
-from genrl.config.headers import hub_errors
+from genrl.config.weight_files import hub_errors
 from genrl.runtime.folder import cards
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.show import pictures

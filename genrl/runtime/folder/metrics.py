@@ -8,6 +8,7 @@ method logs beside it in its settings (`Method.metrics`).
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from genrl.config import RunConfig
-from genrl.config.kinds import KINDS, Kind
-from genrl.config.method import MetricDoc, built_in, headings, methods_of, metrics_of
+from genrl.config.method import KINDS, Kind, MetricDoc, built_in, headings, methods_of, metrics_of
 from genrl.runtime.folder import trackers
 from genrl.runtime.folder.run import Run, json_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
 
 
 _REWARDS = {
@@ -374,6 +376,7 @@ class MetricLogger:
         self.own = own
         self.run = run
         self.enabled = enabled
+        self.begun = False
         self.trackers = [trackers.start(name, run, config, resumed_from) for name in names] if enabled else []
 
     def log(self, step: int, values: Mapping[str, float | None]) -> None:
@@ -387,6 +390,11 @@ class MetricLogger:
             row[key] = value if value is not None and math.isfinite(value) else None
         if not self.enabled:
             return
+        if self.begun and not self.run.metrics.is_file():
+            logger.warning(
+                "%s was removed while the run was going: the rows before %d are lost", self.run.metrics, step
+            )
+        self.begun = True
         self.run.folder.mkdir(parents=True, exist_ok=True)
         with self.run.metrics.open("a", encoding="utf-8") as file:
             file.write(json_line(row))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from genrl.config.economy import Selection
+from genrl.config.sections import Selection
 from genrl.mdp.noise import derive_seed
 
 Known = Mapping[str, Sequence[float]]

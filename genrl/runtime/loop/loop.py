@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object, set_seed
 
-from genrl.config.optimizers import Optimizer
+from genrl.config.sections import Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.folder.run import truncate_metrics
 from genrl.runtime.loop import collapse, idle, saving

@@ -54,11 +54,18 @@ class Process:
     started: str = ""
     """When the run began, by its run.json."""
 
-    def check_folder(self) -> None:
-        """Raise RuntimeError where the run's folder was moved, removed or given to another run meanwhile."""
+    @property
+    def has_folder(self) -> bool:
+        """Whether the run's folder is there and its own, and was not moved, removed or given to another run."""
         if not self.started:
-            return
-        if not self.run.folder.is_dir() or run_folder.run_info(self.run).get("started", self.started) != self.started:
+            return True
+        begun = run_folder.run_info(self.run).get("started")
+        # One that was made anew by what is written meanwhile has neither file.
+        return begun == self.started or (begun is None and (self.run.folder / "run.lock").is_file())
+
+    def check_folder(self) -> None:
+        """Raise RuntimeError where it does not have its folder any more."""
+        if not self.has_folder:
             raise RuntimeError(
                 f"the run folder {self.run.folder} was moved, removed or replaced while the run was going: stopped, "
                 "and nothing was written there. Put it back, and `genrl resume` goes on from its last checkpoint."

@@ -16,8 +16,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.groups import GroupStatistics
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+from genrl.objectives.groups import GroupStatistics
+from genrl.objectives.policy_losses import SurrogateOutput
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.loop.recorded import Recorded
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from genrl.config.method import Method
-from genrl.config.optimizers import Optimizer
-from genrl.config.sections import EMA
+from genrl.config.sections import EMA, Optimizer
 from genrl.runtime.loop.guards import non_finite, require_finite
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.optimizers import Masters, set_rate

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from genrl.config.optimizers import OPTIMIZERS, Optimizer
 from genrl.config.plugins import Group, find
+from genrl.config.sections import OPTIMIZERS, Optimizer
 from genrl.runtime.weights import state
 
 OWN_KEYS = ("lr", "betas", "weight_decay")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from genrl.config.optimizers import LARGEST_COPY
+from genrl.config.sections import LARGEST_COPY
 from genrl.runtime.weights.sharding import like
 from genrl.runtime.weights.shares import Shares
 

@@ -13,10 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from genrl.config.errors import Finding
-from genrl.config.optimizers import Optimizer
 from genrl.config.plugins import names
 from genrl.config.section import Count, Flag, NonNegative, Positive, Section, Share, Text, Ways, Whole
-from genrl.config.sections import EvaluationBase
+from genrl.config.sections import EvaluationBase, Optimizer
 from genrl.vla.config.names import POLICIES, PREDICTS, PUBLISHED, SAMPLERS
 
 

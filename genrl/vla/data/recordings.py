@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from genrl.data.flags import flags
+from genrl.data.rows import flags
 from genrl.vla.data.lerobot_dataset import Episode
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE
 

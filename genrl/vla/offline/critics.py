@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.mdp.noise import generator
-from genrl.objectives.surrogates import iql
+from genrl.objectives import actor_critic
 from genrl.vla.offline.descent import step_beside
 from genrl.vla.offline.transitions import Transitions, take
 from genrl.vla.policies.encoder import MODES, ObservationEncoder, value_head
@@ -113,10 +113,10 @@ def train_iql(
         # The smaller of two slow copies: errors of Q that look like good actions would be what V leans to.
         q_slow = critics.slow_q(batch.observation, batch.action).amin(0)
         value = critics.v(batch.observation)
-        value_loss = iql.expectile_loss(q_slow - value, settings.expectile).mean()
+        value_loss = actor_critic.expectile_loss(q_slow - value, settings.expectile).mean()
         with torch.no_grad():
             following = critics.v(batch.next_observation)
-        target = iql.q_target(
+        target = actor_critic.q_target(
             batch.reward.to(device), following, batch.terminated.to(device), batch.discount.to(device)
         )
         q_loss = (critics.q_values(batch.observation, batch.action) - target).square().mean()

@@ -64,7 +64,8 @@ def recorded_chunks(
 def cloning_errors(policy: Policy, given: Recorded) -> Tensor:
     """Squared error of the policy's prediction for each data chunk, mean over H and A, [B]: flow or noise matching.
 
-    Weighted by `iql.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion policy.
+    Weighted by `actor_critic.advantage_weights` its mean is advantage-weighted regression of a flow or diffusion
+    policy.
     """
     context, actions = policy.encode(observation_of(given)), given["actions"]
     error = matching_error(policy, context, actions, given["noise"].to(actions), given["level"], given["alpha_bars"])

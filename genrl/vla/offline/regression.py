@@ -10,7 +10,7 @@ from torch import Tensor
 
 from genrl.mdp import ddpm
 from genrl.mdp.noise import generator
-from genrl.objectives.surrogates import iql
+from genrl.objectives import actor_critic
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vla import setup
@@ -84,7 +84,9 @@ def regress(
     config, loop, policy = run.config, run.loop, run.policy
     # `advantage_weights` takes Q and V: the advantage stands for both.
     device, nothing = loop.process.accelerator.device, torch.zeros_like(advantage)
-    weight = iql.advantage_weights(advantage, nothing, temperature=settings.temperature, largest=LARGEST_WEIGHT)
+    weight = actor_critic.advantage_weights(
+        advantage, nothing, temperature=settings.temperature, largest=LARGEST_WEIGHT
+    )
     alpha_bars = ddpm.cosine_alpha_bars(policy.train_steps if isinstance(policy, PredictsNoise) else 20)
     step = stepper(run, settings, loss)
     for _ in loop.iterations():

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genrl.objectives.advantages.gae import chunk_rewards
+from genrl.objectives.episodes import chunk_rewards
 from genrl.runtime.weights.state import Unchanging
 from genrl.vla.config import sections
 from genrl.vla.data.recordings import Steps, split
@@ -39,7 +39,8 @@ class Transitions(NamedTuple):
     """N decisions. observation, next_observation: name -> [N, ...], the next one final where the episode ended.
 
     action float32 [N, H, A], the whole chunk in the robot's units, of which n_executed int64 [N] were executed.
-    reward float32 [N], `sum_j gamma^j r_j`, and discount [N], gamma^n of what follows (`gae.chunk_rewards`, "smdp").
+    reward float32 [N], `sum_j gamma^j r_j`, and discount [N], gamma^n of what follows (`episodes.chunk_rewards`,
+    "smdp").
     cost float32 [N]: the largest cost of an executed action, 0 where the environment knows none.
     terminated, success bool [N]; done bool [N]: the last of its episode; episode int64 [N]: its number in this set.
     """

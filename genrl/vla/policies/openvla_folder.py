@@ -13,13 +13,16 @@ other formats (.bin).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -189,11 +192,11 @@ class Robot:
         return self._scaled(state, STATE)
 
     def pictures(self, observation: Batch, device: torch.device) -> Tensor:
-        """float32 [cameras B, 3, S, S] in [0, 1], camera by camera; resized (bicubic) and cropped."""
+        """float32 [cameras B, 3, S, S] in [0, 1], camera by camera; resized (`lanczos`) and cropped."""
         pixels = torch.cat([picture(entry(observation, name), name, device).movedim(-1, -3) for name in self.cameras])
         size = (self.image_size, self.image_size)
         if pixels.shape[-2:] != size:
-            pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False)
+            pixels = lanczos(pixels, size)
             # To whole levels between the two resizings, as the authors' program has a picture of bytes there.
             pixels = (pixels.clamp(0.0, 1.0) * 255.0).round() / 255.0
         return central(pixels) if self.crop else pixels
@@ -201,6 +204,20 @@ class Robot:
     def _scaled(self, value: Tensor, what: str) -> Tensor:
         low, high, mask = (self.stats[what][name].to(value) for name in ("q01", "q99", "mask"))
         return torch.where(mask > 0, 2.0 * (value - low) / (high - low + EPS) - 1.0, value).clamp(-1.0, 1.0)
+
+
+def lanczos(pictures: Tensor, size: tuple[int, int]) -> Tensor:
+    """[B, C, H, W] resized by a Lanczos window of 3 that grows with what is left out: `tf.image.resize` of "lanczos3"
+    with `antialias`, by which OFT's pictures were stored and are evaluated."""
+    down, across = (_shares(old, new).to(pictures) for old, new in zip(pictures.shape[-2:], size, strict=True))
+    return down @ pictures @ across.T
+
+
+@functools.cache
+def _shares(old: int, new: int) -> Tensor:
+    """How much of each old pixel is in each new one, [new, old]: what Pillow makes of single pixels, in float32."""
+    rows = Image.fromarray(np.eye(old, dtype=np.float32)).resize((old, new), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(rows))
 
 
 def central(pictures: Tensor) -> Tensor:

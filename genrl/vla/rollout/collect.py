@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.objectives.advantages import episodes
+from genrl.objectives import episodes
 from genrl.vla.policies.policy import (
     ENVIRONMENT,
     IMAGE,

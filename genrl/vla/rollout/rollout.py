@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genrl.objectives.advantages import episodes
-from genrl.objectives.advantages.gae import executed_mask
+from genrl.objectives import episodes
+from genrl.objectives.episodes import executed_mask
 from genrl.vla.policies.policy import Batch, joined_batches, rows
 from genrl.vla.rollout.sampling import Sampler
 

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from genrl.mdp import categorical, chains, ddpm, kernels, schedules
 from genrl.mdp.chains import Chain
-from genrl.mdp.gaussian import Reduction
-from genrl.mdp.kernels import Transition
+from genrl.mdp.kernels import Reduction, Transition
 from genrl.vla.policies.policy import (
     Batch,
     LearnsNoise,

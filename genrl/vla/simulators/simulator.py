@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from genrl.config.plugins import find, names
-from genrl.data.flags import flag
+from genrl.data.rows import flag
 from genrl.vla.config.names import SIMULATORS
 from genrl.vla.simulators import bullet_safety
 from genrl.vla.simulators.contract import (

@@ -11,10 +11,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp import chains
-from genrl.objectives.advantages.episodes import informative_groups
-from genrl.objectives.advantages.gae import executed_mask
-from genrl.objectives.surrogates import actor_critic
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate, truncated_weight
+from genrl.objectives import actor_critic
+from genrl.objectives.episodes import executed_mask, informative_groups
+from genrl.objectives.policy_losses import clipped_surrogate, truncated_weight
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows

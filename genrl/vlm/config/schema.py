@@ -14,12 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
-from genrl.config.economy import Economy
 from genrl.config.errors import Finding, ImpossibleConfig
 from genrl.config.method import ByName, Method, built_in_names, class_of
 from genrl.config.run_config import FileFinding, RunConfig
 from genrl.config.section import AnyOf, Count, Flag, Section
-from genrl.config.sections import labels_of
+from genrl.config.sections import Economy, labels_of
 from genrl.vlm.config.sections import (
     VLM,
     Augmentation,

@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from genrl.config.optimizers import Optimizer
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Share, Text, Ways, Whole
-from genrl.config.sections import EvaluationBase, Quantized
+from genrl.config.sections import EvaluationBase, Optimizer, Quantized
 from genrl.vlm.config.names import FORMATS, OUTPUTS, TASKS
 
 

@@ -20,7 +20,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from PIL import Image
 
-from genrl.data.flags import flag
+from genrl.data.rows import flag
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.contract import Layout, Observation, Split
 from genrl_rewards.pictures import check_pixels

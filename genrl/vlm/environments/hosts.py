@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from genrl.data.flags import flag
+from genrl.data.rows import flag
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.environments.contract import Environment, Split, Told
 from genrl.vlm.environments.discrete import Misuse

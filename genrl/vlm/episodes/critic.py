@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genrl.objectives.tokens.token_credit import step_gae, token_gae
+from genrl.objectives.token_credit import step_gae, token_gae
 from genrl.vlm.episodes.episodes import Walk
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.advantages import CriticAdvantage

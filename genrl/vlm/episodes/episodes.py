@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from genrl.data.flags import flag
+from genrl.data.rows import flag
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.environments.contract import Observation, Question, Split, Told

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from genrl.objectives.tokens.token_credit import semi_online_returns
+from genrl.objectives.token_credit import semi_online_returns
 from genrl.vlm.episodes.episodes import Decision, stacked
 from genrl.vlm.policies.policy import Encoded, Policy, Replay
 from genrl.vlm.recipe.advantages import SemiOnline

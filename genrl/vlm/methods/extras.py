@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.objectives.tokens.token_trust import min_p_log_prob
+from genrl.objectives.token_weights import min_p_log_prob
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures

@@ -18,12 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages.groups import group_statistics
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput, kl_k3
-from genrl.objectives.tokens.token_advantages import Visits
-from genrl.objectives.tokens.token_aggregation import aggregate
-from genrl.objectives.tokens.token_regularisers import sampled_entropy
-from genrl.objectives.tokens.tokens import log_ratio, masked, token_mean
+from genrl.objectives.groups import group_statistics
+from genrl.objectives.policy_losses import SurrogateOutput, kl_k3
+from genrl.objectives.token_advantages import Visits
+from genrl.objectives.token_regularisers import sampled_entropy
+from genrl.objectives.tokens import aggregate, log_ratio, masked, token_mean
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.recipe.advantages import WhitenedReturns
 from genrl.vlm.recipe.group_losses import GroupLoss

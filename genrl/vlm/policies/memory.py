@@ -15,8 +15,7 @@ import torch
 import transformers
 from torch import nn
 
-from genrl.config.optimizers import LARGEST_COPY
-from genrl.config.sections import BITS
+from genrl.config.sections import BITS, LARGEST_COPY
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.loading import ATTENTION, checked

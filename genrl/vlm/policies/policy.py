@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from genrl.kernels.prefix_attention import PrefixBackend
-from genrl.objectives.tokens.token_weights import group_divergence
+from genrl.objectives.token_weights import group_divergence
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.loading import Adapted, checked, loaded, use_liger, with_lora

@@ -10,15 +10,14 @@ from genrl.vlm.recipe.choice import Choice, Factor, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.advantages import groups
-    from genrl.objectives.tokens import token_advantages, token_credit
-    from genrl.objectives.tokens import tokens as masking
+    from genrl.objectives import groups, token_advantages, token_credit
+    from genrl.objectives import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    groups = lazily("genrl.objectives.advantages.groups")
-    token_credit = lazily("genrl.objectives.tokens.token_credit")
-    token_advantages = lazily("genrl.objectives.tokens.token_advantages")
-    masking = lazily("genrl.objectives.tokens.tokens")
+    groups = lazily("genrl.objectives.groups")
+    token_credit = lazily("genrl.objectives.token_credit")
+    token_advantages = lazily("genrl.objectives.token_advantages")
+    masking = lazily("genrl.objectives.tokens")
 
 
 class Estimator(Choice):

@@ -1,4 +1,4 @@
-"""Losses of whole groups (`genrl.objectives.tokens.group_losses`), in place of weights, surrogate and aggregation."""
+"""Losses of whole groups (`genrl.objectives.token_surrogates`), in place of weights, surrogate and aggregation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.advantages import groups
-    from genrl.objectives.preferences import preference
-    from genrl.objectives.tokens import group_losses
-    from genrl.objectives.tokens import tokens as masking
+    from genrl.objectives import groups, preferences, token_surrogates
+    from genrl.objectives import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    groups = lazily("genrl.objectives.advantages.groups")
-    preference = lazily("genrl.objectives.preferences.preference")
-    group_losses = lazily("genrl.objectives.tokens.group_losses")
-    masking = lazily("genrl.objectives.tokens.tokens")
+    groups = lazily("genrl.objectives.groups")
+    preferences = lazily("genrl.objectives.preferences")
+    token_surrogates = lazily("genrl.objectives.token_surrogates")
+    masking = lazily("genrl.objectives.tokens")
 
 
 class WholeGroups(Choice):
@@ -32,18 +30,18 @@ class WholeGroups(Choice):
 
 
 class Regression(WholeGroups):
-    """Log-ratios regressed on advantages: Reg-GRPO (`group_losses.regression_loss`)."""
+    """Log-ratios regressed on advantages: Reg-GRPO (`token_surrogates.regression_loss`)."""
 
     name: Literal["regression"] = "regression"
 
     def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
         log_prob, old, advantage, mask = batch.terms
         ratio = masking.sequence_log_ratio(log_prob, old, mask)[scored]
-        return group_losses.regression_loss(ratio, advantage[scored], batch.group[scored]).sum() / batch.number
+        return token_surrogates.regression_loss(ratio, advantage[scored], batch.group[scored]).sum() / batch.number
 
 
 class Classification(WholeGroups):
-    """Answers of positive advantage told from the others: REAL (`group_losses.classification_loss`)."""
+    """Answers of positive advantage told from the others: REAL (`token_surrogates.classification_loss`)."""
 
     name: Literal["classification"] = "classification"
 
@@ -51,13 +49,13 @@ class Classification(WholeGroups):
         log_prob, old, advantage, mask = batch.terms
         score = masking.mean_log_ratio(log_prob, old, mask)[scored]
         return (
-            group_losses.classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum()
+            token_surrogates.classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum()
             / batch.number_of_groups
         )
 
 
 class Preference(WholeGroups):
-    """DPO on the best and the worst answer of each group (`preference.pair_loss`). A group without spread has no pair,
+    """DPO on the best and the worst answer of each group (`preferences.pair_loss`). A group without spread has no pair,
     and counts in the mean."""
 
     tensors = ("ref",)
@@ -71,13 +69,14 @@ class Preference(WholeGroups):
         now = masking.row_sum(batch.terms[0], batch.mask)
         gain = now - masking.row_sum(batch.read("ref_log_prob", self.name), batch.mask)
         return (
-            preference.pair_loss("sigmoid", gain[best], gain[worst], beta=self.beta).loss.sum() / batch.number_of_groups
+            preferences.pair_loss("sigmoid", gain[best], gain[worst], beta=self.beta).loss.sum()
+            / batch.number_of_groups
         )
 
 
 class RightAnswers(WholeGroups):
     """Right answers told from the others by the log-ratios of a group, as a classifier: PACS
-    (`group_losses.right_answer_loss` of [right])."""
+    (`token_surrogates.right_answer_loss` of [right])."""
 
     tensors = ("right",)
     name: Literal["right_answers"] = "right_answers"
@@ -92,7 +91,7 @@ class RightAnswers(WholeGroups):
         log_prob, old, _, mask = batch.terms
         ratio = masking.sequence_log_ratio(log_prob, old, mask)[scored]
         right = batch.read("right", self.name)[scored] > 0
-        losses = group_losses.right_answer_loss(
+        losses = token_surrogates.right_answer_loss(
             self.beta * ratio, right, batch.group[scored], compare=self.compare, balanced=self.balanced
         )
         return losses.sum() / batch.number

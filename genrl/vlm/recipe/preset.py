@@ -15,7 +15,7 @@ from genrl.vlm.recipe.surrogates import Surrogate
 from genrl.vlm.recipe.weights import OffPolicyMask, TokenWeight
 
 Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum"]
-"""`token_aggregation.aggregate` has the formulas."""
+"""`tokens.aggregate` has the formulas."""
 
 
 class Contradiction(ValueError):

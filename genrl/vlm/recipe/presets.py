@@ -289,7 +289,7 @@ PRESETS: dict[str, Preset] = {
         transforms=(Uncertainty(),),
         regularisers=(Kl(beta=0.04), Perception()),
         source="Q-Hawkeye, paper and code",
-        notes="gamma falls to 0 over 5 epochs (objectives.decay.cosine); G = 4; reward_shaping.score_reward + .8 "
+        notes="gamma falls to 0 over 5 epochs (objectives.matching.cosine); G = 4; reward_shaping.score_reward + .8 "
         "format",
     ),
     "g2rpo": Preset(
@@ -385,7 +385,7 @@ PRESETS: dict[str, Preset] = {
         "views (maximum, sum); G = 8; the paper keeps the KL and decouples the clip; share inferred, beta "
         "and the clip from the released training of one step",
     ),
-    # --- agents with a critic: advantages come from genrl.objectives.tokens.token_credit, run over episodes
+    # --- agents with a critic: advantages come from genrl.objectives.token_credit, run over episodes
     "vl_dac": Preset(
         CriticAdvantage(level="step", gamma=0.95, lam=0.95),
         Clip(low=0.1, high=0.1, drop_above=10.0),

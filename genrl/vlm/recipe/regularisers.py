@@ -11,9 +11,8 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.surrogates import policy_losses
-    from genrl.objectives.tokens import token_aggregation, token_regularisers
-    from genrl.objectives.tokens import tokens as masking
+    from genrl.objectives import policy_losses, token_regularisers, tokens
+    from genrl.objectives import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 
     Aggregated = Callable[[Tensor], Tensor]
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
     Measured = tuple[Tensor, dict[str, Tensor]]
     """The term, [], and what else was measured of it, without gradient."""
 else:
-    policy_losses = lazily("genrl.objectives.surrogates.policy_losses")
-    token_aggregation = lazily("genrl.objectives.tokens.token_aggregation")
-    token_regularisers = lazily("genrl.objectives.tokens.token_regularisers")
-    masking = lazily("genrl.objectives.tokens.tokens")
+    policy_losses = lazily("genrl.objectives.policy_losses")
+    tokens = lazily("genrl.objectives.tokens")
+    token_regularisers = lazily("genrl.objectives.token_regularisers")
+    masking = lazily("genrl.objectives.tokens")
 
 
 class Added(Choice):
@@ -76,9 +75,7 @@ class EntropyPenalty(Added):
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         terms = -masking.masked(batch.terms[0], batch.mask)
-        return self.coefficient * token_aggregation.aggregate(
-            terms, batch.mask, "token_mean_global", tokens=batch.tokens
-        ), {}
+        return self.coefficient * tokens.aggregate(terms, batch.mask, "token_mean_global", tokens=batch.tokens), {}
 
 
 class EntropyBonus(Added):
@@ -92,7 +89,7 @@ class EntropyBonus(Added):
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         entropy = masking.masked(batch.read("policy_entropy", self.name), batch.mask)
-        total = token_aggregation.aggregate(entropy, batch.mask, "token_mean_global", tokens=batch.tokens)
+        total = tokens.aggregate(entropy, batch.mask, "token_mean_global", tokens=batch.tokens)
         return -self.coefficient * total, {"policy_entropy": masking.token_mean(entropy.detach(), batch.mask)}
 
 
@@ -178,9 +175,7 @@ class ValueLoss(Added):
             return self.coefficient * squares.sum() / batch.number, {}
         arguments = (masking.masked(tensor.to(value.dtype), batch.mask) for tensor in (value, before, returns))
         squares = token_regularisers.clipped_value_loss(*arguments, clip=self.clip)
-        return self.coefficient * token_aggregation.aggregate(
-            squares, batch.mask, "token_mean_global", tokens=batch.tokens
-        ), {}
+        return self.coefficient * tokens.aggregate(squares, batch.mask, "token_mean_global", tokens=batch.tokens), {}
 
 
 Regulariser = Kl | EntropyPenalty | EntropyBonus | EntropyBand | Perception | ValueLoss

@@ -10,15 +10,14 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.advantages import reward_shaping
-    from genrl.objectives.tokens import token_advantages, token_weights
-    from genrl.objectives.tokens import tokens as masking
+    from genrl.objectives import token_advantages, token_regularisers, token_weights
+    from genrl.objectives import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    reward_shaping = lazily("genrl.objectives.advantages.reward_shaping")
-    token_advantages = lazily("genrl.objectives.tokens.token_advantages")
-    token_weights = lazily("genrl.objectives.tokens.token_weights")
-    masking = lazily("genrl.objectives.tokens.tokens")
+    token_regularisers = lazily("genrl.objectives.token_regularisers")
+    token_advantages = lazily("genrl.objectives.token_advantages")
+    token_weights = lazily("genrl.objectives.token_weights")
+    masking = lazily("genrl.objectives.tokens")
 
 
 class Term(Choice):
@@ -30,7 +29,7 @@ class Term(Choice):
 
 
 class OverlongPenalty(Term):
-    """From 0 down to -1 over the last tokens allowed: DAPO (`reward_shaping.overlong_penalty`)."""
+    """From 0 down to -1 over the last tokens allowed: DAPO (`token_regularisers.overlong_penalty`)."""
 
     name: Literal["overlong"] = "overlong"
     maximum: Count
@@ -39,14 +38,14 @@ class OverlongPenalty(Term):
     """Tokens before that at which it is 0 (DAPO: 4096)."""
 
     def reward(self, batch: TokenBatch) -> Tensor:
-        return reward_shaping.overlong_penalty(
+        return token_regularisers.overlong_penalty(
             masking.token_count(batch.mask), maximum=self.maximum, buffer=self.buffer
         )
 
 
 class ConsistencyBonus(Term):
     """For right answers that a moving average of the model finds likely after the reasoning: GRPO-CARE
-    (`reward_shaping.consistency_bonus` of [accuracy] [B], [ema] and [answer_mask])."""
+    (`token_regularisers.consistency_bonus` of [accuracy] [B], [ema] and [answer_mask])."""
 
     average: ClassVar[tuple[float, int]] = 0.995, 10
     """Share of the average that an update keeps, and optimiser steps between updates."""
@@ -60,10 +59,10 @@ class ConsistencyBonus(Term):
     def reward(self, batch: TokenBatch) -> Tensor:
         likely, answer, accuracy = (batch.read(name, self.name) for name in ("ema", "answer_mask", "accuracy"))
         confidence, constants = (
-            reward_shaping.answer_confidence(likely, answer),
+            token_regularisers.answer_confidence(likely, answer),
             {"coefficient": self.coefficient, "margin": self.margin},
         )
-        return reward_shaping.consistency_bonus(accuracy, confidence, batch.group, **constants)
+        return token_regularisers.consistency_bonus(accuracy, confidence, batch.group, **constants)
 
 
 class ReferenceProbability(Term):
@@ -97,7 +96,7 @@ class KlInReward(Term):
     def token_reward(self, batch: TokenBatch) -> Tensor:
         """[B, T], for estimators that discount over tokens."""
         old, reference = (batch.read(name, self.name) for name in ("old_log_prob", "ref_log_prob"))
-        return reward_shaping.with_kl(old.new_zeros(old.shape).double(), old, reference, batch.mask, beta=self.beta)
+        return token_regularisers.with_kl(old.new_zeros(old.shape).double(), old, reference, batch.mask, beta=self.beta)
 
 
 RewardTerm = OverlongPenalty | ConsistencyBonus | ReferenceProbability | KlInReward

@@ -1,4 +1,4 @@
-"""Rules of ratio and clip (`genrl.objectives.tokens.token_surrogates`, `token_trust`)."""
+"""Rules of ratio and clip (`genrl.objectives.token_surrogates`, `token_weights`)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,14 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.surrogates.policy_losses import SurrogateOutput
-    from genrl.objectives.tokens import (
-        group_losses,
-        token_surrogates,
-        token_trust,
-        token_weights,
-    )
-    from genrl.objectives.tokens import (
-        tokens as masking,
-    )
+    from genrl.objectives import token_surrogates, token_weights
+    from genrl.objectives import tokens as masking
+    from genrl.objectives.policy_losses import SurrogateOutput
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    group_losses = lazily("genrl.objectives.tokens.group_losses")
-    token_weights = lazily("genrl.objectives.tokens.token_weights")
-    token_surrogates = lazily("genrl.objectives.tokens.token_surrogates")
-    token_trust = lazily("genrl.objectives.tokens.token_trust")
-    masking = lazily("genrl.objectives.tokens.tokens")
+    token_surrogates = lazily("genrl.objectives.token_surrogates")
+    token_weights = lazily("genrl.objectives.token_weights")
+    masking = lazily("genrl.objectives.tokens")
 
 
 class Rule(Choice):
@@ -204,7 +195,7 @@ class Vespo(Rule):
 
 class LinearBound(Rule):
     """A linear lower bound of the objective, of samples of a masked diffusion model's evidence bound in place of
-    log-probabilities of tokens: BGPO (`group_losses.linear_bound_loss`)."""
+    log-probabilities of tokens: BGPO (`token_surrogates.linear_bound_loss`)."""
 
     of_rows = True
     tensors = ("bound",)
@@ -212,14 +203,14 @@ class LinearBound(Rule):
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         # Here: at the top it would load torch when a configuration is read.
-        from genrl.objectives.surrogates.policy_losses import SurrogateOutput
+        from genrl.objectives.policy_losses import SurrogateOutput
 
         if not bool(batch.mask.bool().all()):
             raise ValueError("the columns of log_prob are ELBO samples here: the mask must be 1 everywhere")
         log_prob, old, advantage, mask = batch.terms
         ratio = masking.mean_log_ratio(log_prob.detach(), old, mask)[:, None].exp()
         return SurrogateOutput(
-            group_losses.linear_bound_loss(log_prob, old, advantage)[:, None],
+            token_surrogates.linear_bound_loss(log_prob, old, advantage)[:, None],
             ratio,
             ratio.new_zeros(ratio.shape).bool(),
         )
@@ -227,7 +218,7 @@ class LinearBound(Rule):
 
 class ProbabilityMask(Rule):
     """The plain ratio; no gradient away from the old policy for tokens whose probability has moved by more than delta:
-    DPPO (`token_trust.probability_mask_surrogate`)."""
+    DPPO (`token_weights.probability_mask_surrogate`)."""
 
     near = True
     name: Literal["probability_mask"] = "probability_mask"
@@ -235,12 +226,12 @@ class ProbabilityMask(Rule):
     """Largest change of a token's probability."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        return token_trust.probability_mask_surrogate(*batch.terms, delta=self.delta)
+        return token_weights.probability_mask_surrogate(*batch.terms, delta=self.delta)
 
 
 class CumulativeMask(Rule):
     """`probability_mask` with a budget that the tokens of an answer share: CPPO
-    (`token_trust.cumulative_mask_surrogate`)."""
+    (`token_weights.cumulative_mask_surrogate`)."""
 
     near = True
     name: Literal["cumulative_mask"] = "cumulative_mask"
@@ -248,11 +239,11 @@ class CumulativeMask(Rule):
     """Largest change of a token's probability."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        return token_trust.cumulative_mask_surrogate(*batch.terms, delta=self.delta)
+        return token_weights.cumulative_mask_surrogate(*batch.terms, delta=self.delta)
 
 
 class Quadratic(Rule):
-    """The plain ratio less a square that holds a token's probability near: DRPO (`token_trust.quadratic_surrogate`)."""
+    """The plain ratio less a square that holds a token's probability near: DRPO (`quadratic_surrogate`)."""
 
     near = True
     name: Literal["quadratic"] = "quadratic"
@@ -260,12 +251,12 @@ class Quadratic(Rule):
     """Change of a token's probability at which its gradient is 0."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        return token_trust.quadratic_surrogate(*batch.terms, width=self.width)
+        return token_weights.quadratic_surrogate(*batch.terms, width=self.width)
 
 
 class LowProbability(Rule):
     """PPO's clip of the ratio between 0 and 10; the rarest tokens of negative advantage are held near what they would
-    be without the noise, [proxy]: Lp-Reg (`token_trust.low_probability_surrogate`)."""
+    be without the noise, [proxy]: Lp-Reg (`token_weights.low_probability_surrogate`)."""
 
     near = True
     tensors = ("old", "proxy")
@@ -279,16 +270,16 @@ class LowProbability(Rule):
         assert batch.advantage is not None, "it is estimated before"
         # Lp-Reg protects tokens that are pushed down: rewarded ones need no help.
         blamed = batch.scored & (masking.per_token(batch.advantage, batch.mask).expand(batch.mask.shape) < 0)
-        rare = token_trust.lowest_share(batch.read("old_log_prob", self.name), blamed, share=self.share)
+        rare = token_weights.lowest_share(batch.read("old_log_prob", self.name), blamed, share=self.share)
         return {"held": rare}
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         proxy, held = (batch.read(name, self.name) for name in ("proxy", "held"))
-        return token_trust.low_probability_surrogate(*batch.terms, proxy, held)
+        return token_weights.low_probability_surrogate(*batch.terms, proxy, held)
 
 
 class EntropyAdaptive(Rule):
-    """PPO's clip and its advantages by the entropy of each token, [entropy]: HAPO (`token_trust.entropy_adaptive`)."""
+    """PPO's clip and its advantages by the entropy of each token, [entropy]: HAPO (`entropy_adaptive`)."""
 
     near = True
     tensors = ("entropy",)
@@ -299,12 +290,12 @@ class EntropyAdaptive(Rule):
     """Negative advantages: the objective is at least dual * A."""
 
     def prepared(self, batch: TokenBatch) -> dict[str, Tensor]:
-        return {"height": token_trust.relative_entropy(batch.read("entropy", self.name), batch.mask)}
+        return {"height": token_weights.relative_entropy(batch.read("entropy", self.name), batch.mask)}
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         log_prob, old, _, mask = batch.terms
         height = batch.read("height", self.name).to(log_prob.dtype)
-        low, high, advantage = token_trust.entropy_adaptive(*batch.terms, height, width=self.width)
+        low, high, advantage = token_weights.entropy_adaptive(*batch.terms, height, width=self.width)
         return token_surrogates.clip_surrogate(log_prob, old, advantage, mask, low=low, high=high, dual=self.dual)
 
 

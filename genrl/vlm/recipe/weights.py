@@ -10,10 +10,10 @@ from genrl.vlm.recipe.choice import Choice, lazily
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives.tokens import token_weights
+    from genrl.objectives import token_weights
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
-    token_weights = lazily("genrl.objectives.tokens.token_weights")
+    token_weights = lazily("genrl.objectives.token_weights")
 
 
 class Weight(Choice):

@@ -13,11 +13,11 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config.economy import Selection
+from genrl.config.sections import Selection
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages import groups
-from genrl.objectives.advantages.pruning import max_variance
-from genrl.objectives.advantages.reward_shaping import over_views
+from genrl.objectives import groups
+from genrl.objectives.credit import max_variance
+from genrl.objectives.token_regularisers import over_views
 from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from genrl.diffusion.policy.adapters import load_lora
@@ -184,6 +185,15 @@ def test_what_does_not_fit_is_refused_by_name(pipe: Any, tmp_path: Path, form: s
         ("init_lora_weights", "pissa_niter_4", "changed the weights of the model itself"),
         ("lora_alpha", float("nan"), "finite and not 0"),
         ("lora_alpha", 0, "finite and not 0"),
+        ("r", "2", "its settings say rank '2' of"),
+        ("init_lora_weights", "lora_ga", "changed the weights of the model itself"),
+        ("use_dora", True, "say use_dora, and the file has no tensors of that"),
+        ("lora_bias", True, "say lora_bias, and the file has no tensors of that"),
+        ("modules_to_save", ["proj_out"], "have modules_to_save, of which"),
+        ("trainable_token_indices", [1], "have trainable_token_indices, of which"),
+        ("layer_replication", [[0, 1]], "have layer_replication, of which"),
+        ("use_qalora", True, "have use_qalora, of which"),
+        ("rank_pattern", ["to_q"], "rank_pattern of its settings is no object"),
     ],
 )
 def test_settings_that_are_not_of_the_file(pipe: Any, tmp_path: Path, key: str, value: Any, says: str) -> None:
@@ -191,6 +201,47 @@ def test_settings_that_are_not_of_the_file(pipe: Any, tmp_path: Path, key: str, 
     settings = json.loads((tmp_path / "adapter_config.json").read_text()) | {key: value}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=says):
+        load_lora(pipe, str(file), "bad")
+
+
+@pytest.mark.parametrize("text", ["{not json", "[1]", ""])
+def test_settings_that_cannot_be_read_are_not_left_out(pipe: Any, tmp_path: Path, text: str) -> None:
+    """The strength would be lost: 1 here in place of 2."""
+    file = write(tmp_path, "peft", trained(pipe.transformer, torch.float32, dora=False), 4.0)
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match="adapter_config.json beside it, which has its strength, holds no JSON object"):
+        load_lora(pipe, str(file), "bad")
+
+
+FOREIGN = {
+    "modules_to_save": "base_model.model.proj_out.modules_to_save.weight",
+    "bias": "base_model.model.transformer_blocks.0.attn.to_q.bias",
+    "embedding": "base_model.model.pos_embed.lora_embedding_A",
+    "bundled embedding": "bundle_emb.token.string_to_param.*",
+    "textual inversion": "clip_l",
+    "LoCon": "lora_unet_transformer_blocks_0_attn_to_q.lora_mid.weight",
+    "alpha of another layer": "lora_unet_other.alpha",
+    "text encoder": "text_encoder.other.lora_A.weight",
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_more_a_file_has_is_named(pipe: Any, tmp_path: Path, what: str) -> None:
+    file = write(tmp_path, "peft", trained(pipe.transformer, torch.float32, dora=False), 4.0)
+    save_file(load_file(file) | {FOREIGN[what]: torch.ones(2, 2)}, file)
+    with pytest.raises(ValueError, match=f"(?s)1 of the 9 tensors.*{re.escape(FOREIGN[what])}"):
+        load_lora(pipe, str(file), "bad")
+
+
+def test_alphas_contradict_no_settings(pipe: Any, tmp_path: Path) -> None:
+    file = write(tmp_path, "kohya", trained(pipe.transformer, torch.float32, dora=False), 8.0)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 4}))
+    with pytest.raises(ValueError, match="its settings say alpha 4 of .*, the tensor beside it 8"):
+        load_lora(pipe, str(file), "bad")
+    (tmp_path / "adapter_config.json").unlink()
+    key = next(key for key in load_file(file) if key.endswith(".alpha"))
+    save_file(load_file(file) | {key: torch.ones(2)}, file)
+    with pytest.raises(ValueError, match=f"{key} holds 2 numbers; an alpha is one"):
         load_lora(pipe, str(file), "bad")
 
 

@@ -12,7 +12,7 @@ from genrl.config.method import built_in, metrics_of
 from genrl.diffusion.config.estimate import plan, read_components
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy import decoding
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.updating import Meter

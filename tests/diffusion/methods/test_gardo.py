@@ -7,7 +7,7 @@ import torch
 
 from genrl.diffusion.methods.gardo import train as gardo
 from genrl.diffusion.methods.gardo.settings import Gate
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.groups import group_advantages
 from genrl.runtime.weights.weights import FOLLOWING, Weights
 from genrl_rewards.scorers.pictures.dino import unlike
 from tests.golden_cases import Arrays

@@ -21,7 +21,7 @@ from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.transitions import reference_kl
 from genrl.diffusion.train import train
-from genrl.objectives.advantages.groups import gdpo_advantages, group_advantages
+from genrl.objectives.groups import gdpo_advantages, group_advantages
 from tests.diffusion import runs
 from tests.diffusion.families import tiered
 from tests.diffusion.methods.watched import DIFFUSION, QUIET, after_collect, resumed, run

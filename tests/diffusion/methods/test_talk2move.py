@@ -17,7 +17,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.steps.plans import Steps, choose_kernel
 from genrl.diffusion.train import train
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.groups import group_advantages
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import QUIET, equal, gradients, relative, resumed, run

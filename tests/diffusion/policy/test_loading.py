@@ -69,9 +69,19 @@ def test_a_pipeline_of_ones_own_is_loaded_by_its_class(model: Path, tmp_path: Pa
         pipeline_class(Model(path=saved, pipeline=f"{mine}:other"))
 
 
-def test_a_row_without_its_picture_is_named() -> None:
-    with pytest.raises(ValueError, match=r"sampling.inputs.image: p.jsonl:3 has no picture in 'a'"):
-        check_inputs({"image": "a"}, [Prompt("x", {"a": None}, 3)], "p.jsonl")
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (None, "has no picture in 'a'"),
+        (["one.png", "two.png"], "a: is a list; a row gives one picture"),
+        ({"bytes": b""}, "a: is an object; a row gives one picture"),
+        ("clip.mp4", "a: 'clip.mp4' is a video; a row gives one picture"),
+        ("absent.png", "a: no such file absent.png"),
+    ],
+)
+def test_a_row_without_its_one_picture_is_named(value: object, why: str) -> None:
+    with pytest.raises(ValueError, match=f"sampling.inputs.image: p.jsonl:3 {why}"):
+        check_inputs({"image": "a"}, [Prompt("x", {"a": value}, 3)], "p.jsonl")
 
 
 def shipped(recipe: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from genrl.diffusion.policy.compiling import TooManyGraphs
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.scheduler import as_policy_head
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.mdp import gaussian
+from genrl.mdp import kernels
 from genrl.mdp.noise import keyed_noise
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -60,7 +60,7 @@ def test_replay_equals_record_between_other_calls(policy: Policy, name: str) -> 
             policy.decode(batch([1]), recorded.final[:1])
             replayed = policy.replay(recorded.step(i))
             assert torch.equal(replayed.log_prob, recorded.log_probs[i]), f"step {i}"
-            again = gaussian.log_prob(recorded.states[i + 1], replayed.mean, replayed.std)
+            again = kernels.log_prob(recorded.states[i + 1], replayed.mean, replayed.std)
             assert torch.equal(again, recorded.log_probs[i]) and again.dtype == torch.float32
             assert float(replayed.step.sigma) == float(recorded.sigmas[i])
 

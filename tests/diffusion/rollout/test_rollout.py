@@ -29,7 +29,7 @@ from genrl.diffusion.rollout.rollout import (
 )
 from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.mdp.noise import derive_seed
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.groups import group_advantages
 from genrl_rewards.compose import Component
 from tests.diffusion import runs
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from genrl.diffusion.methods.dynamic_tree_rpo.train import progress_table
 from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
-from genrl.diffusion.steps.edges import Edges, from_table, independent_edges, progress_table, to_table, tree_edges
+from genrl.diffusion.steps.edges import Edges, from_table, independent_edges, to_table, tree_edges
 from genrl.diffusion.steps.plans import Steps
 from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.tree import Tree, grow

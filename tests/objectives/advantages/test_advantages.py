@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from genrl.diffusion.methods.ddpo.train import History, prompt_advantages
 from genrl.diffusion.methods.paco_grpo import train as aggregation
-from genrl.objectives.advantages import episodes
-from genrl.objectives.advantages import groups as advantages
+from genrl.objectives import episodes
+from genrl.objectives import groups as advantages
 from tests.golden_cases import Arrays
 
 NAN = float("nan")

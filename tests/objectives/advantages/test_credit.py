@@ -12,7 +12,7 @@ from torch import Tensor
 
 from genrl.mdp.plan import make_plan
 from genrl.mdp.tree import Tree, from_parents, grow
-from genrl.objectives.advantages import credit, pruning
+from genrl.objectives import credit
 
 
 @st.composite
@@ -199,45 +199,45 @@ VALUES = torch.randn(16, dtype=torch.float64, generator=torch.Generator().manual
 
 def test_the_paper_prunes_218_edges_to_138() -> None:
     """Both ways: 8.625 edges per leaf in the paper's table."""
-    deep = pruning.depth_pruned(FLUX.depth, range(15, 20))
-    leaves = pruning.best_siblings(FLUX.parent, FLUX.depth, VALUES, last_split=9)
-    wide = pruning.width_pruned(FLUX.parent, FLUX.depth, leaves, last_split=9)
-    extreme = pruning.width_pruned(FLUX.parent, FLUX.depth, pruning.extreme_leaves(VALUES, 4), last_split=9)
+    deep = credit.depth_pruned(FLUX.depth, range(15, 20))
+    leaves = credit.best_siblings(FLUX.parent, FLUX.depth, VALUES, last_split=9)
+    wide = credit.width_pruned(FLUX.parent, FLUX.depth, leaves, last_split=9)
+    extreme = credit.width_pruned(FLUX.parent, FLUX.depth, credit.extreme_leaves(VALUES, 4), last_split=9)
     assert int(deep.sum()) == int(wide.sum()) == int(extreme.sum()) == 138
     assert not torch.equal(wide, extreme)
 
 
 def test_parent_top1_keeps_the_better_of_each_pair() -> None:
-    kept = pruning.best_siblings(FLUX.parent, FLUX.depth, VALUES, last_split=9).view(8, 2)
+    kept = credit.best_siblings(FLUX.parent, FLUX.depth, VALUES, last_split=9).view(8, 2)
     assert (kept.sum(1) == 1).all() and torch.equal(VALUES.view(8, 2)[kept], VALUES.view(8, 2).amax(1))
-    rows = pruning.best_siblings(FLUX.parent, FLUX.depth, torch.stack([VALUES, -VALUES]), last_split=9)
+    rows = credit.best_siblings(FLUX.parent, FLUX.depth, torch.stack([VALUES, -VALUES]), last_split=9)
     assert torch.equal(rows[0], ~rows[1])
 
 
 def test_parent_top1_prefers_any_score_to_none() -> None:
     holes = VALUES.clone()
     holes[::2] = math.nan
-    kept = pruning.best_siblings(FLUX.parent, FLUX.depth, holes, last_split=9)
+    kept = credit.best_siblings(FLUX.parent, FLUX.depth, holes, last_split=9)
     assert kept[1::2].all() and not kept[::2].any()
-    ties = pruning.best_siblings(FLUX.parent, FLUX.depth, torch.zeros(16), last_split=9)
+    ties = credit.best_siblings(FLUX.parent, FLUX.depth, torch.zeros(16), last_split=9)
     assert ties[::2].all() and not ties[1::2].any()
 
 
 @given(st.integers(1, 12), st.integers(1, 8), st.integers(0, 99))
 def test_extremes_are_the_ends_of_the_order(leaves: int, count: int, seed: int) -> None:
     values = torch.randn(leaves, generator=torch.Generator().manual_seed(seed)).round(decimals=0)
-    kept = pruning.extreme_leaves(values, count)
+    kept = credit.extreme_leaves(values, count)
     assert int(kept.sum()) == min(leaves, 2 * count)
     if 2 * count < leaves:
         inside, ordered = values[~kept], values.sort().values
         assert inside.max() <= ordered[-count] and inside.min() >= ordered[count - 1]
     with pytest.raises(ValueError, match="count: keeping the 0 best"):
-        pruning.extreme_leaves(values, 0)
+        credit.extreme_leaves(values, 0)
 
 
 def test_leaves_without_a_score_are_no_extremes() -> None:
     values = torch.tensor([math.nan, 1.0, 2.0, 3.0, math.nan])
-    assert pruning.extreme_leaves(values, 1).tolist() == [False, True, False, True, False]
+    assert credit.extreme_leaves(values, 1).tolist() == [False, True, False, True, False]
 
 
 @st.composite
@@ -247,13 +247,13 @@ def pruned(draw: st.DrawFn) -> tuple[Tree, int, Tensor]:
     tree = binary(steps, tuple(splits))
     count = draw(st.integers(1, len(tree.leaves)))
     values = torch.randn(2, len(tree.leaves), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
-    return tree, max(splits), pruning.extreme_leaves(values, count)
+    return tree, max(splits), credit.extreme_leaves(values, count)
 
 
 @given(pruned())
 def test_width_pruning_keeps_the_trunk_and_whole_paths(case: tuple[Tree, int, Tensor]) -> None:
     tree, last_split, leaves = case
-    keep = pruning.width_pruned(tree.parent, tree.depth, leaves, last_split=last_split)
+    keep = credit.width_pruned(tree.parent, tree.depth, leaves, last_split=last_split)
     assert not keep[:, tree.parent < 0].any()
     assert keep[:, (tree.depth > 0) & (tree.depth <= last_split + 1)].all()
     for row in range(len(leaves)):
@@ -264,11 +264,11 @@ def test_width_pruning_keeps_the_trunk_and_whole_paths(case: tuple[Tree, int, Te
 
 def test_what_would_leave_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="width: no leaf of a tree is kept"):
-        pruning.width_pruned(FLUX.parent, FLUX.depth, torch.zeros(16, dtype=torch.bool), last_split=9)
+        credit.width_pruned(FLUX.parent, FLUX.depth, torch.zeros(16, dtype=torch.bool), last_split=9)
 
 
 def test_no_pruning_of_depths_keeps_every_edge() -> None:
-    assert torch.equal(pruning.depth_pruned(FLUX.depth, ()), FLUX.parent >= 0)
+    assert torch.equal(credit.depth_pruned(FLUX.depth, ()), FLUX.parent >= 0)
 
 
 class TestMaxVariance:
@@ -279,7 +279,7 @@ class TestMaxVariance:
         continuous = torch.rand(40, size, generator=source, dtype=torch.float64)
         for values in (continuous, (continuous > 0.6).double(), continuous**4 + 1e6):
             for count in range(1, size + 1):
-                kept = pruning.max_variance(values, count)
+                kept = credit.max_variance(values, count)
                 assert (kept.sum(1) == count).all()
                 for row, mask in zip(values, kept, strict=True):
                     centred = row - row.mean()
@@ -288,13 +288,13 @@ class TestMaxVariance:
 
     def test_half_of_binary_rewards_is_half_right_where_it_can_be(self) -> None:
         rewards = torch.tensor([[1, 0, 0, 0, 0, 1, 0, 0.0], [1, 1, 1, 1, 1, 1, 1, 0]])
-        kept = pruning.max_variance(rewards, 4)
+        kept = credit.max_variance(rewards, 4)
         assert rewards[0][kept[0]].sum() == 2 and rewards[1][kept[1]].sum() == 3
 
     def test_samples_without_a_score_fill_up(self) -> None:
         rewards = torch.tensor([[torch.nan, 0.5, torch.nan, 0.2], [0.1, torch.nan, 0.9, 0.5]])
-        assert pruning.max_variance(rewards, 2).tolist() == [[False, True, False, True], [True, False, True, False]]
-        assert pruning.max_variance(rewards, 3)[0].sum() == 3 and pruning.max_variance(rewards, 3)[1].tolist() == [
+        assert credit.max_variance(rewards, 2).tolist() == [[False, True, False, True], [True, False, True, False]]
+        assert credit.max_variance(rewards, 3)[0].sum() == 3 and credit.max_variance(rewards, 3)[1].tolist() == [
             True,
             False,
             True,
@@ -304,4 +304,4 @@ class TestMaxVariance:
     def test_counts_that_cannot_be(self) -> None:
         for count in (0, 4):
             with pytest.raises(ValueError, match=f"{count} samples cannot be kept of groups of 3"):
-                pruning.max_variance(torch.rand(2, 3), count)
+                credit.max_variance(torch.rand(2, 3), count)

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages import episodes
-from genrl.objectives.advantages.gae import (
-    action_gae,
-    chunk_gae,
-    chunk_rewards,
-    executed_mask,
-    gae,
-    normalise_advantages,
-)
+from genrl.objectives import episodes
+from genrl.objectives.episodes import action_gae, chunk_gae, chunk_rewards, executed_mask, gae, normalise_advantages
 from tests.golden_cases import Case, check_all, error
 
 Errors = dict[str, tuple[float, float]]

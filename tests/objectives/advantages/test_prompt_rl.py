@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from genrl.mdp import gaussian
-from genrl.objectives.advantages import prompt_rl
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates import policy_losses
+from genrl.diffusion.methods.prompt_rl import train
+from genrl.diffusion.policy.rewriter import completion_mask
+from genrl.mdp import kernels
+from genrl.objectives import policy_losses
+from genrl.objectives.groups import group_advantages
 from tests.golden_cases import Arrays
 
 
 def test_golden_joint_step(golden) -> None:
     a = Arrays(golden("promptrl_joint"))
     size, retained = a.given("num_generations_retained").tolist()
-    total = prompt_rl.joint_rewards(a.given("reward_generation"), a.given("format_refined"))
+    total = train.joint_rewards(a.given("reward_generation"), a.given("format_refined"))
     prompts = len(total)
     group = torch.arange(prompts).repeat_interleave(size)
     advantages = group_advantages(total.flatten(), group, scale="group", eps=1e-4, clip=5.0).view(prompts, size)
@@ -25,9 +26,9 @@ def test_golden_joint_step(golden) -> None:
     a.check("advantages_refined", refined)
 
     log_prob, reference = a.given("lm_logp").requires_grad_(), a.given("lm_ref_logp")
-    mask = prompt_rl.completion_mask(a.given("lm_completion_ids"), int(a.given("lm_eos")))
+    mask = completion_mask(a.given("lm_completion_ids"), int(a.given("lm_eos")))
     weight = a.number("lm_kl_coef")
-    loss = prompt_rl.rewriter_loss(log_prob, reference, refined, mask, kl_weight=weight).mean()
+    loss = train.rewriter_loss(log_prob, reference, refined, mask, kl_weight=weight).mean()
     a.check("lm_mask", mask.double())
     a.check("lm_loss", loss)
     a.check("lm_grad", torch.autograd.grad(loss, log_prob)[0])
@@ -35,7 +36,7 @@ def test_golden_joint_step(golden) -> None:
     clip, beta = a.given("dit_clip_beta").tolist()
     mean, std = a.given("dit_mean").requires_grad_(), a.given("dit_std")
     per_edge = advantages.flatten().repeat_interleave(len(mean) // advantages.numel())
-    density = gaussian.log_prob(a.given("dit_next"), mean, std)
+    density = kernels.log_prob(a.given("dit_next"), mean, std)
     surrogate = policy_losses.clipped_surrogate(density, a.given("dit_old_logp"), per_edge, clip, clip)
     kl = policy_losses.kl_gaussian(mean, a.given("dit_ref_mean"), std)
     loss = (surrogate.loss + beta * kl).mean()
@@ -51,7 +52,7 @@ def test_masked_tokens_may_hold_anything_and_the_gradient_is_reinforce() -> None
     reference = torch.tensor([[-1.0, -2.0, 5.0], [-0.5, 0.0, float("nan")]])
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     advantage = torch.tensor([2.0, -1.0])
-    loss = prompt_rl.rewriter_loss(log_prob, reference, advantage, mask, kl_weight=0.3)
+    loss = train.rewriter_loss(log_prob, reference, advantage, mask, kl_weight=0.3)
     loss.sum().backward()
     assert torch.allclose(loss.detach(), -advantage)
     assert log_prob.grad is not None and log_prob.grad.tolist() == [[-1.0, -1.0, 0.0], [1.0, 0.0, 0.0]]
@@ -59,14 +60,14 @@ def test_masked_tokens_may_hold_anything_and_the_gradient_is_reinforce() -> None
 
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="each refinement a picture"):
-        prompt_rl.joint_rewards(torch.zeros(2, 3), torch.zeros(2, 4))
+        train.joint_rewards(torch.zeros(2, 3), torch.zeros(2, 4))
     with pytest.raises(ValueError, match="same prompts"):
-        prompt_rl.joint_rewards(torch.zeros(2, 3), torch.zeros(1, 2))
+        train.joint_rewards(torch.zeros(2, 3), torch.zeros(1, 2))
 
 
 def test_retained_prompts_get_the_mean_format_score() -> None:
     generation, formats = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 1.0]])
-    total = prompt_rl.joint_rewards(generation, formats, generation_weight=2.0, format_weight=0.5)
+    total = train.joint_rewards(generation, formats, generation_weight=2.0, format_weight=0.5)
     assert total.tolist() == [[2.0, 4.5, 6.25]]
-    alone = prompt_rl.joint_rewards(generation, torch.zeros(1, 0), generation_weight=2.0, format_weight=0.5)
+    alone = train.joint_rewards(generation, torch.zeros(1, 0), generation_weight=2.0, format_weight=0.5)
     assert alone.tolist() == [[2.0, 4.0, 6.0]]

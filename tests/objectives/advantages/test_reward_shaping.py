@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from genrl.objectives.advantages import reward_shaping as rs
+from genrl.objectives import token_regularisers as rs
 
 
 def test_too_long_is_punished_softly() -> None:

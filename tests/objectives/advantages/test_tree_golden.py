@@ -8,14 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.mdp import gaussian, kernels
-from genrl.mdp.plan import SamplingPlan, caterpillar, make_plan, sliding_depths
+from genrl.diffusion.methods.dynamic_tree_rpo.train import dynamic_clip_bounds, progress_loss, progress_weights
+from genrl.mdp import kernels
+from genrl.mdp.plan import (
+    SamplingPlan,
+    backward_interval,
+    caterpillar,
+    draw_start,
+    geometric_start_probabilities,
+    growing_noise,
+    make_plan,
+    sliding_depths,
+)
 from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
-from genrl.mdp.windows import backward_interval, draw_start, geometric_start_probabilities, growing_noise
-from genrl.objectives.advantages import credit, pruning
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, progress_weights
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives import credit
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import clipped_surrogate
 from tests.golden_cases import Arrays
 from tests.reference.branchgrpo import copied_calls, repeated_windows, uniform_splits
 from tests.reference.grids import shifted_grid
@@ -238,22 +246,22 @@ def test_branchgrpo_transitions(golden) -> None:
         noise = a.given(f"{tag}_noise")
         a.check(f"{tag}_mean", step.mean, **loose)
         a.check(f"{tag}_std", step.std.flatten()[0], **loose)
-        taken = gaussian.sample(step.mean, step.std, noise)
+        taken = kernels.sample(step.mean, step.std, noise)
         a.check(f"{tag}_next", taken, **loose)
-        a.check(f"{tag}_logp", gaussian.log_prob(taken, step.mean, step.std), **loose)
+        a.check(f"{tag}_logp", kernels.log_prob(taken, step.mean, step.std), **loose)
         a.check(f"{tag}_x0", kernels.ode(x, v, sigmas[at], 0.0).mean, **loose)
         # Released: children of one state get several times the noise, but are scored without it.
         noise = a.given(f"{tag}_split_noise")
         mean, std = (part[:1].expand(len(noise), *part.shape[1:]) for part in step)
         for scale in map(int, a.tags(rf"{tag}_split_next_scale(\d+)")):
-            child = gaussian.sample(mean, scale * std, noise)
+            child = kernels.sample(mean, scale * std, noise)
             a.check(f"{tag}_split_next_scale{scale}", child, **loose)
-            released = gaussian.log_prob(child, mean, std)
+            released = kernels.log_prob(child, mean, std)
             a.check(f"{tag}_split_logp_scale{scale}", released, rtol=1e-4, atol=2e-3)
             squares = noise.double().square().flatten(1).mean(1)
             proper = released + (scale**2 - 1) / 2 * squares - math.log(scale)  # what it should be scored with
             torch.testing.assert_close(
-                gaussian.log_prob(child, mean, scale * std).double(), proper, rtol=1e-4, atol=2e-3
+                kernels.log_prob(child, mean, scale * std).double(), proper, rtol=1e-4, atol=2e-3
             )
 
     base, own = a.given("corr_xi0"), a.given("corr_eta")
@@ -344,7 +352,7 @@ def check_training_step(a: Arrays, name: str, plan: SamplingPlan, tree: Tree, ad
         if options.get("slide"):
             stop = options.get("stop", max(plan.splits))
             depths = sliding_depths(depths, iteration=options["cur"], interval=options["stride"], stop=stop)
-        keep = keep & pruning.depth_pruned(tree.depth, depths)
+        keep = keep & credit.depth_pruned(tree.depth, depths)
     a.check(f"{name}_keep_mask", keep)
     a.check(f"{name}_kept_per_tree", keep.sum(1))
     a.check(f"{name}_num_optimizer_steps", math.ceil(int(keep.sum()) / options["grad_acc"]))

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from genrl.mdp import noise
-from genrl.objectives import decay
-from genrl.objectives.forward import forward_process
-from genrl.objectives.forward.forward_process import Centre
-from genrl.objectives.surrogates import policy_losses
+from genrl.objectives import matching, policy_losses
+from genrl.objectives.matching import Centre
 from tests.golden_cases import Arrays
 
 WEIGHTINGS = {"Uniform": "uniform", "t": "sigma", "t2": "sigma_squared", "huber": "huber", "ghuber": "ghuber"}
@@ -31,7 +29,7 @@ def test_golden_awm(golden) -> None:
 
     def log_prob(values: Tensor, weighting: str = "ghuber") -> Tensor:
         pairs = zip(values, target, times, strict=True)
-        return torch.stack([forward_process.awm_log_prob(v, aim, t, weighting, power=power) for v, aim, t in pairs])
+        return torch.stack([matching.awm_log_prob(v, aim, t, weighting, power=power) for v, aim, t in pairs])
 
     def kl(name: str) -> Tensor:
         return torch.stack([policy_losses.kl_velocity(*pair) for pair in zip(velocity, a.given(name), strict=True)])
@@ -41,7 +39,7 @@ def test_golden_awm(golden) -> None:
             a.near(f"out_{peer}_logprob_{peers_name}", log_prob(velocity.detach(), ours))
     new, old, raw = log_prob(velocity), log_prob(old_velocity), a.given("in_advantage")
     limits = {"clip": a.number("in_adv_clip_max"), "maximum": a.number("in_advantage_max")}
-    advantage = forward_process.awm_advantage(raw, **limits)
+    advantage = matching.awm_advantage(raw, **limits)
     regularised = a.number("in_kl_beta") * kl("in_v_ref") + a.number("in_ema_kl_beta") * kl("in_v_ema")
     for found in a.matches(r"out_official_loss_((exp|sum)_first_clip(.*))"):
         clip, pair = number(found[3]), (new, old) if found[2] == "exp" else (new.mean(0), old.mean(0))
@@ -79,10 +77,10 @@ def test_golden_dgpo(golden) -> None:
         beta, clip, kl_weight, dynamic = a.given(found[0]).tolist()
         losses = []
         for velocities in zip(velocity, old_velocity, reference, strict=True):
-            new, old, ref = (forward_process.matching_error(v, target) for v in velocities)
-            weight = forward_process.dgpo_group_weight(new, old if dynamic else ref, advantage, group, beta=beta)
+            new, old, ref = (matching.matching_error(v, target) for v in velocities)
+            weight = matching.dgpo_group_weight(new, old if dynamic else ref, advantage, group, beta=beta)
             kl = policy_losses.kl_velocity(velocities[0], velocities[2])
-            losses.append((forward_process.dgpo_loss(new, old, advantage, weight, clip=clip) + kl_weight * kl).mean())
+            losses.append((matching.dgpo_loss(new, old, advantage, weight, clip=clip) + kl_weight * kl).mean())
         loss = torch.stack(losses)
         gradient = torch.autograd.grad(loss.sum(), velocity)[0]
         for peer in ("official", "flow_factory"):  # float32 errors times beta
@@ -94,11 +92,11 @@ def test_golden_dgpo(golden) -> None:
 def test_dgpo_starts_at_half_weight_and_only_lets_go_of_what_went_far() -> None:
     same = torch.full((4,), 0.5, requires_grad=True)
     advantage = torch.tensor([1.0, 1.0, -1.0, 0.0])
-    weight = forward_process.dgpo_group_weight(same, same, advantage, torch.zeros(4).long(), beta=100.0)
+    weight = matching.dgpo_group_weight(same, same, advantage, torch.zeros(4).long(), beta=100.0)
     assert torch.equal(weight, torch.full((4,), 0.5))
     # q = exp(m_old - m): 1.22, .82, .82, .82
     old = torch.tensor([0.7, 0.3, 0.3, 0.3])
-    loss = forward_process.dgpo_loss(same, old, advantage, weight, clip=0.1)
+    loss = matching.dgpo_loss(same, old, advantage, weight, clip=0.1)
     loss.sum().backward()
     assert torch.allclose(loss.detach(), 0.5 * advantage * 0.5)
     assert same.grad is not None and same.grad.tolist() == [0.0, 0.5, 0.0, 0.0]
@@ -112,38 +110,36 @@ def centres_of(implicit: Tensor, target: Tensor, temperature: float) -> list[Cen
     softmax(a) over a > 0 and, as no a is negative, the plain mean."""
     everyone = torch.zeros(len(target)).long()
     if temperature != 0:
-        return forward_process.group_centres(
-            implicit, target, everyone, temperature=None if temperature < 0 else temperature
-        )
+        return matching.group_centres(implicit, target, everyone, temperature=None if temperature < 0 else temperature)
     share = torch.where(target > 0, target, -torch.inf).softmax(dim=0)
     positive = Centre(*((share * v.detach()).sum().expand(len(v)) for v in (implicit, target)))
-    return [positive, *forward_process.group_centres(implicit, target, everyone)]
+    return [positive, *matching.group_centres(implicit, target, everyone)]
 
 
 def test_golden_crd(golden) -> None:
     a = Arrays(golden("trainers_crd"), double=True)
     bound, beta, kl_weight = (a.number(f"in_{name}") for name in ("adv_clip_max", "crd_beta", "kl_beta"))
-    target = forward_process.crd_target(a.given("in_advantage"), clip=bound)
+    target = matching.crd_target(a.given("in_advantage"), clip=bound)
     implicit = a.given("in_r_theta").requires_grad_()
     a.near("out_adv01", target)
     for found in a.matches(r"out_crd_loss_((mse|bce)_temp(.*))"):
         centres = centres_of(implicit, target, number(found[3]))
-        loss = forward_process.crd_loss(implicit, target, centres, beta=beta, kind=found[2]).mean()
+        loss = matching.crd_loss(implicit, target, centres, beta=beta, kind=found[2]).mean()
         a.near(found[0], loss)
         a.near(f"out_crd_grad_r_{found[1]}", torch.autograd.grad(loss, implicit)[0])
     for found in a.matches(r"out_decay_(.*)"):
         start_step, start_value, slope, maximum = DECAYS.get(found[1]) or map(number, found[1].split("-"))
-        ramp = partial(decay.ramp, slope=slope, maximum=maximum, start_step=int(start_step), start_value=start_value)
+        ramp = partial(matching.ramp, slope=slope, maximum=maximum, start_step=int(start_step), start_value=start_value)
         a.check(found[0], [ramp(int(n)) for n in a.given("in_decay_steps")], atol=1e-12)
     velocity, clean = a.given("in_v_new").requires_grad_(), a.given("in_x0")
     for kind in ("adaptive", "plain"):
-        scaled = forward_process.reward_adaptive_weight(target, kl_weight) if kind == "adaptive" else kl_weight
+        scaled = matching.reward_adaptive_weight(target, kl_weight) if kind == "adaptive" else kl_weight
         losses = []
         for v, old, ref, source in zip(
             velocity, *(a.given(f"in_{n}") for n in ("v_old", "v_ref", "noise")), strict=True
         ):
-            r = forward_process.implicit_reward(v, old, source - clean, adaptive=kind == "adaptive")
-            policy = forward_process.crd_loss(r, target, centres_of(r, target, -1.0), beta=beta)
+            r = matching.implicit_reward(v, old, source - clean, adaptive=kind == "adaptive")
+            policy = matching.crd_loss(r, target, centres_of(r, target, -1.0), beta=beta)
             losses.append((bound / beta * policy + scaled * policy_losses.kl_velocity(v, ref)).mean())
         loss = torch.stack(losses)
         a.near(f"out_flow_factory_loss_{kind}", loss)
@@ -166,19 +162,19 @@ GROUP = torch.tensor([0, 0, 0, 7, 7, 7, 7])
 
 def test_crd_centres_come_from_the_groups_best_and_worst() -> None:
     target = torch.tensor([0.0, 0.5, 1.0, 0.0, 0.2, 0.4, 0.6], dtype=torch.float64)
-    best, worst = forward_process.group_centres(10 * target, target, GROUP, temperature=1e-3)
+    best, worst = matching.group_centres(10 * target, target, GROUP, temperature=1e-3)
     assert torch.allclose(best.target, torch.where(GROUP == 0, 1.0, 0.6).double())
     assert torch.allclose(worst.implicit, torch.zeros(7, dtype=torch.float64))
-    (mean,) = forward_process.group_centres(10 * target, target, GROUP)
+    (mean,) = matching.group_centres(10 * target, target, GROUP)
     assert torch.allclose(mean.target, torch.where(GROUP == 0, 0.5, 0.3).double())
-    two = forward_process.group_centres(10 * target, target, GROUP, temperature=1e9)
+    two = matching.group_centres(10 * target, target, GROUP, temperature=1e9)
     assert all(torch.allclose(centre.target, mean.target, atol=1e-6) for centre in two)
 
 
 @pytest.mark.parametrize("kl_weight", [0.0, 1e-6, 9e-5])
 def test_a_small_kl_weight_holds_no_sample_less_for_being_good(kl_weight: float) -> None:
     """Below the floor of 1e-4 the formula would fall with the reward, and hold the worst by more than kl_weight."""
-    got = forward_process.reward_adaptive_weight(torch.linspace(0, 1, 5, dtype=torch.float64), kl_weight)
+    got = matching.reward_adaptive_weight(torch.linspace(0, 1, 5, dtype=torch.float64), kl_weight)
     assert got.tolist() == [kl_weight] * 5
 
 
@@ -186,14 +182,14 @@ def test_gradients_flow_through_the_new_policy_only() -> None:
     s = {name: value.requires_grad_() for name, value in pictures(4).items()}
     target = s["noise"] - s["clean"]
     weight = torch.ones(6, dtype=torch.float64, requires_grad=True)
-    error, old = (forward_process.matching_error(s[name], target) for name in ("velocity", "old"))
-    r = forward_process.implicit_reward(s["velocity"], s["old"], target)
-    centres = forward_process.group_centres(r, weight, torch.zeros(6).long())
-    group_weight = forward_process.dgpo_group_weight(error, old, weight, torch.zeros(6).long(), beta=1.0)
+    error, old = (matching.matching_error(s[name], target) for name in ("velocity", "old"))
+    r = matching.implicit_reward(s["velocity"], s["old"], target)
+    centres = matching.group_centres(r, weight, torch.zeros(6).long())
+    group_weight = matching.dgpo_group_weight(error, old, weight, torch.zeros(6).long(), beta=1.0)
     total = (
-        forward_process.awm_log_prob(s["velocity"], target, 0.5, "huber")
-        + forward_process.dgpo_loss(error, old, weight, group_weight, clip=1.0)
-        + forward_process.crd_loss(r, weight, centres)
+        matching.awm_log_prob(s["velocity"], target, 0.5, "huber")
+        + matching.dgpo_loss(error, old, weight, group_weight, clip=1.0)
+        + matching.crd_loss(r, weight, centres)
     )
     total.sum().backward()
     assert s["velocity"].grad is not None and weight.grad is None
@@ -203,13 +199,13 @@ def test_gradients_flow_through_the_new_policy_only() -> None:
 def test_wrong_settings_are_refused() -> None:
     value, group = torch.zeros(4), torch.zeros(4).long()
     with pytest.raises(ValueError, match="weighting must be"):
-        forward_process.awm_log_prob(torch.zeros(1, 2), torch.zeros(1, 2), 0.5, "t")  # type: ignore[arg-type]
+        matching.awm_log_prob(torch.zeros(1, 2), torch.zeros(1, 2), 0.5, "t")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clip must be positive"):
-        forward_process.awm_advantage(value, clip=0.0)
+        matching.awm_advantage(value, clip=0.0)
     with pytest.raises(ValueError, match="cannot be negative"):
-        forward_process.dgpo_loss(value, value, value, value, clip=-1.0)
+        matching.dgpo_loss(value, value, value, value, clip=-1.0)
     with pytest.raises(ValueError, match="temperature must be positive"):
-        forward_process.group_centres(value, value, group, temperature=0.0)
-    centres = forward_process.group_centres(value, value, group)
+        matching.group_centres(value, value, group, temperature=0.0)
+    centres = matching.group_centres(value, value, group)
     with pytest.raises(ValueError, match="'mse' or 'bce'"):
-        forward_process.crd_loss(value, value, centres, kind="l1")  # type: ignore[arg-type]
+        matching.crd_loss(value, value, centres, kind="l1")  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor, nn
 
 from genrl.diffusion.forward import direct as direct_reward
+from genrl.diffusion.methods.diff_instruct import train
 from genrl.mdp import noise
-from genrl.objectives.forward import adversarial, diff_instruct, matching
-from genrl.objectives.surrogates import policy_losses
+from genrl.objectives import matching, policy_losses, preferences
 from genrl_rewards.scorers.preference.adversary import top_patches
 from tests.golden_cases import Arrays
 from tests.reference.adv_grpo import adversarial_reward
@@ -125,7 +125,7 @@ def test_golden_discriminator(golden) -> None:
         a.near("out_reward", adversarial_reward(cls, patch, patch_weight=share))
         a.near("out_reward_multi_top20_sigmoid", torch.sigmoid(top_patches(head(fake)[:, 1:, 0]) / 0.2))
     sides = [logits(a.given(f"in_feat_{side}"), a.given(f"in_idx_{side}")) for side in ("real", "fake")]
-    out = adversarial.adversary_loss(*sides, patch_weight=share)
+    out = preferences.adversary_loss(*sides, patch_weight=share)
     optimizer = torch.optim.Adam(head.parameters(), lr=a.number("in_lr"), betas=tuple(a.given("in_betas").tolist()))
     out.loss.backward()
     a.near("out_d_loss", out.loss.detach())
@@ -144,7 +144,7 @@ def test_golden_preference_criterion(golden) -> None:
     images = [a.given(f"in_img_{side}").requires_grad_() for side in sides]
     for ties, name in ((False, "ref_preferred"), (True, "tie")):
         scores = (scale * (text * image).sum(-1) for image in images)
-        loss = adversarial.preference_loss(*scores, ties=ties).mean()
+        loss = preferences.preference_loss(*scores, ties=ties).mean()
         a.near(f"out_loss_{name}", loss)
         for side, gradient in zip(sides, torch.autograd.grad(loss, images), strict=True):
             a.near(f"out_grad_{side}_{name}", gradient)
@@ -159,10 +159,10 @@ def test_the_losses_are_the_definitions(real: list[float], fake: list[float]) ->
     """Real and fake images need not be equally many; the released code cuts the longer list."""
     sides = torch.tensor(real, dtype=torch.float64), torch.tensor(fake, dtype=torch.float64)
     hinge = sum(max(0, 1 - r) for r in real) / len(real) + sum(max(0, 1 + f) for f in fake) / len(fake)
-    assert adversarial.discriminator_loss(*sides).item() == pytest.approx(hinge / 2, rel=1e-9, abs=1e-12)
+    assert preferences.discriminator_loss(*sides).item() == pytest.approx(hinge / 2, rel=1e-9, abs=1e-12)
     entropy = sum(math.log1p(math.exp(-r)) for r in real) / len(real)
     entropy += sum(math.log1p(math.exp(f)) for f in fake) / len(fake)
-    got = adversarial.discriminator_loss(*sides, kind="bce").item()
+    got = preferences.discriminator_loss(*sides, kind="bce").item()
     assert got == pytest.approx(entropy / 2, rel=1e-9)
 
 
@@ -174,16 +174,16 @@ def test_only_the_best_patches_count() -> None:
 
 def test_a_preference_model_that_rates_both_the_same_costs_log_two_or_nothing() -> None:
     scores = 100 * noise.keyed_noise((3,), "s")
-    assert torch.allclose(adversarial.preference_loss(scores, scores), torch.full((3,), math.log(2.0)))
-    assert adversarial.preference_loss(scores, scores, ties=True).abs().max() < 1e-6
+    assert torch.allclose(preferences.preference_loss(scores, scores), torch.full((3,), math.log(2.0)))
+    assert preferences.preference_loss(scores, scores, ties=True).abs().max() < 1e-6
 
 
 def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None:
     high, low = torch.tensor([2.0, float("nan")]), torch.tensor([1.0, 1.5, float("nan")])
-    assert adversarial.reward_model_lags(low, high) and not adversarial.reward_model_lags(high, low)
-    assert not adversarial.reward_model_lags(low, low)
+    assert preferences.reward_model_lags(low, high) and not preferences.reward_model_lags(high, low)
+    assert not preferences.reward_model_lags(low, low)
     with pytest.raises(ValueError, match="'hinge' or 'bce'"):
-        adversarial.discriminator_loss(low, low, kind="wgan")  # type: ignore[arg-type]
+        preferences.discriminator_loss(low, low, kind="wgan")  # type: ignore[arg-type]
 
 
 # -- Diff-Instruct*: golden onestep_diff_instruct_star, and the identity that the loss rests on
@@ -213,9 +213,9 @@ def test_golden_toys(golden) -> None:
         variance = (1 - t) ** 2 * row[1] ** 2 + t**2
         score = -(noisy - (1 - t) * row[0]) / variance
         ref_score = -(noisy - (1 - t) * m) / ((1 - t) ** 2 * v + t**2)
-        conditional = diff_instruct.score_from_noise(e, t)
-        divergence = diff_instruct.score_divergence(score, ref_score, weight=w, huber_c=c)
-        loss = diff_instruct.diff_instruct_star_loss(score, ref_score, conditional, weight=w, huber_c=c)
+        conditional = train.score_from_noise(e, t)
+        divergence = train.score_divergence(score, ref_score, weight=w, huber_c=c)
+        loss = train.diff_instruct_star_loss(score, ref_score, conditional, weight=w, huber_c=c)
         value = (mass * loss).sum()
         ours = [(mass * divergence).sum(), *torch.autograd.grad(value, (mu, tau)), value]
         assert torch.stack(ours).tolist() == pytest.approx(want, rel=1e-9, abs=1e-10)
@@ -231,19 +231,19 @@ def test_golden_linear_generator(golden) -> None:
     score = noisy @ a.given("lin_Wphi").T + a.given("lin_cphi")
     ref_score = noisy @ a.given("lin_Wref").T + a.given("lin_cref")
     unconditional = noisy @ a.given("lin_Wuncond").T
-    conditional = diff_instruct.score_from_noise(e, t)
+    conditional = train.score_from_noise(e, t)
 
     def regulariser(reference: Tensor) -> Tensor:
-        loss = diff_instruct.diff_instruct_star_loss(score, reference, conditional, weight=weight, huber_c=huber_c)
+        loss = train.diff_instruct_star_loss(score, reference, conditional, weight=weight, huber_c=huber_c)
         return loss.mean()
 
     terms = {
         "reg": regulariser(ref_score),
-        "reg_cfg_in": regulariser(diff_instruct.guided_score(unconditional, ref_score, scale)),
+        "reg_cfg_in": regulariser(train.guided_score(unconditional, ref_score, scale)),
         "reward": -alpha_reward * torch.tanh(sample @ a.given("lin_reward_dir")).mean(),
     }
     terms["total_in"] = terms["reg_cfg_in"] + terms["reward"]
-    matching = diff_instruct.score_matching_loss(score.detach(), conditional, weight=weight).mean()
+    matching = train.score_matching_loss(score.detach(), conditional, weight=weight).mean()
     a.check("lin_ta_dsm_loss", matching)
     for name, loss in terms.items():
         a.check(f"lin_{name}_loss", loss)
@@ -257,10 +257,10 @@ def test_scores_of_velocity_and_noise_are_one(seed: int, sigma: float) -> None:
     clean, e = (noise.keyed_noise((3, 2, 4), seed, name).double() for name in ("clean", "noise"))
     noisy = (1 - sigma) * clean + sigma * e
     levels = torch.tensor([sigma, 0.5, sigma], dtype=torch.float64)
-    of_velocity = diff_instruct.score_from_velocity(noisy, e - clean, sigma)
-    assert torch.allclose(of_velocity, diff_instruct.score_from_noise(e, sigma), rtol=1e-9, atol=1e-9)
+    of_velocity = train.score_from_velocity(noisy, e - clean, sigma)
+    assert torch.allclose(of_velocity, train.score_from_noise(e, sigma), rtol=1e-9, atol=1e-9)
     assert torch.allclose(of_velocity, -(noisy - (1 - sigma) * clean) / sigma**2, rtol=1e-6, atol=1e-9)
-    each = diff_instruct.score_from_noise(e, levels)
+    each = train.score_from_noise(e, levels)
     assert torch.allclose(each[1], -2 * e[1]) and torch.allclose(each[0], of_velocity[0])
 
 
@@ -268,10 +268,10 @@ def test_the_direction_is_bounded() -> None:
     """Pseudo-Huber: a large score difference counts by its direction alone."""
     y = 1e6 * noise.keyed_noise((4, 3), "y").double()
     zero = torch.zeros_like(y)
-    unit = diff_instruct.diff_instruct_star_loss(y, zero, y - y / y.norm(dim=1, keepdim=True), weight=1.0, huber_c=0.1)
+    unit = train.diff_instruct_star_loss(y, zero, y - y / y.norm(dim=1, keepdim=True), weight=1.0, huber_c=0.1)
     assert torch.allclose(unit, -torch.ones(4).double(), rtol=1e-6)
-    assert diff_instruct.huber_constant(10_000) == pytest.approx(0.054)
-    assert torch.equal(diff_instruct.guided_score(zero, y, 1.0), y)
+    assert train.huber_constant(10_000) == pytest.approx(0.054)
+    assert torch.equal(train.guided_score(zero, y, 1.0), y)
 
 
 # -- Losses of direct reward back-propagation

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.advantages.groups import best_and_worst
-from genrl.objectives.forward import forward_process
-from genrl.objectives.preferences import preference
+from genrl.objectives import matching, preferences
+from genrl.objectives.groups import best_and_worst
 from tests.golden_cases import Arrays
 from tests.reference.tokens import masked_token_log_prob
 
@@ -23,13 +22,13 @@ def test_golden_diffusion_dpo(golden) -> None:
     """The first half of the batch is chosen, the second rejected."""
     a = Arrays(golden("pairwise_dpo_losses"))
     prediction, target = a.given("diffdpo_model_pred").requires_grad_(), a.given("diffdpo_target")
-    errors = forward_process.matching_error(prediction, target).chunk(2)
-    reference = forward_process.matching_error(a.given("diffdpo_ref_pred"), target).chunk(2)
+    errors = matching.matching_error(prediction, target).chunk(2)
+    reference = matching.matching_error(a.given("diffdpo_ref_pred"), target).chunk(2)
     gains, one = [old - new for new, old in zip(errors, reference, strict=True)], torch.ones(len(errors[0]))
     for found in a.matches(r"(diffdpo_(half|full|hinge|ipo)_beta([\d.]+)_)loss"):
         kind = found[2] if found[2] in ("hinge", "ipo") else "sigmoid"
         beta = float(found[3]) / (2 if found[2] == "half" else 1)
-        out = preference.pair_loss(kind, *gains, one, one, beta=beta)
+        out = preferences.pair_loss(kind, *gains, one, one, beta=beta)
         loss = out.loss.mean()
         a.check(found[0], loss)
         if found[2] == "half":
@@ -45,7 +44,7 @@ def test_golden_d3po_and_spo(golden) -> None:
     sides = moving[0], a.given("d3po_ref0"), moving[1], a.given("d3po_ref1")
 
     def compare(name: str, preferred: Tensor, gradients: tuple[str, str], beta: float, clip: float) -> None:
-        loss = preference.step_preference_loss(*sides, preferred, beta=beta, clip=clip).loss.mean()
+        loss = preferences.step_preference_loss(*sides, preferred, beta=beta, clip=clip).loss.mean()
         a.check(name, loss)
         for which, gradient in zip(gradients, torch.autograd.grad(loss, moving), strict=True):
             a.check(which, gradient)
@@ -57,11 +56,11 @@ def test_golden_d3po_and_spo(golden) -> None:
     (ranked,) = a.tags(r"(d3po_rewards\d*)")
     rewards = a.given(ranked)
     group = torch.zeros(len(rewards)).long()
-    a.check("d3po_pairs", preference.preference_pairs(rewards, group, ties=True))
-    a.check("d3po_pairs_used", preference.preference_pairs(rewards, group))
+    a.check("d3po_pairs", preferences.preference_pairs(rewards, group, ties=True))
+    a.check("d3po_pairs_used", preferences.preference_pairs(rewards, group))
     for tag in a.tags(r"(spo_k\d+_)scores"):
         threshold = a.number(f"{tag}threshold")
-        win, lose, valid = preference.step_winners(a.given(f"{tag}scores"), threshold=threshold)
+        win, lose, valid = preferences.step_winners(a.given(f"{tag}scores"), threshold=threshold)
         a.check(f"{tag}valid", valid)
         a.check(f"{tag}win_lose", torch.stack([win, lose]))
     a.all_used("(d3po|spo)_.*")
@@ -79,7 +78,7 @@ def test_golden_dpo_on_masked_image_tokens(golden) -> None:
             totals[side] = masked_token_log_prob(logits, labels[side[1]], first=first, reduction=reduction)
             a.check(f"ar_dpo_{reduction}_logp_{side}", totals[side])
     gains = totals["pc"] - totals["rc"], totals["pr"] - totals["rr"]
-    a.check("ar_dpo_loss", preference.pair_loss("sigmoid", *gains, beta=a.number("ar_dpo_beta")).loss.mean())
+    a.check("ar_dpo_loss", preferences.pair_loss("sigmoid", *gains, beta=a.number("ar_dpo_beta")).loss.mean())
     # the supervised term: mean over all tokens
     a.check("ar_dpo_sft_ce", -totals["pc"].sum() / (labels["c"][:, first:] != -100).sum())
     a.all_used("ar_dpo_.*")
@@ -93,11 +92,11 @@ def test_golden_trainers_dpo(golden) -> None:
 
     velocity, source = both("v_theta").requires_grad_(), a.given("in_noise")
     target = torch.cat([source, source]) - both("x0")
-    errors = forward_process.matching_error(velocity, target).chunk(2)
-    reference = forward_process.matching_error(both("v_ref"), target).chunk(2)
+    errors = matching.matching_error(velocity, target).chunk(2)
+    reference = matching.matching_error(both("v_ref"), target).chunk(2)
     for found in a.matches(r"out_flow_grpo_loss_beta([\d.]+)"):
         gains = [old - new for new, old in zip(errors, reference, strict=True)]
-        out = preference.pair_loss("sigmoid", *gains, beta=float(found[1]) / 2)
+        out = preferences.pair_loss("sigmoid", *gains, beta=float(found[1]) / 2)
         gradient = torch.autograd.grad(out.loss.mean(), velocity, retain_graph=True)[0]
         for field, value in (("loss", out.loss.mean()), ("inside", out.logit), ("grad_v", gradient)):
             for name in a.tags(rf"(out_\w+_{field}_beta{found[1]})"):
@@ -109,7 +108,7 @@ def test_golden_trainers_dpo(golden) -> None:
 def test_a_clipped_side_and_a_tie_have_no_gradient(a: float, b: float, sign: int, clip: float) -> None:
     sides = [torch.tensor([v], dtype=torch.float64, requires_grad=True) for v in (a, b)]
     zero = torch.zeros(1, dtype=torch.float64)
-    out = preference.step_preference_loss(sides[0], zero, sides[1], zero, torch.tensor([sign]), beta=2.0, clip=clip)
+    out = preferences.step_preference_loss(sides[0], zero, sides[1], zero, torch.tensor([sign]), beta=2.0, clip=clip)
     out.loss.sum().backward()
     weight = torch.sigmoid(-out.logit).item() * 2.0 * sign
     for side, value, direction in ((sides[0], a, -1.0), (sides[1], b, 1.0)):
@@ -128,8 +127,8 @@ def test_pairs_are_all_decided_comparisons_within_groups(rows: list[tuple[int, f
         if rows[i][0] == rows[j][0] and rows[i][1] == rows[i][1] and rows[j][1] == rows[j][1]
     ]
     decided = [pair for pair in want if rows[pair[0]][1] != rows[pair[1]][1]]
-    assert preference.preference_pairs(rewards, group).tolist() == decided
-    tied = preference.preference_pairs(rewards, group, ties=True)
+    assert preferences.preference_pairs(rewards, group).tolist() == decided
+    tied = preferences.preference_pairs(rewards, group, ties=True)
     assert tied[:, :2].tolist() == [pair[:2] for pair in want]
     best = best_and_worst(rewards, group)  # the one pair per group of online DPO is among them
     for slot in set(group.tolist()):
@@ -142,19 +141,19 @@ def test_pairs_are_all_decided_comparisons_within_groups(rows: list[tuple[int, f
 def test_wrong_settings_are_refused() -> None:
     value = torch.zeros(2)
     with pytest.raises(ValueError, match="beta must be positive"):
-        preference.pair_loss("hinge", value, value, beta=0.0)
+        preferences.pair_loss("hinge", value, value, beta=0.0)
     with pytest.raises(ValueError, match="one of sigmoid, robust, ipo"):
-        preference.pair_loss("l2", value, value, beta=1.0)  # type: ignore[arg-type]
+        preferences.pair_loss("l2", value, value, beta=1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clip in"):
-        preference.step_preference_loss(value, value, value, value, value, beta=1.0, clip=1.0)
+        preferences.step_preference_loss(value, value, value, value, value, beta=1.0, clip=1.0)
     with pytest.raises(ValueError, match="beta must be positive"):
-        preference.pair_loss("sigmoid", value, value, beta=-1.0)
+        preferences.pair_loss("sigmoid", value, value, beta=-1.0)
     with pytest.raises(ValueError, match="give their numbers"):
-        preference.pair_loss("ipo", value, value, beta=1.0)
+        preferences.pair_loss("ipo", value, value, beta=1.0)
     with pytest.raises(ValueError, match="beta must be positive"):
-        preference.marked_loss(value, value > 0, 0.0, beta=0.0)
+        preferences.marked_loss(value, value > 0, 0.0, beta=0.0)
     with pytest.raises(ValueError, match="one length"):
-        preference.preference_pairs(value, torch.zeros(3).long())
+        preferences.preference_pairs(value, torch.zeros(3).long())
 
 
 PAIRS = ("sigmoid", "robust", "ipo", "hinge", "sigmoid_norm", "nca_pair", "apo_zero", "apo_down", "sppo_hard")
@@ -169,7 +168,7 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
     for kind in PAIRS:
         smoothing = a.number("label_smoothing") if kind == "robust" else 0.0
         sides = (h[:pairs], h[pairs:], tokens[:pairs], tokens[pairs:])
-        found = preference.pair_loss(kind, *sides, beta=beta, smoothing=smoothing).loss
+        found = preferences.pair_loss(kind, *sides, beta=beta, smoothing=smoothing).loss
         a.check(f"dpo_{kind}", found.detach(), rtol=1e-8)
         a.check(f"dpo_{kind}_grad", torch.autograd.grad(found.mean(), log_prob, retain_graph=True)[0], rtol=1e-8)
     good, heavier = a.given("kto_label"), a.number("kto_undesirable_weight")
@@ -177,7 +176,7 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
         others = a.given("kto_kl_logp") + a.number(f"kto_{name}_kl_shift") - a.given("kto_kl_ref_logp")
         z = (others * mask).sum(1).mean().clamp(min=0)
         a.check(f"kto_{name}_kl_z", z)
-        found = preference.marked_loss(h, good, z, beta=beta).loss
+        found = preferences.marked_loss(h, good, z, beta=beta).loss
         a.check(f"kto_{name}_kl_loss", found.detach(), rtol=1e-8)
         mean = (found * torch.where(good, torch.ones_like(found), heavier)).mean()
         a.check(f"kto_{name}_kl_weighted_mean", mean.detach(), rtol=1e-8)
@@ -192,21 +191,21 @@ def test_a_model_that_has_not_moved_is_undecided() -> None:
             "nca_pair": 2 * math.log(2), "apo_zero": 1.0, "apo_down": 1.0, "sppo_hard": 50.0}  # fmt: skip
     assert set(want) == set(PAIRS)
     for kind, value in want.items():
-        found = preference.pair_loss(kind, zero, zero, one, one, beta=0.1)
+        found = preferences.pair_loss(kind, zero, zero, one, one, beta=0.1)
         torch.testing.assert_close(found.loss, value * one)
         assert not found.correct.any()
-    torch.testing.assert_close(preference.marked_loss(zero, zero > 0, 0.0, beta=0.1).loss, 0.5 * one)
+    torch.testing.assert_close(preferences.marked_loss(zero, zero > 0, 0.0, beta=0.1).loss, 0.5 * one)
     shares = torch.tensor([0.8, 0.5], dtype=torch.float64)  # odds 4 and 1
     win, lose = 3 * shares.log()
-    found = preference.pair_loss("orpo", win[None], lose[None], 3 * one[:1], 3 * one[:1], beta=0.1)
+    found = preferences.pair_loss("orpo", win[None], lose[None], 3 * one[:1], 3 * one[:1], beta=0.1)
     torch.testing.assert_close(found.loss, -0.1 * torch.tensor([4 / 5], dtype=torch.float64).log())
 
 
 def test_smoothed_labels_lie_between_both_orders_and_robust_ones_are_unbiased() -> None:
     """E over labels that are flipped with probability e of the robust loss is the loss of the right labels."""
     h = torch.tensor([1.5, -2.0], dtype=torch.float64), torch.tensor([0.5, 1.0], dtype=torch.float64)
-    right, flipped = (preference.pair_loss("sigmoid", *sides, beta=0.5).loss for sides in (h, h[::-1]))
-    smooth = preference.pair_loss("sigmoid", *h, beta=0.5, smoothing=0.2).loss
+    right, flipped = (preferences.pair_loss("sigmoid", *sides, beta=0.5).loss for sides in (h, h[::-1]))
+    smooth = preferences.pair_loss("sigmoid", *h, beta=0.5, smoothing=0.2).loss
     torch.testing.assert_close(smooth, 0.8 * right + 0.2 * flipped)
-    robust = [preference.pair_loss("robust", *sides, beta=0.5, smoothing=0.2).loss for sides in (h, h[::-1])]
+    robust = [preferences.pair_loss("robust", *sides, beta=0.5, smoothing=0.2).loss for sides in (h, h[::-1])]
     torch.testing.assert_close(0.8 * robust[0] + 0.2 * robust[1], right)

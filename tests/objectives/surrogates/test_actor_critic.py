@@ -14,11 +14,11 @@ from torch import Tensor
 from genrl.mdp import chains, ddpm, schedules
 from genrl.mdp.chains import Chain
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.gae import normalise_advantages
-from genrl.objectives.surrogates import actor_critic as ac
-from genrl.objectives.surrogates import iql
-from genrl.objectives.surrogates import iql as feasibility
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate, staleness_weight, truncated_weight
+from genrl.objectives import actor_critic
+from genrl.objectives import actor_critic as ac
+from genrl.objectives import actor_critic as feasibility
+from genrl.objectives.episodes import normalise_advantages
+from genrl.objectives.policy_losses import clipped_surrogate, staleness_weight, truncated_weight
 from tests.golden_cases import Case, check_all, error
 from tests.reference.dppo import quantile_clip
 from tests.reference.pi_rl import episode_weighted_mean, masked_mean
@@ -299,7 +299,7 @@ def test_fisor(golden) -> None:
             largest_reward_weight=options["reward_ub"],
             largest_cost_weight=options["cost_ub"],
         )
-        target = iql.q_target(case["rewards"], case["next_v"], case["mask"] == 0, options["gamma"])
+        target = actor_critic.q_target(case["rewards"], case["next_v"], case["mask"] == 0, options["gamma"])
         reach = feasibility.feasibility_target(case["h"], case["next_vc"], case["mask"], options["gamma"])
         value = feasibility.expectile_loss(case["q"] - case["v"], options["expectile"]).mean()
         violation = feasibility.reversed_expectile_loss(case["qc"] - case["vc"], options["cost_expectile"]).mean()
@@ -336,12 +336,14 @@ def test_a_terminal_state_keeps_its_own_violation() -> None:
 
 def test_targets() -> None:
     rewards, values = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.5, 0.5, 2.0], requires_grad=True)
-    target = iql.q_target(rewards, values, torch.tensor([False, True, False]), torch.tensor([0.9, 0.9, 0.81]))
+    target = actor_critic.q_target(rewards, values, torch.tensor([False, True, False]), torch.tensor([0.9, 0.9, 0.81]))
     assert target.tolist() == pytest.approx([0.45, 1.0, 1.62]) and not target.requires_grad
 
 
 def test_weights_by_hand() -> None:
-    weights = iql.advantage_weights(torch.tensor([1.0, 9.0]), torch.tensor([0.5, 0.0]), temperature=2.0, largest=50.0)
+    weights = actor_critic.advantage_weights(
+        torch.tensor([1.0, 9.0]), torch.tensor([0.5, 0.0]), temperature=2.0, largest=50.0
+    )
     assert weights.tolist() == pytest.approx([math.e, 50.0])
     with pytest.raises(ValueError, match="negative temperature"):
-        iql.advantage_weights(torch.ones(1), torch.ones(1), temperature=-1.0, largest=1.0)
+        actor_critic.advantage_weights(torch.ones(1), torch.ones(1), temperature=-1.0, largest=1.0)

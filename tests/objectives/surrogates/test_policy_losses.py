@@ -11,9 +11,9 @@ from torch.distributions import Independent, Normal, kl_divergence
 
 from genrl.diffusion.methods.flow_dppo.train import divergence_surrogate
 from genrl.diffusion.methods.grpo_guard import train as guard
-from genrl.mdp import gaussian, kernels, noise
-from genrl.objectives.surrogates import policy_losses
-from genrl.objectives.surrogates.policy_losses import kl_gaussian
+from genrl.mdp import kernels, noise
+from genrl.objectives import policy_losses
+from genrl.objectives.policy_losses import kl_gaussian
 from tests.golden_cases import Arrays, Case, check_all, error, relative_error, through
 
 Errors = dict[str, tuple[float, float]]
@@ -71,7 +71,7 @@ def test_golden_kls(golden) -> None:
         for name, step in (("new", new), ("old", old), ("ref", reference)):
             result[f"mean_{name}"] = error(step.mean, case[f"mean_{name}"]), 2e-6
             if f"logp_{name}" in case:
-                density = gaussian.log_prob(case["y"], step.mean, step.std)
+                density = kernels.log_prob(case["y"], step.mean, step.std)
                 result[f"logp_{name}"] = error(density, case[f"logp_{name}"]), through(step.std)
         if case.params["kind"] == "grpo_guard":
             return result | paco_losses(case, std, delta)

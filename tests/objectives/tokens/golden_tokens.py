@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import kl_k3
-from genrl.objectives.tokens.tokens import masked
+from genrl.objectives.policy_losses import kl_k3
+from genrl.objectives.tokens import masked
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages import reward_shaping
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.forward import adversarial
-from genrl.objectives.tokens import group_losses, token_advantages, token_credit, token_regularisers, token_trust
-from genrl.objectives.tokens.token_aggregation import aggregate
+from genrl.objectives import (
+    preferences,
+    token_advantages,
+    token_credit,
+    token_regularisers,
+    token_surrogates,
+    token_weights,
+)
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.tokens import aggregate
 from genrl.vlm.methods.music_rl import train as audio_tokens
 from genrl_rewards.scorers.texts.verifiable import rating
 from tests.golden_cases import Arrays
@@ -67,8 +72,8 @@ def dcpo_sas(case: Case) -> Expected:
 
 def grpo_care(case: Case) -> Expected:
     params, group = case.params, case.group_of("acc")
-    confidence = reward_shaping.answer_confidence(case["ref_logp"], case["answer_mask"], cap=params["cap"])
-    bonus = reward_shaping.consistency_bonus(
+    confidence = token_regularisers.answer_confidence(case["ref_logp"], case["answer_mask"], cap=params["cap"])
+    bonus = token_regularisers.consistency_bonus(
         case["acc"],
         confidence,
         group,
@@ -148,7 +153,7 @@ def test_golden_audio_and_3d(golden) -> None:
 
     scores, first = (a.given("bt_score_a"), a.given("bt_score_b")), a.given("bt_a_preferred").bool()
     preferred, other = torch.where(first, *scores), torch.where(first, *scores[::-1])
-    a.check("bt_loss", adversarial.preference_loss(preferred, other).mean())
+    a.check("bt_loss", preferences.preference_loss(preferred, other).mean())
 
     high, low = a.given("hi_reward_high"), a.given("hi_reward_low")
     group = torch.arange(len(high)).repeat_interleave(high.shape[1])
@@ -163,8 +168,8 @@ def test_golden_audio_and_3d(golden) -> None:
     a.check("agg_token_level", aggregate(terms, ragged, "token_mean_global"))
     a.check("agg_sequence_level", aggregate(terms, ragged, "seq_mean"))
     views = a.given("view_scores")
-    a.check("hps_max_view", reward_shaping.over_views(views, "max"))
-    a.check("unified_sum_view", reward_shaping.over_views(views, "sum"))
+    a.check("hps_max_view", token_regularisers.over_views(views, "max"))
+    a.check("unified_sum_view", token_regularisers.over_views(views, "sum"))
     a.all_used()
 
 
@@ -191,14 +196,14 @@ def test_probability_masks_and_the_quadratic(golden: Any) -> None:
     mask = ~old.isnan()
     terms = (new, old, advantage, mask)
     for delta in (0.15, 0.05):
-        found = token_trust.probability_mask_surrogate(*terms, delta=delta)
+        found = token_weights.probability_mask_surrogate(*terms, delta=delta)
         data.check(f"dppo_keep_delta{delta}", ~found.clipped[mask])
-    data.check("masked_loss_dppo0.15", token_trust.probability_mask_surrogate(*terms).loss[mask].detach())
+    data.check("masked_loss_dppo0.15", token_weights.probability_mask_surrogate(*terms).loss[mask].detach())
     for name in data.tags(r"cppo_keep_(.+)"):
         delta, last, slack = map(float, name.split("_"))
-        found = token_trust.cumulative_mask_surrogate(*terms, delta=delta, last=last, slack=slack)
+        found = token_weights.cumulative_mask_surrogate(*terms, delta=delta, last=last, slack=slack)
         data.check(f"cppo_keep_{name}", ~found.clipped[mask])
-    found = token_trust.quadratic_surrogate(*terms, width=data.number("drpo_epsilon"))
+    found = token_weights.quadratic_surrogate(*terms, width=data.number("drpo_epsilon"))
     data.check("drpo_loss_mu", found.loss[mask].detach())
     data.check("drpo_grad_mu", torch.autograd.grad(found.loss[mask].sum(), new)[0][mask])
     data.all_used(but=r"drpo_\w+_spo")  # without the old probability: plain SPO, which is no preset
@@ -206,15 +211,15 @@ def test_probability_masks_and_the_quadratic(golden: Any) -> None:
 
 def test_lp_reg(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
-    proxy = token_trust.min_p_log_prob(
+    proxy = token_weights.min_p_log_prob(
         data.given("lpreg_old_logits"), data.given("lpreg_tokens"), kappa=data.number("lpreg_kappa")
     )
     # of what is removed they have -1e4, which is never more than a log-probability either
     data.check("lpreg_proxy_logp", torch.where(proxy.isinf(), data.given("lpreg_proxy_logp"), proxy))
     new, mask = data.given("lpreg_new_logp").requires_grad_(), data.given("lpreg_mask")
     old, advantage = data.given("lpreg_old_logp"), data.given("lpreg_advantages")
-    chosen = token_trust.lowest_share(new, mask.bool() & (advantage < 0), share=data.number("lpreg_share"))
-    found = token_trust.low_probability_surrogate(new, old, advantage, mask, proxy, chosen)
+    chosen = token_weights.lowest_share(new, mask.bool() & (advantage < 0), share=data.number("lpreg_share"))
+    found = token_weights.low_probability_surrogate(new, old, advantage, mask, proxy, chosen)
     loss = aggregate(found.loss, mask, "token_mean_global")
     data.check("lpreg_loss", loss.detach())
     data.check("lpreg_grad", torch.autograd.grad(loss, new)[0])
@@ -225,7 +230,7 @@ def test_lp_reg_without_a_share_is_ppo_between_0_and_10() -> None:
     generator = torch.Generator().manual_seed(0)
     new, old, advantage = (torch.randn(3, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     mask, none = torch.ones(3, 6), torch.zeros(3, 6, dtype=torch.bool)
-    found = token_trust.low_probability_surrogate(new, old, advantage, mask, old, none).loss
+    found = token_weights.low_probability_surrogate(new, old, advantage, mask, old, none).loss
     ratio = (new - old).exp()
     torch.testing.assert_close(found, -torch.minimum(ratio * advantage, ratio.clamp(0, 10) * advantage))
 
@@ -233,8 +238,8 @@ def test_lp_reg_without_a_share_is_ppo_between_0_and_10() -> None:
 def test_hapo_as_intended(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
     mask, ratio = data.given("rein_mask"), data.given("hapo_ratio")
-    height = token_trust.relative_entropy(data.given("hapo_entropy"), mask)
-    found = token_trust.entropy_adaptive(
+    height = token_weights.relative_entropy(data.given("hapo_entropy"), mask)
+    found = token_weights.entropy_adaptive(
         ratio.log(), torch.zeros(ratio.shape), data.given("hapo_advantage_in"), mask, height
     )
     for name, got in zip(("h", "clip_low", "clip_high", "advantage"), (height, *found), strict=True):
@@ -293,7 +298,7 @@ def test_pacs(golden: Any, compare: str, balanced: bool) -> None:
     score = (new - data.given("pacs_old_logp")).sum(1)
     group = torch.arange(len(right)) // int(data.number("pacs_group_size"))
     way: Any = {"rloo": "others", "grpo": "group", "naive": "none"}[compare]
-    loss = group_losses.right_answer_loss(score, right, group, compare=way, balanced=balanced).mean()
+    loss = token_surrogates.right_answer_loss(score, right, group, compare=way, balanced=balanced).mean()
     name = f"pacs_{compare}_{'weighted' if balanced else 'plain'}"
     data.near(name, loss.detach())
     data.near(f"{name}_grad", torch.autograd.grad(loss, new)[0])

@@ -1,6 +1,7 @@
 """Advantage estimators of token policies: closed forms and invariants (golden arrays: test_token_surrogates)."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.advantages import groups as group_filters
-from genrl.objectives.tokens import group_losses
-from genrl.objectives.tokens import token_advantages as ta
-from genrl.objectives.tokens import token_weights as tw
-from genrl.objectives.tokens.token_credit import (
+from genrl.objectives import groups as group_filters
+from genrl.objectives import token_advantages as ta
+from genrl.objectives import token_surrogates
+from genrl.objectives import token_weights as tw
+from genrl.objectives.token_credit import (
     critic_losses,
     step_gae,
     token_gae,
@@ -198,16 +199,16 @@ def test_a_missing_score_leaves_the_mean_to_the_others() -> None:
 def test_the_first_update_has_a_finite_gradient_of_one_over_epsilon() -> None:
     score = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     advantage = torch.tensor([-1.0, 0.0, 1.0])
-    loss = group_losses.regression_loss(score, advantage, torch.zeros(3).long(), eps=1e-3).sum()
+    loss = token_surrogates.regression_loss(score, advantage, torch.zeros(3).long(), eps=1e-3).sum()
     (gradient,) = torch.autograd.grad(loss, score)
     assert torch.allclose(gradient, -2 * advantage.double() / 1e-3)
-    alone = group_losses.regression_loss(score[:1], torch.tensor([0.5]), torch.zeros(1).long())
+    alone = token_surrogates.regression_loss(score[:1], torch.tensor([0.5]), torch.zeros(1).long())
     assert alone.tolist() == [0.25]
 
 
 def test_temperatures_are_positive() -> None:
     with pytest.raises(ValueError, match="tau must be positive, got 0"):
-        group_losses.classification_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2).long(), tau=0.0)
+        token_surrogates.classification_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2).long(), tau=0.0)
 
 
 # -- ArCHer's losses against NumPy
@@ -335,6 +336,22 @@ def test_an_exact_share_is_not_rounded_up() -> None:
     assert int(tw.top_of_row(torch.arange(100.0)[None], torch.ones(1, 100), share=0.07).sum()) == 7
     assert tw.top_of_row(torch.ones(1, 4), torch.ones(1, 4), share=0.5).tolist() == [[1.0, 1.0, 0.0, 0.0]]
     assert tw.top_entropy(torch.ones(1, 2), torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence_geo"])
+def test_bounds_of_rejection_on_the_inverse_are_one_over_these(level: Any) -> None:
+    """Programs that bound pi_rollout / pi_old by (low, high) reject what 1 / high and 1 / low reject here."""
+    old, mask = torch.zeros(64, 5, dtype=torch.float64), torch.ones(64, 5)
+    sampler = old + 0.1 * torch.randn(old.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    low, high = 0.8, 1.02  # of no symmetry: with the same bounds other tokens are rejected
+    theirs = torch.where(mask.bool(), sampler - old, 0.0)
+    if level != "token":
+        theirs = theirs.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) if level == "sequence_geo" else 1)
+    accepted = (theirs.exp() >= low) & (theirs.exp() <= high)
+    found = tw.mismatch_weights(old, sampler, mask, level=level, low=1 / high, high=1 / low)
+    assert torch.equal(found > 0, accepted) and 0 < int(accepted.sum()) < accepted.numel()
+    same = tw.mismatch_weights(old, sampler, mask, level=level, low=low, high=high)
+    assert not torch.equal(same > 0, accepted)
 
 
 @given(st.integers(0, 99))

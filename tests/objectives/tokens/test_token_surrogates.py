@@ -11,20 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput, kl_k3
-from genrl.objectives.tokens import (
-    group_losses,
-    token_advantages,
-    token_credit,
-    token_regularisers,
-    token_surrogates,
-    token_weights,
-)
-from genrl.objectives.tokens import group_losses as masked_diffusion
-from genrl.objectives.tokens import token_surrogates as ts
-from genrl.objectives.tokens.token_aggregation import aggregate
-from genrl.objectives.tokens.tokens import masked, mean_log_ratio, row_mean, sequence_log_ratio
+from genrl.objectives import token_advantages, token_credit, token_regularisers, token_surrogates, token_weights
+from genrl.objectives import token_surrogates as masked_diffusion
+from genrl.objectives import token_surrogates as ts
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import SurrogateOutput, kl_k3
+from genrl.objectives.tokens import aggregate, masked, mean_log_ratio, row_mean, sequence_log_ratio
 from tests.objectives.tokens.golden_tokens import Case, Expected, compare, kl_term, with_gradient
 from tests.reference.tokens import exact_loss
 
@@ -358,7 +350,7 @@ def reg_grpo(case: Case) -> Expected:
     params, log_prob, mask = case.params, case.log_prob, case["mask"]
     advantage = group_advantages(case["rewards"], case.group, scale="group", eps=params["adv_eps"], ddof=1)
     score = sequence_log_ratio(log_prob, case["old_logp"], mask)
-    loss = group_losses.regression_loss(score, advantage, case.group, eps=params["eps_sigma"]).mean()
+    loss = token_surrogates.regression_loss(score, advantage, case.group, eps=params["eps_sigma"]).mean()
     if params["beta"]:
         loss = loss + aggregate(kl_term(case, log_prob), mask, "seq_mean")
     return {"adv": advantage} | with_gradient(loss, log_prob)
@@ -368,7 +360,7 @@ def real(case: Case) -> Expected:
     log_prob = case.log_prob
     positive = group_advantages(case["rewards"], case.group, scale="none") > 0
     score = mean_log_ratio(log_prob, case["old_logp"], case["mask"])
-    loss = group_losses.classification_loss(score, positive, case.group, tau=case.number("tau")).mean()
+    loss = token_surrogates.classification_loss(score, positive, case.group, tau=case.number("tau")).mean()
     return with_gradient(loss, log_prob)
 
 

@@ -9,17 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import kl_k2, kl_k3
-from genrl.objectives.tokens import token_regularisers as tr
-from genrl.objectives.tokens import token_weights as tc
-from genrl.objectives.tokens import tokens
-from genrl.objectives.tokens.flow_rewards import flow_returns, unlikely_tokens, velocity_deviation, velocity_error
-from genrl.objectives.tokens.group_losses import linear_bound_loss
-from genrl.objectives.tokens.token_aggregation import aggregate
-from genrl.objectives.tokens.token_credit import semi_online_advantages, semi_online_returns
-from genrl.objectives.tokens.token_distillation import gap_advantage, generalised_divergence, with_rest
-from genrl.objectives.tokens.tokens import masked
+from genrl.objectives import token_regularisers as tr
+from genrl.objectives import token_weights as tc
+from genrl.objectives import tokens
+from genrl.objectives.policy_losses import kl_k2, kl_k3
+from genrl.objectives.token_credit import semi_online_advantages, semi_online_returns
+from genrl.objectives.token_surrogates import clip_surrogate, linear_bound_loss
+from genrl.objectives.tokens import aggregate, masked
 from genrl.vlm.methods.music_rl.train import music_rl_loss
+from genrl.vlm.methods.opd.teaching import gap_advantage, generalised_divergence, with_rest
+from genrl.vlm.methods.rlfr.train import flow_returns, unlikely_tokens, velocity_deviation, velocity_error
+from genrl.vlm.recipe import presets
+from genrl.vlm.recipe.surrogates import Clip
 from tests.golden_cases import Arrays
 
 MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
@@ -409,3 +410,30 @@ def test_advantages_are_those_of_the_formulas(gamma: float, episode: float, step
     )
     np.testing.assert_allclose(found.numpy(), wanted, atol=1e-9)
     assert np.abs(wanted).max() > 0.5
+
+
+def test_episodes_weigh_the_same_whatever_their_length() -> None:
+    """UI-S1's paper; its code takes mean and deviation over all turns: here (1 + 3 3) / 4 and 1, so -1.5 and .5."""
+    rewards = torch.tensor([[1.0, NAN, NAN], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    found = semi_online_advantages(rewards, rewards > 0, torch.tensor([0, 0]), gamma=0.5, episode=1.0, step=0.0)
+    wanted = torch.tensor([[-1.0, 0, 0], [1.0, 1, 1]], dtype=torch.float64) / 2**0.5
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_just_grpo_is_the_mean_of_each_answers_own_tokens() -> None:
+    """Its code divides by all places and by the answers whose advantage is not 0: the same gradient but for a factor,
+    where answers are equally long, and another one where they are not."""
+    recipe = presets.PRESETS["just_grpo"]
+    assert recipe.surrogate == Clip(low=0.2, high=0.2)
+    advantage = torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64)
+    for lengths, same in (([4, 4, 4, 4], True), ([1, 4, 2, 3], False)):
+        mask = torch.arange(4)[None] < torch.tensor(lengths)[:, None]
+        log_prob = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        terms = clip_surrogate(log_prob, log_prob.detach(), advantage, mask, low=0.2, high=0.2)
+        (ours,) = torch.autograd.grad(aggregate(terms.loss, mask, recipe.aggregation), log_prob)
+        wanted = torch.zeros(4, 4, dtype=torch.float64)
+        for row in range(2):
+            wanted[row, : lengths[row]] = -advantage[row] / lengths[row] / 4
+        torch.testing.assert_close(ours, wanted)
+        theirs = -advantage[:, None].expand(4, 4) / 4 / 2  # every place, two answers that teach
+        assert torch.allclose(ours * 2, theirs) == same

@@ -1,7 +1,5 @@
 """`open_clip:MODEL` in the rewards that take a CLIP: open_clip's own numbers, its preparation, its refusals."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path
@@ -16,7 +14,7 @@ import genrl_rewards
 from genrl_rewards.models.orient_anything import OrientAnything, orientation_of
 from genrl_rewards.scorers.preference.aesthetic import HEAD_FILES, Head
 from tests.rewards import tiny_open_clip, tiny_orient
-from tests.rewards.gradients import assert_gradients_agree
+from tests.rewards.asking import assert_gradients_agree
 from tests.rewards.tiny_open_clip import NAME, open_clip
 
 PROMPTS = ["a red circle", "two “blue” stars &amp; more"]
@@ -43,9 +41,7 @@ def documented(name: str, weights: str | None, images: torch.Tensor) -> tuple[An
 
 
 @pytest.mark.parametrize("form", ["folder", "file"])
-def test_scores_are_those_of_open_clips_own_example(
-    folder: Path, images: torch.Tensor, form: str, tmp_path: Path
-) -> None:
+def test_scores_are_those_of_open_clips_own_example(folder: Path, images: Any, form: str, tmp_path: Path) -> None:
     file = str(folder / "open_clip_model.safetensors")
     clip, pictures, texts = documented(NAME, file, images)
     cosines = (pictures * texts).sum(-1)
@@ -64,9 +60,7 @@ def test_scores_are_those_of_open_clips_own_example(
 
 
 @pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
-def test_gradients_reach_the_picture_through_the_same_preparation(
-    images: torch.Tensor, tmp_path: Path, mode: str
-) -> None:
+def test_gradients_reach_the_picture_through_the_same_preparation(images: Any, tmp_path: Path, mode: str) -> None:
     model = tiny_open_clip.save_folder(tmp_path / mode, resize_mode=mode, mean=[0.5] * 3, std=[0.25] * 3)
     reward = genrl_rewards.load("clipscore", {"model": f"open_clip:{model}"})
     assert_gradients_agree(reward, images, PROMPTS, within=0.005)
@@ -90,17 +84,12 @@ def test_what_cannot_be_loaded_says_why(folder: Path, tmp_path: Path, monkeypatc
 
 
 # -- Orient-Anything in the published format: angles from bins, the network by hand, and files that are none
-
-
-@pytest.mark.parametrize(("bins", "rotation"), [(180, -30.0), (360, -120.0)])
-def test_angles_are_the_bins_with_the_largest_scores(bins: int, rotation: float) -> None:
-    scores = torch.zeros(360 + 180 + bins + 2)
-    scores[35], scores[360 + 100], scores[360 + 180 + 60], scores[-2] = 2.0, 3.0, 4.0, 1.0
-    assert orientation_of(scores) == pytest.approx((35.0, 10.0, rotation, 1 / (1 + math.exp(-1))))
-
-
 def test_the_network_is_dino_and_two_layers_on_its_class_token(tmp_path: Path) -> None:
     """The layers by hand, from the file; the folder of the hub's layout and the file itself are the same."""
+    for bins, rotation in ((180, -30.0), (360, -120.0)):  # angles are the bins with the largest scores
+        scores = torch.zeros(360 + 180 + bins + 2)
+        scores[35], scores[360 + 100], scores[360 + 180 + 60], scores[-2] = 2.0, 3.0, 4.0, 1.0
+        assert orientation_of(scores) == pytest.approx((35.0, 10.0, rotation, 1 / (1 + math.exp(-1))))
     file, backbone = tiny_orient.save(tmp_path)
     random = np.random.default_rng(0)
     pictures = [Image.fromarray(random.integers(0, 255, (40, 28, 3), dtype=np.uint8)) for _ in range(3)]

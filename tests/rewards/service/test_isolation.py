@@ -1,7 +1,5 @@
 """A reward in a process of its own: the same scores, a clean end in every case, and started again when it dies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

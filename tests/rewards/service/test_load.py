@@ -1,7 +1,5 @@
 """Whoever may not use the server, or is slow, takes nothing from those who may; and no request takes all the memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -33,9 +31,8 @@ TOKEN = b"Authorization: Bearer right\r\n"
 
 def opened(stack: ExitStack, url: str, text: bytes, count: int = 1) -> list[socket.socket]:
     """Connections that have sent no more than this."""
-    made = [
-        stack.enter_context(socket.create_connection(httpx.URL(url).netloc.decode().split(":"))) for _ in range(count)
-    ]
+    address = httpx.URL(url).netloc.decode().split(":")
+    made = [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
     for connection in made:
         connection.settimeout(5)
         connection.sendall(text)

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_dtypes_views_ties_and_empty_tensors_keep_their_bits(tmp_path: Path) -> 
         assert torch.equal(bits, wanted)
 
 
-def test_a_damaged_folder_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
+def test_a_damaged_folder_is_set_aside_by_its_step_and_not_counted_by_others(tmp_path: Path) -> None:
     for count in (1, 2):
         (save_step(tmp_path, 3) / "manifest.json").unlink()
         save_step(tmp_path, 3, keep=1)
@@ -81,6 +82,14 @@ def test_a_damaged_folder_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
         assert len(list(tmp_path.glob("step-000003.damaged-*/lora.safetensors"))) == count
     save_step(tmp_path, 4, keep=1)
     assert len(list(tmp_path.iterdir())) == 3  # nobody deletes what cannot be read
+    other = tmp_path / "other"
+    for step in (1, 2, 3):
+        path = save_step(other, step)
+        if step == 2:
+            (path / "state.json").write_text("{")
+    assert names(other) == ["step-000003", "step-000002", "step-000001"]
+    save_step(other, 4)
+    assert names(other) == ["step-000004", "step-000003", "step-000002"]
 
 
 def test_going_on_from_an_earlier_step_drops_the_given_up_future(tmp_path: Path) -> None:
@@ -95,16 +104,6 @@ def test_going_on_from_an_earlier_step_drops_the_given_up_future(tmp_path: Path)
     save_step(tmp_path, 5, keep=9)
     save_step(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["step-000004", "step-000003"]  # the damaged one stays
-
-
-def test_rotation_does_not_count_broken_folders(tmp_path: Path) -> None:
-    save_step(tmp_path, 1)
-    save_step(tmp_path, 2)
-    (tmp_path / "step-000002" / "state.json").write_text("{")
-    save_step(tmp_path, 3)
-    assert names(tmp_path) == ["step-000003", "step-000002", "step-000001"]
-    save_step(tmp_path, 4)
-    assert names(tmp_path) == ["step-000004", "step-000003", "step-000002"]
 
 
 def flip_a_bit(path: Path) -> None:
@@ -151,7 +150,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGES)
 def test_a_damaged_checkpoint_is_skipped_with_the_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
+    tmp_path: Path, caplog: Any, damage: Callable[[Path], None], reason: str
 ) -> None:
     save_step(tmp_path, 1)
     damaged = save_step(tmp_path, 2)
@@ -171,9 +170,8 @@ def test_a_run_does_not_go_on_where_nothing_can_be_read(tmp_path: Path, damage: 
     for step in (1, 2):
         damage(save_step(tmp_path, step))
     before = content(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"nothing was changed:\n  step-000002: .*\n  step-000001: .*\n.*output=FOLDER"
-    ):
+    said = r"nothing was changed:\n  step-000002: .*\n  step-000001: .*\n.*output=FOLDER"
+    with pytest.raises(ValueError, match=said):
         to_resume(tmp_path)
     assert content(tmp_path) == before
 
@@ -230,7 +228,7 @@ def complete_and_leftovers(folder: Path) -> list[str]:
 
 
 def test_everything_is_on_disk_before_the_rename_and_nothing_is_deleted_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
     """What no kill can show, because the page cache survives it: the order that a power cut needs."""
     points = points_of_a_save(tmp_path, monkeypatch)
@@ -241,9 +239,8 @@ def test_everything_is_on_disk_before_the_rename_and_nothing_is_deleted_before(
     temporary = f"step-000003.tmp-{os.getpid()}"
     for name in [*written, "config.json", "adapter", temporary]:
         assert f"fsync:{name}" in before
-    assert before.index("write:manifest.json") > max(
-        before.index("fsync:lora.safetensors"), before.index("fsync:config.json")
-    )
+    synced = [before.index(f"fsync:{name}") for name in ("lora.safetensors", "config.json")]
+    assert before.index("write:manifest.json") > max(synced)
     last = len(before) - 2  # at the very last the damaged folder of that name is set aside
     assert before.index(f"fsync:{temporary}", before.index("write:manifest.json")) == last
     assert after[0] == f"fsync:{tmp_path.name}"
@@ -251,9 +248,7 @@ def test_everything_is_on_disk_before_the_rename_and_nothing_is_deleted_before(
     assert after[1:] == [f"{point}:{name}" for name in doomed for point in ("rename", "rmtree")]
 
 
-def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     points = points_of_a_save(tmp_path / "clean", monkeypatch)
     kinds = {point.partition(":")[0] for point in points}
     assert kinds == {"mkdir", "write", "fsync", "rename", "rmtree"} and len(points) >= 15
@@ -279,9 +274,7 @@ def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(
         assert complete_and_leftovers(folder) == ["step-000004"], point
 
 
-def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     """The process dies without a chance to clean up: a forked child leaves by os._exit at the given operation."""
     points = points_of_a_save(tmp_path / "clean", monkeypatch)
     for dying in range(len(points)):

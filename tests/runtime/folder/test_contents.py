@@ -1,7 +1,9 @@
 """What a resume says of files that are not what they were, and which of them it refuses."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,21 +75,20 @@ def test_what_changed_is_one_line(folder: Path, name: str) -> None:
     assert runs.resume(folder / "run", config, step=1, command=[]) == []
 
 
-@pytest.mark.parametrize("how", ["scaled", "another file", "removed", "added", "tokenizer"])
+MODELS: dict[str, Callable[[Path], object]] = {
+    "scaled": scaled,
+    "another file": lambda weights: save_file({"v": torch.ones(3)}, weights),
+    "removed": Path.unlink,
+    "added": lambda weights: weights.with_name("more.safetensors").write_bytes(b""),
+    "tokenizer": lambda weights: (weights.parents[1] / "tokenizer/vocab.json").write_text('{"a": 0}'),
+}
+
+
+@pytest.mark.parametrize("how", list(MODELS))
 def test_another_model_is_refused(folder: Path, how: str) -> None:
     config = begun(folder)
     weights = folder / "model/unet/weights.safetensors"
-    match how:
-        case "scaled":
-            scaled(weights)
-        case "another file":
-            save_file({"v": torch.ones(3)}, weights)
-        case "removed":
-            weights.unlink()
-        case "added":
-            (weights.parent / "more.safetensors").write_bytes(b"")
-        case _:
-            (folder / "model/tokenizer/vocab.json").write_text('{"a": 0}')
+    MODELS[how](weights)
     before = Run(folder / "run").info.read_bytes()
     with pytest.raises(ValueError, match=r"what it trains is not what it began with \(model.path: .*model/"):
         runs.resume(folder / "run", config, step=1, command=[])
@@ -109,22 +110,17 @@ def test_a_run_of_an_older_version_has_nothing_to_compare(folder: Path) -> None:
 def test_code_of_a_model_and_edited_keys_are_no_refusal() -> None:
     assert not is_model("vlm.output: mine.py") and is_model("policy.path: p/model.safetensors")
     before = {"engine.path: a": "1", "prompts.train: b": "2", "prompts.eval: c": "3"}
-    assert changed(before, {"prompts.train: d": "2", "prompts.eval: c": "3"}, {"engine.path": ""}) == [
-        "prompts.train: b",
-        "prompts.train: d",
-    ]
+    edited = changed(before, {"prompts.train: d": "2", "prompts.eval: c": "3"}, {"engine.path": ""})
+    assert edited == ["prompts.train: b", "prompts.train: d"]
 
 
-def test_words_that_happen_to_be_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_that_happen_to_be_folders_and_runs_within_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("tensorboard", "shapes", "runs", "small"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.json").write_text("{}")
     text = "{trackers: [tensorboard], output: runs/x, rewards: [{name: shapes}], model: {path: small}, n: 'a\\nb'}"
     assert list(contents(text)) == ["model.path: small/x.json"]
-
-
-def test_runs_within_a_folder_are_not_looked_at(tmp_path: Path) -> None:
     (tmp_path / "m" / "run").mkdir(parents=True)
     for name in ("a.json", "run/run.json", "run/b.json"):
         (tmp_path / "m" / name).write_text("{}")
@@ -150,33 +146,24 @@ def test_a_fingerprint_sees_both_ends_and_the_size(tmp_path: Path, size: int, wh
 
 
 # -- A run that was begun when genrl had fewer keys goes on as if it had been begun today
-
-
-def test_a_run_whose_configuration_lacks_todays_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_whose_configuration_lacks_todays_keys(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """Saved as it was written, without a default."""
     straight, older = tmp_path / "straight", tmp_path / "older"
     train(vla_runs.config(tmp_path, iterations=2, output=str(straight)))
-
     whole = vla_runs.config(tmp_path, iterations=2, output=str(older))
     written = (tmp_path / "tiny.yaml").read_text()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "genrl.runtime.loop.process.dump", lambda config: written.replace("iterations: 2", "iterations: 1")
-        )
+        brief = written.replace("iterations: 2", "iterations: 1")
+        patch.setattr("genrl.runtime.loop.process.dump", lambda config: brief)
         train(whole.model_copy(update={"iterations": 1}))
     assert "idle_iterations" not in Run(older).config.read_text()
     train(load(Run(older).config, ["iterations=2"]), older)
-    assert [line for line in caplog.messages if "since the last" in line] == [
-        "changed since the last save: iterations: 1 -> 2"
-    ]
+    lines = [line for line in caplog.messages if "since the last" in line]
+    assert lines == ["changed since the last save: iterations: 1 -> 2"]
     assert differences(straight, older) == []
 
 
 # -- Folders that are complete or not there, and files that are a folder's own
-
-
 def content(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
@@ -211,7 +198,7 @@ def test_it_is_complete_or_as_it_was(tmp_path: Path, before: str, ends: str) -> 
     assert not list(tmp_path.rglob(".*"))
 
 
-def test_the_old_content_survives_a_rename_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_survives_a_rename_that_fails_and_leftovers_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final, rename = tmp_path / "lora", Path.rename
     final.mkdir()
     (final / "x").write_text("old")
@@ -225,9 +212,7 @@ def test_the_old_content_survives_a_rename_that_fails(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="Input"), whole_folder(final) as place:
         (place / "x").write_text("new")
     assert content(tmp_path) == {"lora/x": "old"}
-
-
-def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    monkeypatch.undo()
     for name in (".lora.tmp-1", ".lora-old.tmp-1", ".lora2.tmp-1"):
         (tmp_path / name).mkdir()
     with whole_folder(tmp_path / "lora") as place:

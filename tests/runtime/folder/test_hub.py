@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -47,9 +48,7 @@ def exported(tmp_path: Path, root: Path) -> tuple[Path, Path]:
     return run, out
 
 
-def test_a_push_holds_the_weights_the_card_the_configuration_and_pictures(
-    server: Hub, exported: tuple[Path, Path]
-) -> None:
+def test_a_push_holds_weights_card_configuration_and_pictures(server: Hub, exported: tuple[Path, Path]) -> None:
     run, out = exported
     assert ours.push(run, out, "lab/stars", private=True) == f"{server.address}/lab/stars"
     files = server.repos["lab/stars"]
@@ -89,19 +88,7 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_go_on(server: Hub, e
     assert server.repos["lab/stars"]["README.md"].count(b"## Samples") == 1
 
 
-def test_a_name_that_is_none_and_nobody_logged_in_are_refused(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any work."""
-    for repo in ("stars", "a/b/c", "lab/st ars", "../stars"):
-        with pytest.raises(ValueError, match="is no name of a repository"):
-            ours.check_repo(repo)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with pytest.raises(ValueError, match="hf auth login"):
-        ours.check_repo("lab/stars")
-
-
-def test_a_configuration_is_fetched_with_the_files_beside_it_but_no_code(
-    server: Hub, root: Path, tmp_path: Path
-) -> None:
+def test_a_configuration_is_fetched_with_files_beside_it_but_no_code(server: Hub, root: Path, tmp_path: Path) -> None:
     text = (root / "configs/quickstart.yaml").read_text().replace("assets/prompts/things_train.txt", "prompts.txt")
     files = {"sub/mine.yaml": text.encode() + b"output: /etc\n", "sub/prompts.txt": b"a red star\n"}
     server.repos["lab/stars"] = files
@@ -116,18 +103,23 @@ def test_a_configuration_is_fetched_with_the_files_beside_it_but_no_code(
     assert overrides == ["output=runs/code"] and not file.with_name("bad.py").exists()
 
 
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
+def test_names_that_are_none_what_the_hub_does_not_have_and_nobody_logged_in_are_refused(
+    server: Hub, monkeypatch: Any
+) -> None:
+    server.repos["lab/stars"] = {"config.yaml": b"{}"}
+    for names, says in (
         ("hub:stars/config.yaml hub:lab/stars hub:lab/stars/../../x.yaml hub:", "is written hub:org/name"),
         ("hub:lab/none/config.yaml hub:lab/stars/other.yaml", "the hub does not give it: .*404"),
-    ],
-)
-def test_another_form_and_what_the_hub_does_not_have(server: Hub, names: str, says: str) -> None:
-    server.repos["lab/stars"] = {"config.yaml": b"{}"}
-    for name in names.split():
-        with pytest.raises(ValueError, match=says):
-            ours.fetch(name)
+    ):
+        for name in names.split():
+            with pytest.raises(ValueError, match=says):
+                ours.fetch(name)
+    for repo in ("stars", "a/b/c", "lab/st ars", "../stars"):
+        with pytest.raises(ValueError, match="is no name of a repository"):
+            ours.check_repo(repo)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(ValueError, match="hf auth login"):
+        ours.check_repo("lab/stars")
 
 
 def test_check_takes_a_configuration_of_the_hub(server: Hub, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

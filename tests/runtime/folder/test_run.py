@@ -44,7 +44,7 @@ def start(folder: Path) -> Run:
     return runs.start(folder, CONFIG, seed=7, command=["genrl", "train", "x.yaml"])
 
 
-def test_a_new_run_says_where_it_came_from(tmp_path: Path) -> None:
+def test_a_new_run_says_where_it_came_from_and_layout_is_no_edit(tmp_path: Path) -> None:
     """But not on which machine, and where there."""
     run = start(tmp_path / "runs" / "x")
     assert run.config.read_text() == CONFIG
@@ -53,6 +53,8 @@ def test_a_new_run_says_where_it_came_from(tmp_path: Path) -> None:
     assert info["versions"]["torch"] != "-" and info["started"].endswith("+00:00")
     assert info["git_commit"] is None or len(info["git_commit"].rstrip("+")) == 40
     assert str(tmp_path) not in text and f'"{os.uname().nodename}"' not in text
+    assert config_edits("{a: 1.0, b: {c: [1, 2]}}", "b:\n  c:\n  - 1\n  - 2\na: 1.0\n") == {}
+    assert config_edits("a: null", "b: null") == {"a": "a: null -> (absent)", "b": "b: (absent) -> null"}
 
 
 def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ EDITS = [
 ]
 
 
-def test_edits_that_a_resume_allows(tmp_path: Path) -> None:
+def test_edits_that_a_resume_allows_and_refuses_and_keys_newer_than_the_run(tmp_path: Path) -> None:
     run = start(tmp_path)
     for override, shown in EDITS:
         run.config.write_text(CONFIG)
@@ -101,13 +103,17 @@ def test_edits_that_a_resume_allows(tmp_path: Path) -> None:
         assert runs.resume(tmp_path, edited, step=4, command=["genrl", "resume"]) == [shown]
         assert run.config.read_text() == edited
     assert [entry["step"] for entry in json.loads(run.info.read_text())["resumed"]] == [4] * len(EDITS)
-
-
-def test_edits_that_a_resume_refuses(tmp_path: Path) -> None:
-    run = start(tmp_path)
+    run.config.write_text(CONFIG)
     for override in ("optimizer.lr=0.001", "model.lora.rank=16", "model.lora=null", "rewards.0.weight=0.5", "seed=1"):
         with pytest.raises(ValueError, match=f"another value of .*{override.partition('=')[0]}.*Only iterations, "):
             runs.resume(tmp_path, configured(override), step=1, command=[])
+    assert run.config.read_text() == CONFIG
+    old = yaml.safe_load(CONFIG)
+    del old["idle_iterations"], old["model"]["quantize"], old["rewards"][0]["outage"], old["ema"]
+    run.config.write_text(yaml.safe_dump(old))
+    with pytest.raises(ValueError, match=r"another value of model\.quantize: model\.quantize: null -> \"int8\""):
+        runs.resume(tmp_path, configured("model.quantize=int8"), step=1, command=[])
+    assert runs.resume(tmp_path, CONFIG, step=1, command=[]) == []
     assert run.config.read_text() == CONFIG
 
 
@@ -126,17 +132,6 @@ def test_edits_of_a_vision_language_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"another value of distributed\.fsdp: weights in shards are float32"):
         resumed([half, "distributed.fsdp=true"], [half])
     assert resumed(["distributed.fsdp=true"], []) == ["distributed.fsdp: true -> false"]
-
-
-def test_keys_that_are_newer_than_the_run_have_their_defaults(tmp_path: Path) -> None:
-    run = start(tmp_path)
-    old = yaml.safe_load(CONFIG)
-    del old["idle_iterations"], old["model"]["quantize"], old["rewards"][0]["outage"], old["ema"]
-    run.config.write_text(yaml.safe_dump(old))
-    with pytest.raises(ValueError, match=r"another value of model\.quantize: model\.quantize: null -> \"int8\""):
-        runs.resume(tmp_path, configured("model.quantize=int8"), step=1, command=[])
-    assert runs.resume(tmp_path, CONFIG, step=1, command=[]) == []
-    assert run.config.read_text() == CONFIG
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,12 +178,7 @@ def test_without_run_json_a_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptur
     assert [entry["step"] for entry in json.loads(run.info.read_text())["resumed"]] == [3]
 
 
-def test_layout_of_the_yaml_is_no_edit() -> None:
-    assert config_edits("{a: 1.0, b: {c: [1, 2]}}", "b:\n  c:\n  - 1\n  - 2\na: 1.0\n") == {}
-    assert config_edits("a: null", "b: null") == {"a": "a: null -> (absent)", "b": "b: (absent) -> null"}
-
-
-def test_resume_cuts_the_rows_after_its_step(tmp_path: Path) -> None:
+def test_resume_cuts_the_rows_after_its_step_and_keeps_bytes(tmp_path: Path) -> None:
     run = start(tmp_path)
     lines = [json_line({"step": step, "loss": step / 3}) for step in range(6)]
     run.metrics.write_text("".join(lines) + '{"loss": 0.1, "st')
@@ -197,11 +187,8 @@ def test_resume_cuts_the_rows_after_its_step(tmp_path: Path) -> None:
     run.metrics.write_text(json_line({"step": 0}) + json_line({"step": 1}))
     runs.resume(tmp_path, CONFIG, step=0, command=[])
     assert run.metrics.read_text() == ""  # row 0 is made again
-
-
-def test_reading_and_cutting_metrics(tmp_path: Path) -> None:
-    """Cutting keeps bytes and tolerates absence."""
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "none" / "metrics.jsonl"
+    path.parent.mkdir()
     truncate_metrics(path, 3)
     assert read_metrics(path) == [] and not path.exists()
     text = json_line({"step": 1, "a": 0.1 + 0.2, "b": 1e-17, "c": None, "d": 5})
@@ -283,10 +270,7 @@ def test_a_resume_that_is_refused_later_leaves_the_folder_as_it_was(tmp_path: Pa
     run = start(tmp_path)
     run.metrics.write_text("".join(json_line({"step": step}) for step in range(4)))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with (
-        pytest.raises(ValueError, match="of another model"),
-        runs.unchanged_where_refused(run, resumes=True),
-    ):
+    with pytest.raises(ValueError, match="of another model"), runs.unchanged_where_refused(run, resumes=True):
         runs.resume(tmp_path, configured("iterations=20"), step=2, command=[])
         raise ValueError("of another model")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -1,9 +1,6 @@
 """A resumed run goes on in the tracker; pictures, films and tables reach those that take them."""
 
-import json
-import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,8 +10,9 @@ import pytest
 from PIL import Image
 
 from genrl.runtime.folder import trackers
-from genrl.runtime.folder.metrics import MetricLogger
-from genrl.runtime.folder.run import Run, start
+from genrl.runtime.folder.metrics import MetricLogger, by_heading, catalogue, document, markdown
+from genrl.runtime.folder.run import Run, read_metrics, start
+from genrl.runtime.folder.trackers import check_trackers
 
 PICTURE = Image.new("RGB", (8, 8), (200, 0, 0))
 ROWS: list[list[str | float]] = [["a | b", 0.5], ["c", float("nan")]]
@@ -24,7 +22,7 @@ def log_all(run: Run, name: str, first: int) -> None:
     """Two iterations, as a run logs them, after `first` of them."""
     film = run.folder / "film.gif"
     PICTURE.save(film, save_all=True, append_images=[Image.new("RGB", (8, 8))])
-    logger = MetricLogger(run, [name], config={"a": {"b": 1}}, resumed_from=first)
+    logger = MetricLogger(run, [name], config={"a": {"b": 1}, "c": [1, 2]}, resumed_from=first)
     for step in (first + 1, first + 2):
         logger.log_picture(step, "samples/grid", PICTURE)
         logger.log_video(step, "videos/success-00", film)
@@ -33,27 +31,9 @@ def log_all(run: Run, name: str, first: int) -> None:
     logger.finish()
 
 
-def wandb_records(file: Path) -> Iterator[Any]:
-    """The records of a run that W&B wrote for a later upload: a LevelDB log after a header of 7 bytes."""
-    from wandb.proto import wandb_internal_pb2
-
-    content, place, block, text = file.read_bytes(), 7, 2**15, b""
-    while place + 7 <= len(content):
-        if block - place % block < 7:  # the rest of a block that has no room for a header
-            place += block - place % block
-            continue
-        length, kind = struct.unpack("<HB", content[place + 4 : place + 7])  # after the checksum
-        text += content[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(text)
-            yield record
-            text = b""
-
-
 @pytest.mark.slow
 def test_a_resumed_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one id, whose steps go on: W&B writes them into the names of what it keeps for a later upload."""
     wandb = pytest.importorskip("wandb")
     for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(key, value)
@@ -62,21 +42,11 @@ def test_a_resumed_run_is_one_run_of_wandb(tmp_path: Path, monkeypatch: pytest.M
     log_all(run, "wandb", 0)
     log_all(run, "wandb", 2)
     wandb.teardown()  # its own process has written everything
-    files = sorted(tmp_path.glob("mine/wandb/offline-run-*/*.wandb"))
-    records = [list(wandb_records(file)) for file in files]
-    begun = [record.run for some in records for record in some if record.HasField("run")]
-    assert len(files) == 2
-    assert {(one.run_id, one.display_name) for one in begun} == {(trackers.kept_ids(run)["wandb"], "mine")}
-    logged = [
-        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for some in records
-        for record in some
-        if record.HasField("history")
-    ]
-    assert [(row["_step"], row["loss"]) for row in logged] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
-    kinds = {"samples/grid": "images/separated", "videos/success-00": "video-file", "samples/rewards": "table-file"}
-    for row in logged:
-        assert {key: row[f"{key}/_type"] for key in kinds} == kinds
+    folders = sorted(tmp_path.glob("mine/wandb/offline-run-*"))
+    assert [folder.name.rsplit("-", 1)[1] for folder in folders] == [trackers.kept_ids(run)["wandb"]] * 2
+    for kind in ("images/samples/grid", "videos/videos/success-00", "table/samples/rewards"):
+        steps = [file.stem.split("_")[1] for folder in folders for file in folder.glob(f"files/media/{kind}_*")]
+        assert sorted(steps) == ["1", "2", "3", "4"], kind
 
 
 def test_ids_of_a_new_run_and_broken_ones(tmp_path: Path) -> None:
@@ -93,8 +63,6 @@ def test_ids_of_a_new_run_and_broken_ones(tmp_path: Path) -> None:
 
 
 # -- stand-ins that record calls: these packages are not among those of the tests ------------------------------------
-
-
 class Recorder(ModuleType):
     """A package whose functions and classes only note how they were called."""
 
@@ -176,6 +144,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return SimpleNamespace(info=SimpleNamespace(run_id=number))
 
     def log_params(values: dict[str, Any]) -> None:
+        assert values == {"a.b": 1, "c": "[1, 2]"}
         assert not set(values) & set(server["run0"]), "MLflow refuses another value"
         server["run0"] |= values
 
@@ -202,9 +171,6 @@ def test_mlflow_goes_on_with_the_run_that_its_server_made(tmp_path: Path, mlflow
     assert mlflow.given("log_artifact")[0]["artifact_path"] == "videos/success-00/step-000001"
     name, args, _ = next(call for call in mlflow.calls if call[0] == "log_table")
     assert args == ({"prompt": ["a | b", "c"], "shapes": [0.5, None]},)
-
-
-def test_a_run_that_mlflow_does_not_have_is_an_error_that_says_what_to_do(tmp_path: Path, mlflow: Recorder) -> None:
     Run(tmp_path).trackers.write_text('{"mlflow": "lost"}')
     with pytest.raises(ValueError, match="run lost .*MLFLOW_TRACKING_URI"):
         MetricLogger(Run(tmp_path), ["mlflow"])
@@ -222,7 +188,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("name", "error", "says"), FAILURES)
 def test_a_tracker_that_does_not_start_is_an_error_that_says_what_to_do(
-    name: str, error: BaseException, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, error: BaseException, says: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """No key, no server, no network: whatever its package raises."""
 
@@ -238,3 +204,77 @@ def test_a_tracker_that_does_not_start_is_an_error_that_says_what_to_do(
     monkeypatch.setattr("accelerate.tracking.LOGGER_TYPE_TO_CLASS", {name: Failing})
     with pytest.raises(ValueError, match=f"trackers: {name} does not start.*{says}"):
         trackers.start(name, Run(tmp_path), None, 0)
+
+
+# -- Every metric is documented, every row is readable, and equal runs write equal rows
+def test_the_page_is_made_from_the_catalogue_and_keys_find_their_entry_or_are_an_error(
+    root: Path, tmp_path: Path
+) -> None:
+    page = (root / "docs" / "metrics.md").read_text()
+    assert page == markdown(), "run `python -m genrl.runtime.folder.metrics > docs/metrics.md`"
+    for section in by_heading().values():
+        for key, doc in section.items():
+            assert doc.formula and doc.reading.endswith((".", "!")), key
+            assert catalogue()[key] is doc, key  # several methods may log the same
+    for name in ("shapes", "shapes/count", "mine/text quality"):
+        assert document(f"reward/{name}_mean") is catalogue()["reward/<name>_mean"]
+    assert document("reward/total_mean") is catalogue()["reward/total_mean"]
+    assert document("eval/my-scorer.v2_failed") is catalogue()["eval/<name>_failed"]
+    assert document("timing/sample_s") is catalogue()["timing/sample_s"]
+    logger = MetricLogger(Run(tmp_path))
+    for key in ("", "losses", "reward/_mean", "reward/a/b/c_mean", "reward/shapes", "timing/<name>_s"):
+        with pytest.raises(ValueError, match="has no entry"):
+            logger.log(1, {key: 0.5})
+    assert not Run(tmp_path).metrics.exists()
+
+
+def test_rows_of_which_other_processes_write_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    other = MetricLogger(run, ["tensorboard"], enabled=False)
+    other.log(1, {"loss": 1.0})
+    other.log_picture(1, "samples", Image.new("RGB", (4, 4)))
+    other.finish()
+    assert not run.folder.exists()
+    logger = MetricLogger(run)
+    logger.log(0, {"eval/total_mean": 0.25})
+    logger.log(1, {"loss": float("nan"), "kl": float("inf"), "grad_norm": None, "lr": 1 / 3, "updates": 2})
+    assert run.metrics.read_text() == (
+        '{"eval/total_mean": 0.25, "step": 0}\n'
+        '{"grad_norm": null, "kl": null, "loss": null, "lr": 0.3333333333333333, "step": 1, "updates": 2}\n'
+    )
+    with pytest.raises(ValueError, match="unknown tracker 'tensorbord'.*tensorboard"):
+        check_trackers(["tensorbord"])
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [])
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        MetricLogger(Run(tmp_path), ["tensorboard"])
+
+
+def events(folder: Path) -> dict[str, Any]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
+    tags = found.Tags()
+    scalars = {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in tags["scalars"]}
+    images = {tag: [(e.step, e.width) for e in found.Images(tag)] for tag in tags["images"]}
+    texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode().splitlines() for tag in tags["tensors"]}
+    return scalars | images | texts
+
+
+def test_tensorboard_shows_the_same_rows_a_table_and_a_resumed_run_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    logger = MetricLogger(run, ["tensorboard"], config={"a": {"b": 1}})
+    for step in (1, 2, 3):
+        logger.log(step, {"loss": step / 2, "kl": float("nan")})
+    logger.log_picture(0, "samples", Image.new("RGB", (6, 4), (255, 0, 0)))
+    logger.log_table(1, "rewards", ["prompt", "shapes"], [["a | b", 0.5], ["c", float("nan")]])
+    logger.finish()
+    logger = MetricLogger(run, ["tensorboard"], resumed_from=1)
+    logger.log(2, {"loss": 10.0, "reward/mine/text quality_mean": 0.5})
+    logger.finish()
+    assert events(tmp_path / "tensorboard") == {
+        "loss": [(1, 0.5), (2, 10.0)],
+        "reward/mine/text quality_mean": [(2, 0.5)],
+        "samples": [(0, 6)],
+        "rewards/text_summary": ["| prompt | shapes |", "| --- | --- |", "| a \\| b | 0.5 |", "| c |  |"],
+    }
+    assert [row["step"] for row in read_metrics(run.metrics)] == [1, 2, 3, 2]  # `run.resume` is what cuts these

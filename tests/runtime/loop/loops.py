@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config.method import Method
-from genrl.config.optimizers import Optimizer
-from genrl.config.sections import EMA, Checkpoint, Monitor
+from genrl.config.sections import EMA, Checkpoint, Monitor, Optimizer
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import updating

@@ -14,12 +14,11 @@ from torch import Tensor
 from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics, truncate_metrics
-from genrl.runtime.loop import collapse, updating
+from genrl.runtime.loop import collapse
 from genrl.runtime.loop.loop import Interrupted
 from genrl.runtime.show.intervals import wilson
-from genrl.runtime.weights.optimization import Schedule
 from tests.run_folders import differences
-from tests.runtime.loop.loops import METHOD, RECORDED, Evaluation, Settings, loop, model, moved, values
+from tests.runtime.loop.loops import Evaluation, Settings, loop, moved, values
 from tests.runtime.loop.test_loop import Counter, learn, train
 
 SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
@@ -54,9 +53,8 @@ class Synthetic:
 
     def row(self) -> dict[str, float]:
         gauss, done = self.draw.gauss, self.loop.iteration / self.length
-        signed = {"pipeline": 2.0, "language": 0.0, "robot": -0.1}[
-            self.kind
-        ]  # losses of policy gradients have any sign
+        # losses of policy gradients have any sign
+        signed = {"pipeline": 2.0, "language": 0.0, "robot": -0.1}[self.kind]
         return {
             "loss": signed + gauss(0, 0.15) + 6 * self.late("loss"),
             "grad_norm": math.exp(gauss(0, 0.5)) * (1 + done) * math.exp(5 * self.late("grad_norm")),
@@ -94,13 +92,10 @@ def test_a_planted_collapse_is_noticed(kind: str, broken: str) -> None:
         assert list(run.noticed) == [f"collapse/{name}"] and 200 < run.noticed[f"collapse/{name}"] <= 360
 
 
-def test_without_evaluation_the_trained_reward_is_judged() -> None:
+def test_without_evaluation_the_trained_reward_is_judged_and_a_long_history_is_thinned() -> None:
     run = Synthetic("pipeline", 0, broken="reward", evaluates=False)
     assert list(run.noticed) == ["collapse/total"]
     assert 0 < run.loop.memory["collapse"]["best"] < 300
-
-
-def test_a_long_history_is_thinned() -> None:
     run = Synthetic("pipeline", 0, length=3000)
     history = run.loop.memory["collapse"]["histories"]["loss"]
     assert history["count"] == 3000 and len(history["values"]) < 2 * collapse.MOST and run.noticed == {}
@@ -136,11 +131,18 @@ class TestActing:
         one.save()
         assert checkpoint.best_step(one.process.run.checkpoints) == 1
 
-    def test_warn_goes_on_and_says_it_once(self, tmp_path: Path) -> None:
+    def test_warn_says_it_once_and_back_may_go_to_the_model_before_training(self, tmp_path: Path) -> None:
         one, _ = judged(tmp_path, Settings(iterations=4, evaluation=Evaluation(1)))
         train(one, Counter())
         rows = read_metrics(one.process.run.metrics)
         assert [row["step"] for row in rows if "collapse/success" in row] == [3] and len(rows) == 5
+        one, _ = judged(
+            tmp_path / "b", Settings(iterations=3, evaluation=Evaluation(1, None, "back")), [0.9, 0.1, 0.1, 0.1]
+        )
+        train(one, Counter())
+        assert read_metrics(one.process.run.metrics)[2]["collapse/back"] == 0.0
+        with pytest.raises(ValueError, match="training has not bettered the model"):
+            checkpoint.best_step(one.process.run.checkpoints)
 
     def test_back_goes_on_from_the_best_with_half_the_rate(self, tmp_path: Path) -> None:
         """To the bit, also where the run is resumed before or after it."""
@@ -173,14 +175,6 @@ class TestActing:
             assert again.seen == counter.seen
             assert differences(one.process.run.folder, run.folder) == []
 
-    def test_to_the_model_before_training(self, tmp_path: Path) -> None:
-        """Where nothing was better: its checkpoint is written for it."""
-        one, _ = judged(tmp_path, Settings(iterations=3, evaluation=Evaluation(1, None, "back")), [0.9, 0.1, 0.1, 0.1])
-        train(one, Counter())
-        assert read_metrics(one.process.run.metrics)[2]["collapse/back"] == 0.0
-        with pytest.raises(ValueError, match="training has not bettered the model"):
-            checkpoint.best_step(one.process.run.checkpoints)
-
     def test_an_evaluation_that_was_left_acts_on_the_resume(self, tmp_path: Path) -> None:
         """So the checkpoint that was saved before it is written anew."""
         scores, asked = {0: 0.9, 1: 0.1}, []
@@ -207,38 +201,6 @@ class TestActing:
         saved = checkpoint.load(folder / "step-000001")
         assert saved.state["unfinished_row"] is None
         assert all(torch.equal(saved.tensors["weights"][name], value) for name, value in before.items())
-
-
-def descended(folder: Path, action: str, rate: float) -> tuple[Any, list[dict[str, Any]]]:
-    """A trained run: gradient descent of a quadratic, which diverges at rates above 2."""
-
-    def judge(iteration: int) -> dict[str, float]:
-        return {"eval/total_mean": -float(model(one).policy.detach().square().sum()), "eval/total_se": 0.1}
-
-    settings = Settings(iterations=60, evaluation=Evaluation(5, on_collapse=action))
-    settings.optimizer = settings.optimizer.model_copy(update={"lr": rate})
-    one = loop(folder, settings, evaluate=judge)
-    one.optimization.schedule = one.schedule = Schedule(settings.optimizer, {"policy": rate, "critic": rate}, 60)
-    for _ in one.iterations():
-        two = model(one)
-        updating._backward(one, METHOD, {"loss": two.policy.square().sum() / 2}, RECORDED, 1.0)
-        norm = one.optimization.step(["policy"])["policy"]
-        one.finish({"loss": float(two.policy.detach().square().sum()), "grad_norm": norm})
-    return one, read_metrics(one.process.run.metrics)
-
-
-class TestTrained:
-    def test_a_rate_that_is_too_high_is_noticed_and_going_back_ends_above_the_start(self, tmp_path: Path) -> None:
-        _, rows = descended(tmp_path / "warn", "warn", 2.9)
-        noticed = [row["step"] for row in rows if "collapse/total" in row]
-        assert noticed == [10] and rows[-1]["eval/total_mean"] < 100 * rows[0]["eval/total_mean"]
-        one, rows = descended(tmp_path / "back", "back", 2.9)
-        assert [row["step"] for row in rows if "collapse/back" in row] == [10]
-        assert rows[-1]["eval/total_mean"] > -1e-6 and one.optimization.slowed == 0.5
-
-    def test_a_rate_that_is_right_is_let_alone(self, tmp_path: Path) -> None:
-        _, rows = descended(tmp_path, "back", 0.1)
-        assert not any(key.startswith("collapse/") for row in rows for key in row)
 
 
 def test_the_best_checkpoint_stays_on_disk(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config.optimizers import Optimizer
-from genrl.config.sections import EMA, Checkpoint
+from genrl.config.sections import EMA, Checkpoint, Optimizer
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop import frame
@@ -69,12 +68,10 @@ def same_end(one: Loop, other: Loop) -> None:
 
 
 class TestSaving:
-    def test_weights_of_another_model_are_named(self, tmp_path: Path) -> None:
+    def test_only_when_due_and_at_the_end_and_weights_of_another_model_are_named(self, tmp_path: Path) -> None:
         one = loop(tmp_path)
         with pytest.raises(ValueError, match=r"where holds the weights of another model: critic, policy"):
             put_back(one.weights.named, {}, Path("where"))
-
-    def test_only_when_due_and_at_the_end(self, tmp_path: Path) -> None:
         one = loop(tmp_path, Settings(iterations=5, checkpoint=Checkpoint(every=2, keep=9)))
         train(one, Counter())
         steps = sorted(path.name for path in one.process.run.checkpoints.glob("step-*"))
@@ -149,9 +146,7 @@ class TestLeaving:
         with pytest.raises(Interrupted):
             descend(one, METHOD, None, [RECORDED], lambda part: part, lambda *_: {"loss": model(one).policy.sum()})
 
-    def test_an_iteration_that_cannot_be_undone_is_finished(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_iteration_that_cannot_be_undone_is_finished(self, tmp_path: Path, monkeypatch: Any) -> None:
         """Where weights are too large for a copy of them in every iteration."""
         monkeypatch.setattr(runtime_weights, "LARGEST_COPY", 4)
         one, counter = loop(tmp_path), Counter()
@@ -191,7 +186,6 @@ class TestLeaving:
         first.save()
         saved = first.process.run.checkpoints / "step-000002"
         assert (saved / "exported").read_text() == str(model(first).policy.tolist())
-
         second, after, _ = begun("b", saved)
         assert (after.seen, second.iteration, second.optimizer_steps) == (2, 2, 4)
         assert second.memory["sum"] == 1 and moved(second, values(first)) == set()
@@ -222,9 +216,7 @@ def full(one: Loop) -> None:
 
 
 class TestMemory:
-    def test_the_iteration_is_left_where_the_run_retries_and_an_update_can_be_undone(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_iteration_is_left_where_it_can_be_undone(self, tmp_path: Path, monkeypatch: Any) -> None:
         """Elsewhere the error stays what it is."""
         with pytest.raises(torch.OutOfMemoryError):
             full(loop(tmp_path))
@@ -246,7 +238,5 @@ class TestMemory:
         model(one).size = 1
         with pytest.raises(RuntimeError, match="micro-batch of 1 samples does not fit .*: lower this"):
             frame.shrink(one, "lower this")
-
-    def test_sizes_that_are_tried(self) -> None:
         assert frame.halvings(24, 1) == [24, 12, 6, 3, 1] and frame.halvings(5, 1) == [5, 2, 1]
         assert frame.halvings(24, 6) == [24, 12, 6] and frame.halvings(18, 6) == [18, 6]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,26 +49,12 @@ def test_plain_lines_are_few_and_the_last_is_always_there() -> None:
     ]
     assert "iteration 7/10  reward 0.6  images/s 32  6 s left" in run(Clock(), terminal=False, start=6)
     assert run(Clock(), terminal=False, enabled=False) == run(Clock(), terminal=True, enabled=False) == ""
-
-
-def test_a_terminal_gets_every_iteration_and_a_live_line() -> None:
     out = run(Clock(), terminal=True)
     assert all(f"iteration {step}/10  reward" in out for step in range(1, 11))
     assert "\x1b[2K" in out  # the live line is wiped
 
 
-def test_what_goes_before_the_first_iteration_is_not_in_the_time_left() -> None:
-    clock = Clock()
-    progress = Progress(10, console=Console(file=io.StringIO()), clock=clock)
-    clock.now += 30  # loading, and an evaluation
-    for seconds, left in ((4, 36), (2, 16), (2, 14)):
-        progress.begin_iteration()
-        clock.now += seconds
-        progress.finish_iteration(progress.done + 1, {})
-        assert progress.seconds_left() == left
-
-
-def test_the_live_line() -> None:
+def test_the_live_line_and_the_time_left() -> None:
     clock = Clock()
     progress = Progress(10, console=Console(file=io.StringIO()), clock=clock)
     progress.phase("scoring", 64)
@@ -78,9 +65,6 @@ def test_the_live_line() -> None:
     progress.finish_iteration(1, {})
     progress.phase("training")
     assert progress._line().plain.split() == "training iteration 2/10 18 s left".split()
-
-
-def test_parts_of_images_add_up_to_the_total() -> None:
     progress = Progress(1, console=Console(file=io.StringIO()), clock=Clock())
     progress.phase("training", 7)
     for _ in range(2 * 7):
@@ -89,22 +73,25 @@ def test_parts_of_images_add_up_to_the_total() -> None:
     for _ in range(7):
         progress.advance(1 / 3)
     assert "7/7" in progress._line().plain
+    clock = Clock()
+    progress = Progress(10, console=Console(file=io.StringIO()), clock=clock)
+    clock.now += 30  # loading, and an evaluation
+    for seconds, left in ((4, 36), (2, 16), (2, 14)):
+        progress.begin_iteration()
+        clock.now += seconds
+        progress.finish_iteration(progress.done + 1, {})
+        assert progress.seconds_left() == left
 
 
-def test_markup_in_what_is_said_stays_text() -> None:
+def test_durations_and_markup_in_what_is_said() -> None:
+    told = {0.4: "0 s", 59: "59 s", 61: "1 min 01 s", 3599.6: "1 h 00 min", 7500: "2 h 05 min"}
+    assert {seconds: duration(seconds) for seconds in told} == told
     out = io.StringIO()
     Progress(1, console=Console(file=out)).say("[red]prompt[/red] 3")
     assert out.getvalue() == "[red]prompt[/red] 3\n"
 
 
-def test_durations() -> None:
-    told = {0.4: "0 s", 59: "59 s", 61: "1 min 01 s", 3599.6: "1 h 00 min", 7500: "2 h 05 min"}
-    assert {seconds: duration(seconds) for seconds in told} == told
-
-
 # -- A run goes on where nobody reads what it says any more
-
-
 TALKS = """
 import sys, time
 from genrl.runtime.loop.progress import Progress
@@ -175,8 +162,6 @@ def test_a_process_whose_reader_leaves_ends_with_its_own_code(reader: str) -> No
 
 
 # -- What code of others changes for the whole process is put back, and said once
-
-
 CHANGES: dict[str, Callable[[], object]] = {
     "the current folder": lambda: os.chdir("/"),
     "torch's number of threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
@@ -202,7 +187,7 @@ def test_a_change_is_put_back(name: str, caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.messages) == 1 and name in caplog.text
 
 
-def test_a_removed_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_phase_begins_with_them_and_a_removed_folder_is_no_error(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     settings = GlobalSettings()
     (tmp_path / "inner").mkdir()
@@ -210,10 +195,6 @@ def test_a_removed_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "inner").rmdir()
     settings.put_back()
     assert Path.cwd() == tmp_path
-
-
-def test_each_phase_and_iteration_begins_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     one = loop(tmp_path)
     for _ in one.iterations():
         os.chdir("/")

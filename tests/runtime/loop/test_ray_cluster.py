@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_every_actor_finds_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     ("visible", "trainers", "found"), [("0,1,2,3", 2, ["2", "3"]), ("5,7", 1, ["7"]), ("0", 1, []), ("0,1", 2, [])]
 )
 def test_workers_have_gpus_of_their_own_where_there_are_some(
-    monkeypatch: pytest.MonkeyPatch, visible: str, trainers: int, found: list[str]
+    monkeypatch: Any, visible: str, trainers: int, found: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(trainers))

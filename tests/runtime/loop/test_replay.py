@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks import brief_runs
 from genrl.config import load
-from genrl.config.kinds import KINDS
-from genrl.config.method import built_in
+from genrl.config.method import KINDS, built_in
 from tests.planted import replayed
 
 ROOT = Path(__file__).resolve().parents[3]

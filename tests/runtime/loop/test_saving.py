@@ -11,14 +11,15 @@ from accelerate import Accelerator
 
 from genrl.config.sections import Checkpoint
 from genrl.runtime.folder import checkpoint
-from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.folder.metrics import MetricLogger
+from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop import idle
 from genrl.runtime.loop.frame import saved_on_error
 from genrl.runtime.loop.guards import NonFiniteError, any_rank, non_finite, read_dump, require_finite, statistics
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.weights import weights as runtime_weights
 from tests.run_folders import differences, start_ranks, wait
-from tests.runtime.loop.loops import Evaluation, Settings, backward, loop, values
+from tests.runtime.loop.loops import Settings, backward, loop, values
 from tests.runtime.loop.test_loop import Counter, learn, train
 
 
@@ -53,10 +54,15 @@ def test_an_error_saves_the_finished_iterations(tmp_path: Path, where: str) -> N
     assert differences(straight.process.run.folder, again.process.run.folder) == []
 
 
-def test_an_error_in_the_first_iteration_leaves_nothing_that_blocks_a_start(tmp_path: Path) -> None:
+def test_an_error_in_the_first_iteration_leaves_nothing_and_an_idle_run_ends_saved(tmp_path: Path) -> None:
     one = loop(tmp_path)
     failing(one, 0, where="before an update")
     assert not one.process.run.checkpoints.exists()
+    one = loop(tmp_path / "idle", Settings(idle_iterations=2))
+    with pytest.raises(RuntimeError, match="last 2 iterations changed no weight"), saved_on_error(one):
+        for _ in one.iterations():
+            one.finish({})
+    assert saved(one) == "step-000002" and one.memory[idle.KEY] == 2
 
 
 def test_what_cannot_be_undone_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,14 +73,6 @@ def test_what_cannot_be_undone_is_not_saved(tmp_path: Path, monkeypatch: pytest.
     one = loop(tmp_path / "not")
     failing(one, 2, where="before an update")
     assert saved(one) == "step-000002"
-
-
-def test_an_idle_run_ends_saved(tmp_path: Path) -> None:
-    one = loop(tmp_path, Settings(idle_iterations=2))
-    with pytest.raises(RuntimeError, match="last 2 iterations changed no weight"), saved_on_error(one):
-        for _ in one.iterations():
-            one.finish({})
-    assert saved(one) == "step-000002" and one.memory[idle.KEY] == 2
 
 
 def test_a_row_that_could_not_be_written_is_written_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,26 +93,6 @@ def test_a_row_that_could_not_be_written_is_written_on_resume(tmp_path: Path, mo
     assert [row["step"] for row in read_metrics(again.process.run.metrics)] == [1, 2, 3, 4]
 
 
-def test_an_evaluation_that_raises_is_done_again(tmp_path: Path) -> None:
-    broken = [True]
-
-    def judge(iteration: int) -> dict[str, float]:
-        if iteration == 2 and broken:
-            raise ZeroDivisionError
-        return {"eval/success_mean": 0.5}
-
-    settings = Settings(evaluation=Evaluation(2))
-    one = loop(tmp_path, settings, evaluate=judge)
-    with pytest.raises(ZeroDivisionError), saved_on_error(one):
-        train(one, Counter())
-    broken.clear()
-    again = loop(tmp_path, settings, evaluate=judge)
-    again.restore(one.process.run.checkpoints / "step-000002")
-    train(again, Counter())
-    rows = {row["step"]: row.get("eval/success_mean") for row in read_metrics(again.process.run.metrics)}
-    assert rows == {0: 0.5, 1: None, 2: 0.5, 3: None, 4: 0.5}
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, value: float) -> None:
     """Neither after the last update nor where the error comes later."""
@@ -127,10 +105,8 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, value: floa
                 one.weights.named["policy"].data[1] = value
             one.finish({})
     assert saved(one) == "step-000002"
-    assert all(
-        torch.isfinite(x).all()
-        for x in checkpoint.load(one.process.run.checkpoints / "step-000002").tensors["weights"].values()
-    )
+    held = checkpoint.load(one.process.run.checkpoints / "step-000002").tensors["weights"]
+    assert all(torch.isfinite(x).all() for x in held.values())
     assert not torch.isfinite(values(one)["policy"]).all()
 
 
@@ -143,7 +119,7 @@ def test_a_checkpoint_has_the_configuration_the_run_began_with(tmp_path: Path) -
     assert (one.process.run.checkpoints / "step-000001" / "config.yaml").read_text() == "lr: 0.001\n"
 
 
-@pytest.mark.parametrize("how", ["moved", "removed", "another run's"])
+@pytest.mark.parametrize("how", ["moved", "removed", "another run's", "made anew"])
 def test_a_folder_that_is_another_is_noticed(tmp_path: Path, how: str) -> None:
     """And nothing is written under its name."""
     one = loop(tmp_path)
@@ -158,13 +134,29 @@ def test_a_folder_that_is_another_is_noticed(tmp_path: Path, how: str) -> None:
                 if how == "another run's":
                     folder.mkdir()
                     one.process.run.info.write_text('{"started": "later"}')
+                if how == "made anew":  # as by a film that was just written
+                    folder.mkdir()
+                    (folder / "film.gif").touch()
             learn(one, Counter())
-    assert [path.name for path in folder.iterdir()] == ["run.json"] if how == "another run's" else not folder.exists()
+    left = {"another run's": ["run.json"], "made anew": ["film.gif"]}.get(how, [])
+    assert left == ([path.name for path in folder.iterdir()] if folder.exists() else [])
+    assert not one.process.has_folder
+    folder.mkdir(exist_ok=True)
+    (folder / "run.lock").touch()
+    one.process.run.info.unlink(missing_ok=True)
+    assert one.process.has_folder  # run.json alone was removed: it only tells how the run was begun
+
+
+def test_rows_that_are_removed_meanwhile_are_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = MetricLogger(Run(tmp_path))
+    log.log(0, {"lr": 1.0})
+    Run(tmp_path).metrics.unlink()
+    log.log(1, {"lr": 1.0})
+    log.log(2, {"lr": 1.0})
+    assert caplog.text.count("was removed while the run was going: the rows before 1 are lost") == 1
 
 
 # -- A number that is not finite stops all ranks before the step, and its micro-batch can be read back
-
-
 BAD = [float("nan"), float("inf"), -float("inf")]
 
 
@@ -180,16 +172,13 @@ def check(tmp_path: Path, value: float, where: str = "log-prob") -> None:
     )
 
 
-def test_without_a_micro_batch_there_is_no_dump(tmp_path: Path) -> None:
+def test_without_a_micro_batch_or_space_there_is_no_dump_but_the_error(tmp_path: Path) -> None:
     check(tmp_path, 1e30)  # finite numbers pass
     bad = {"gradient": torch.tensor(float("inf"))}
     said = "Each micro-batch of this rank was finite: see the dumps of the"
     with pytest.raises(NonFiniteError, match=said) as caught:
         require_finite(bad, where="gradient", step=1, dumps=tmp_path / "dumps", batch={}, info={})
     assert caught.value.dump is None and not (tmp_path / "dumps").exists()
-
-
-def test_a_dump_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
     (tmp_path / "dumps").write_text("")
     with pytest.raises(NonFiniteError, match="could not be dumped") as caught:
         check(tmp_path, float("nan"))
@@ -218,13 +207,10 @@ def test_the_error_says_what_where_and_the_dump_holds_it(tmp_path: Path, value: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_which_tensors_are_not_finite(dtype: torch.dtype) -> None:
+def test_which_tensors_are_not_finite_and_statistics_of_the_rest(dtype: torch.dtype) -> None:
     tensors = {str(value): torch.tensor([[1.0, value]], dtype=dtype) for value in [*BAD, 65504.0]}
     assert non_finite(tensors | {"empty": torch.zeros(0), "steps": torch.tensor([1, 2])}) == ["nan", "inf", "-inf"]
     assert non_finite({}) == []
-
-
-def test_statistics_leave_out_what_is_not_finite() -> None:
     assert statistics(torch.tensor([1.0, 3.0, float("nan"), float("inf")])) == {
         "shape": [4], "dtype": "float32", "nan": 1, "inf": 1, "min": 1.0, "max": 3.0, "mean": 2.0,
     }  # fmt: skip

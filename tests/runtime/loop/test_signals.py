@@ -28,12 +28,8 @@ LOOP = """
 
 
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, pipe = [sys.executable, "-c", textwrap.dedent(program), *arguments], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 
@@ -75,9 +71,6 @@ def test_a_closed_terminal_is_a_stop_unless_it_is_ignored(monkeypatch: pytest.Mo
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with catch_stop() as stop:
         assert signal.getsignal(signal.SIGINT) != before[0]

@@ -74,20 +74,25 @@ def test_every_thing_is_dealt_once_whoever_has_it(counts: list[int], parts: int,
         sizes = [len(own.mine) for own in batch]
         assert {len(own.every) for own in batch} == {sum(sizes)} and {own.most for own in batch} == {max(sizes)}
         assert sum(sizes) > 0
-        shared.append(
-            {start + number for start, own in zip(starts, batch, strict=False) for number in own.mine.tolist()}
-        )
+        owned = zip(starts, batch, strict=False)
+        shared.append({start + number for start, own in owned for number in own.mine.tolist()})
         assert shared[-1] == set(batch[0].every.tolist())
     assert shared == [set(batch.mine.tolist()) for batch in deal([sum(counts)], 0, parts, seed)]
 
 
-def test_the_order_is_that_of_the_keys() -> None:
+def test_the_order_is_that_of_the_keys_and_notes_are_means() -> None:
     def order(*keys: int | str) -> list[int]:
         return [number for batch in deal([50], 0, 6, *keys) for number in batch.mine.tolist()]
 
     assert order(1, "minibatches", 2, 3) == order(1, "minibatches", 2, 3)
     assert len({tuple(order(1, "minibatches", 2, epoch)) for epoch in range(4)}) == 4
     assert order(0) != list(range(50)) and not list(deal([0, 0], 0, 1, 1))
+    meter = Meter()
+    for value in (1.0, 3.0):
+        meter.note({"a": value})
+    meter.note({"b": 5.0})
+    meter.add("c", torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0]))
+    assert meter.result() == {"a": 2.0, "b": 5.0, "c": 1.25}
 
 
 @pytest.mark.parametrize("off", [2e-3, math.nan])
@@ -97,18 +102,7 @@ def test_what_is_not_on_policy_stops_before_the_first_update(off: float) -> None
         require_on_policy(off, 1e-3, "the ratio", causes="Why.")
 
 
-def test_notes_are_means_over_the_times_they_were_made() -> None:
-    meter = Meter()
-    for value in (1.0, 3.0):
-        meter.note({"a": value})
-    meter.note({"b": 5.0})
-    meter.add("c", torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0]))
-    assert meter.result() == {"a": 2.0, "b": 5.0, "c": 1.25}
-
-
 # -- Samples that a second thread makes: in their order, told of here, raised here, and ended
-
-
 def test_in_their_order_and_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "POLL_S", 0.001)
     coming: Ahead[int] = Ahead()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -89,17 +90,13 @@ def rounds() -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize(("wanted", "then"), [(True, (True, True)), (False, (False, False)), (None, (False, True))])
-def test_tf32_is_as_wanted_and_afterwards_as_it_was(wanted: bool | None, then: tuple[bool, bool]) -> None:
+def test_tf32_is_as_wanted_and_afterwards_as_it_was(wanted: bool | None, then: Any, monkeypatch: Any) -> None:
     """(False, True) is what torch begins with, and what a run without the key is left with."""
     assert rounds() == (False, True)
     with pytest.raises(KeyError), devices.tf32(wanted):
         assert rounds() == then
         raise KeyError
     assert rounds() == (False, True)
-
-
-def test_without_the_key_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses to say by these names what a script has set by its newer ones."""
     monkeypatch.setattr(devices.torch.backends, "cuda", None)
     with devices.tf32(None):
         pass

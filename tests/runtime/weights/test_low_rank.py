@@ -45,13 +45,18 @@ def kept(net: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return out, found
 
 
-def test_nothing_is_kept_in_float32() -> None:
+def test_nothing_is_kept_in_float32_names_stay_and_copies_compute_the_same() -> None:
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     net = adapted(torch.bfloat16)
     assert any(one.dtype == torch.float32 for one in kept(net, x)[1])  # as peft has it
     in_input_precision(net)
     out, found = kept(net, x)
     assert out.dtype == torch.bfloat16 and all(one.dtype == torch.bfloat16 for one in found)
+    names = list(adapted(torch.bfloat16).state_dict())
+    for _ in range(2):
+        in_input_precision(net)
+        assert list(net.state_dict()) == names
+        assert torch.equal(copy.deepcopy(net)(x), net(x))
 
 
 def test_the_result_is_that_of_a_lora_loaded_in_half_precision() -> None:
@@ -84,16 +89,6 @@ def test_what_stays_as_it_is(dtype: torch.dtype, autocast: bool, options: dict[s
         assert torch.equal(net(x), before)
 
 
-def test_names_and_copies() -> None:
-    """The names of its state stay, it can be done again, and a copy computes the same."""
-    net, x = adapted(torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
-    names = list(net.state_dict())
-    for _ in range(2):
-        in_input_precision(net)
-        assert list(net.state_dict()) == names
-        assert torch.equal(copy.deepcopy(net)(x), net(x))
-
-
 def test_merged_adapters_compute_the_same_and_leave_no_trace() -> None:
     net = adapted(torch.float32)
     x, before = torch.randn(5, 64), copy.deepcopy(net.state_dict())
@@ -105,11 +100,7 @@ def test_merged_adapters_compute_the_same_and_leave_no_trace() -> None:
     assert net.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(net(x), apart)
-
-
-def test_only_float32_is_merged() -> None:
-    net = adapted(torch.bfloat16)
-    x = torch.randn(5, 64).bfloat16()
+    net, x = adapted(torch.bfloat16), x.bfloat16()  # only float32 is merged
     apart = net(x)
     with merged([net]):
         assert torch.equal(net(x), apart)

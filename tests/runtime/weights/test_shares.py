@@ -28,12 +28,10 @@ def run(place: Path, target: Callable[..., None], *arguments: object, count: int
     return codes, printed
 
 
-def saved(
-    place: Path, *after: int, count: int = 2, groups: int = 1, file_bytes: int = 2**27, again: bool = False
-) -> Path:
+def saved(place: Path, *after: int, count: int = 2, groups: int = 1, size: int = 2**27, again: bool = False) -> Path:
     """The folder `place`/checkpoints with checkpoints after these steps, written by so many processes."""
     folder = place / "checkpoints"
-    codes, printed = run(place, share_ranks.saves, str(folder), list(after), groups, file_bytes, again, count=count)
+    codes, printed = run(place, share_ranks.saves, str(folder), list(after), groups, size, again, count=count)
     assert codes == [0] * count, printed
     return folder
 
@@ -73,7 +71,7 @@ def test_each_process_writes_its_shares_and_any_number_reads_them(tmp_path: Path
 
 @pytest.mark.slow
 def test_large_shares_go_into_several_files(tmp_path: Path) -> None:
-    path = saved(tmp_path, 1, file_bytes=50) / "step-000001"
+    path = saved(tmp_path, 1, size=50) / "step-000001"
     assert_is_step(path, 1)
     assert len([name for name in files(path) if name.startswith("shards/weights/shard-00002")]) == 3
 
@@ -157,8 +155,6 @@ def test_files_of_another_machine_and_an_old_torch_are_refused(tmp_path: Path, m
 
 
 # -- State survives the round trip through named tensors and JSON, bit for bit (optimisers': `test_optimizers`)
-
-
 def equal(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)

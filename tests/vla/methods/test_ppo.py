@@ -12,6 +12,7 @@ from torch import Tensor
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
+from genrl.runtime.show import sheet
 from genrl.vla.methods.grpo import train as grpo
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
@@ -256,6 +257,12 @@ def test_the_row_says_what_the_rollout_was(opened: Opened, monkeypatch: pytest.M
         lengths = (rollout.n_executed * (rollout.episode == 0)).sum(0).double()
         assert row["rollout/length_mean"] == pytest.approx(float(lengths.mean()))
         assert row["rollout/dropped"] == 0 and 0 < row["rollout/action_std"] < 1
+    # without evaluation the report opens with the first iteration's episodes
+    seen = sheet.read(run.process.run.samples / sheet.NAME)
+    won = (rollouts[0].success & (rollouts[0].episode == 0)).any(0)
+    assert [look["text"] for look in seen["looks"]] == rollouts[0].instruction[:4]
+    assert [look["facts"]["success"] for look in seen["looks"]] == [str(bool(flag)) for flag in won[:4]]
+    assert {row[0] for row in seen["numbers"]} >= {"observation.environment_state[0]", "action[0]"}
 
 
 # -- GRPO on chunks: the advantage of an episode within its group, and what has none

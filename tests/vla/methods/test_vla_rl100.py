@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from genrl.mdp.noise import generator, keyed_noise
-from genrl.objectives.advantages.gae import chunk_gae
+from genrl.objectives.episodes import chunk_gae
 from genrl.playground.minitable import MiniTable
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.rl100 import train as rl100

@@ -252,6 +252,22 @@ def test_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
     assert found.shape == (2, 3, 32, 32) and torch.equal(found, torch.full_like(found, 0.2))
 
 
+@pytest.mark.parametrize(("old", "new"), [((40, 56), (28, 28)), ((20, 24), (28, 28)), ((28, 40), (28, 28))])
+def test_resizing_is_tensorflows_lanczos(old: tuple[int, int], new: tuple[int, int]) -> None:
+    """tf.image.resize of lanczos3 with antialias, by its definition: pixel centres at halves, a window of 3 new pixels
+    or of 3 old ones, whichever is more, weights of a sum of 1."""
+
+    def shares(size: int, wanted: int) -> np.ndarray:
+        scale = max(size / wanted, 1.0)
+        x = ((np.arange(wanted) + 0.5)[:, None] * size / wanted - (np.arange(size) + 0.5)[None]) / scale
+        weights = np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0.0)
+        return weights / weights.sum(1, keepdims=True)
+
+    pictures = torch.rand(2, 3, *old, generator=torch.Generator().manual_seed(0))
+    wanted = shares(old[0], new[0]) @ pictures.double().numpy() @ shares(old[1], new[1]).T
+    assert np.abs(openvla_folder.lanczos(pictures, new).numpy() - wanted).max() < 1e-5
+
+
 # --- what is refused ---
 
 

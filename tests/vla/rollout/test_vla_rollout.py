@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.objectives.advantages.episodes import episode_group_advantages
-from genrl.objectives.advantages.gae import chunk_gae
+from genrl.objectives.episodes import chunk_gae, episode_group_advantages
 from genrl.playground.minitable import PUT, MiniTable, expert_chunk, task
 from genrl.playground.minitable.world import table_of
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from genrl.objectives.advantages.gae import executed_mask
+from genrl.objectives.episodes import executed_mask
 from genrl.vla.simulators.contract import Fault, Misuse, Outcome, Reading, Run
 from genrl.vla.simulators.simulator import Simulator, gymnasium_host, named
 

@@ -10,7 +10,7 @@ import yaml
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from genrl.objectives.tokens import token_weights
+from genrl.objectives import token_weights
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, WhitenedReturns
 from genrl.vlm.recipe.group_losses import Regression

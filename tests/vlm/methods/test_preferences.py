@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from genrl.config import ConfigError
-from genrl.objectives.preferences.preference import marked_loss, pair_loss
+from genrl.objectives.preferences import marked_loss, pair_loss
 from genrl.vlm.methods.sft import preferences
 from genrl.vlm.methods.sft import train as sft
 from genrl.vlm.rollout.data import Questions, tell

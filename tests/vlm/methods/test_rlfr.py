@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from genrl.config import ConfigError
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.tokens.token_distillation import generalised_divergence
+from genrl.objectives.groups import group_advantages
 from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.answers import train as answering
-from genrl.vlm.methods.opd.teaching import Teachers, divergence
+from genrl.vlm.methods.opd.teaching import Teachers, divergence, generalised_divergence
 from genrl.vlm.methods.opd.train import loss, taught
 from genrl.vlm.methods.rlfr.settings import Flow
 from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages import reward_shaping
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.tokens import token_advantages
-from genrl.objectives.tokens.token_regularisers import clipped_value_loss
-from genrl.objectives.tokens.tokens import token_count
+from genrl.objectives import token_advantages, token_regularisers
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.token_regularisers import clipped_value_loss
+from genrl.objectives.tokens import token_count
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import GroupAdvantage, RankQuantiles, WhitenedReturns
 from genrl.vlm.recipe.preset import Preset
@@ -50,10 +49,10 @@ def test_terms_are_added_to_the_rewards_before_the_estimator() -> None:
     batch = rollout()
     lengths = token_count(batch.mask)
     log_ratio = torch.where(batch.mask, batch.old_log_prob - batch.ref_log_prob, 0.0).sum(1)
-    confidence = reward_shaping.answer_confidence(batch.extra["ema"], batch.extra["answer_mask"])
-    bonus = reward_shaping.consistency_bonus(batch.extra["accuracy"], confidence, batch.group, margin=0.1)
+    confidence = token_regularisers.answer_confidence(batch.extra["ema"], batch.extra["answer_mask"])
+    bonus = token_regularisers.consistency_bonus(batch.extra["accuracy"], confidence, batch.group, margin=0.1)
     wanted = {
-        OverlongPenalty(maximum=6, buffer=3): reward_shaping.overlong_penalty(lengths, maximum=6, buffer=3),
+        OverlongPenalty(maximum=6, buffer=3): token_regularisers.overlong_penalty(lengths, maximum=6, buffer=3),
         KlInReward(beta=0.3): -0.3 * log_ratio,  # the surer the policy beside the reference, the less
         ConsistencyBonus(margin=0.1): bonus,
         ReferenceProbability(baseline=False): 0.9 * batch.extra["reference_probability"][:, 0],

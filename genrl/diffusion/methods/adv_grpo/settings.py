@@ -9,7 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
 from genrl.config.section import Count, Positive, Section, Text, Whole
-from genrl.data import references
+from genrl.data.preferences import read_references
 from genrl.data.prompts import PromptError, is_data_set
 from genrl.diffusion.config.schema import Calls, Guided, Refusable
 from genrl.diffusion.steps.settings import Windowed
@@ -132,6 +132,6 @@ class AdvGRPO(Windowed):
             notes.append(f"trainer.adversary.references: {source} is a data set; it is read when training starts")
             return
         try:
-            references.read(source).require(train.rows if train else (), config.prompts.train)
+            read_references(source).require(train.rows if train else (), config.prompts.train)
         except PromptError as error:
             yield ("trainer", "adversary", "references"), str(error)

@@ -23,10 +23,8 @@ from accelerate.utils import broadcast
 from torch import Tensor
 
 import genrl_rewards
-from genrl.data import references
-from genrl.data.preferences import as_tensor
+from genrl.data.preferences import References, as_tensor, read_references
 from genrl.data.prompts import Prompt, PromptError
-from genrl.data.references import References
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
 from genrl.diffusion.rollout.rollout import Rollouts, to_bytes
@@ -37,8 +35,8 @@ from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.forward.adversarial import adversary_loss, reward_model_lags
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.preferences import adversary_loss, reward_model_lags
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop.updating import Meter
@@ -52,7 +50,7 @@ __all__ = ["loss", "train"]
 def train(run: DiffusionRun, settings: AdvGRPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
     label, adversary = trainable_of(run.scorers)
-    pictures = references.read(settings.adversary.references)
+    pictures = read_references(settings.adversary.references)
     for parameter in adversary.parameters():  # one reward in all processes, whatever a user's drew its weights from
         parameter.data.copy_(broadcast(parameter.data.clone()))
     optimizer = torch.optim.Adam(adversary.parameters(), lr=settings.adversary.lr, betas=(0.5, 0.999))
@@ -129,7 +127,7 @@ def check(config: Config, scorers: Scorers, prompts: list[Prompt]) -> None:
     if reward.cache or reward.weight == 0:
         key, why = ("cache", "its scores change") if reward.cache else ("weight", "the samples are not rewarded by it")
         raise ValueError(f"rewards: {label} is trained beside the model, and {key} is {getattr(reward, key):g}: {why}")
-    pictures = references.read(cast(AdvGRPO, config.trainer).adversary.references)
+    pictures = read_references(cast(AdvGRPO, config.trainer).adversary.references)
     try:
         pictures.require(prompts, config.prompts.train)
         pictures.check(row.text for row in prompts)

@@ -26,12 +26,11 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
+from genrl.mdp.forward import stratified_steps
 from genrl.mdp.noise import generator
-from genrl.mdp.noise_levels import stratified_steps
-from genrl.objectives.advantages.groups import informative
-from genrl.objectives.decay import ramp
-from genrl.objectives.forward.forward_process import awm_advantage, awm_log_prob, matching_error
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_velocity
+from genrl.objectives.groups import informative
+from genrl.objectives.matching import awm_advantage, awm_log_prob, matching_error, ramp
+from genrl.objectives.policy_losses import clipped_surrogate, kl_velocity
 from genrl.runtime.loop.recorded import Recorded
 
 EMA, OLD = "ema_reference", "old"

@@ -26,16 +26,16 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
-from genrl.objectives.decay import ramp
-from genrl.objectives.forward.forward_process import (
+from genrl.objectives.matching import (
     crd_loss,
     crd_target,
     group_centres,
     implicit_reward,
     matching_error,
+    ramp,
     reward_adaptive_weight,
 )
-from genrl.objectives.surrogates.policy_losses import kl_velocity
+from genrl.objectives.policy_losses import kl_velocity
 from genrl.runtime.loop.recorded import Recorded
 
 OLD, SAMPLING = "old", "sampling"

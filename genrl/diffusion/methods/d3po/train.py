@@ -23,7 +23,7 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import Tensors, compared_steps, every_step
 from genrl.diffusion.updating import update
-from genrl.objectives.preferences.preference import preference_pairs
+from genrl.objectives.preferences import preference_pairs
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 

@@ -26,10 +26,9 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.groups import informative
-from genrl.objectives.decay import ramp
-from genrl.objectives.forward.forward_process import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error
-from genrl.objectives.surrogates.policy_losses import kl_velocity
+from genrl.objectives.groups import informative
+from genrl.objectives.matching import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error, ramp
+from genrl.objectives.policy_losses import kl_velocity
 from genrl.runtime.loop.recorded import Recorded
 
 EMA = "ema_reference"

@@ -26,9 +26,9 @@ from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
-from genrl.objectives.advantages.groups import informative
-from genrl.objectives.forward.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight
-from genrl.objectives.surrogates.policy_losses import kl_velocity
+from genrl.objectives.groups import informative
+from genrl.objectives.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight
+from genrl.objectives.policy_losses import kl_velocity
 from genrl.runtime.loop.recorded import Recorded
 
 OLD = "old"

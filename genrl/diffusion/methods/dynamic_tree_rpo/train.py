@@ -6,7 +6,9 @@
 4. update    LayerTuning-RL: the clipped surrogate, its bounds following the advantage, and the squared distance of the
              velocity from that on the path of the best leaf (or to its image), weighted by how far a sample falls short
 
-docs/trees.md has the equations and curves.
+docs/trees.md has the equations and curves. The paper's text was not available: its abstract and reviews give the shape
+of LayerTuning-RL (the supervised target is the velocity on the best path of the group, weighted by how far a sample
+falls short; clip bounds that follow the reward), and the formulas are this project's definition of it.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import Edges, estimate, progress_table
+from genrl.diffusion.steps.edges import Edges, estimate, to_table
 from genrl.diffusion.steps.plans import Steps, Tensors, replayed
 from genrl.diffusion.steps.transitions import Action, collect, penalised, step_of, update
 from genrl.mdp.tree import Tree, grow
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.layer_tuning import dynamic_clip_bounds, progress_loss, velocity_towards
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives.credit import mean_of_leaves
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 
@@ -104,3 +106,58 @@ def target_of(action: Action, targets: Targets, leaves: int) -> Tensor:
     clean = torch.stack([targets[-1, group] for group in groups])
     state = step.state if step.rows is None else step.state[step.rows.to(step.state.device)]
     return velocity_towards(state, clean, float(action.piece.trajectory.sigmas[action.step]))
+
+
+def progress_table(tree: Tree, rewards: Tensor) -> Tensor:
+    """How far the leaves below an edge fall short of their group's best, in [0, 1], [T, N] (Dynamic-TreeRPO)."""
+    return to_table(mean_of_leaves(tree.parent, progress_weights(rewards.view(-1, tree.num_slots))), tree)
+
+
+def dynamic_clip_bounds(advantage: Tensor, *, low: float, high: float, sensitivity: float) -> tuple[Tensor, Tensor]:
+    """(lower, upper): the ratio is kept in 1 - lower .. 1 + upper; each has the shape of the advantage.
+
+    `s = tanh |A|`: upper is `high (1 + eta s)` for A > 0, else `high`; lower is `low (1 + eta s)` for A < 0, else
+    `low`: the more a sample tells, the further it may move the policy. For an edge, A is the mean of its leaves'.
+    eta = sensitivity (0.5 in our runs). Raises ValueError for a bound that is not positive or a negative sensitivity.
+    """
+    if low <= 0 or high <= 0 or sensitivity < 0:
+        raise ValueError(
+            f"clip bounds must be positive, the sensitivity not negative; got {low}, {high}, {sensitivity}"
+        )
+    size = 1.0 + sensitivity * advantage.detach().abs().tanh()
+    lower = torch.where(advantage < 0, low * size, torch.full_like(size, low))
+    upper = torch.where(advantage > 0, high * size, torch.full_like(size, high))
+    return lower, upper
+
+
+def progress_weights(rewards: Tensor, eps: float = 1e-8) -> Tensor:
+    """`(R_max - R) / (R_max - R_min + eps)` over the last dimension, in [0, 1]: 0 for the best leaf of a group.
+
+    All equal gives 0 everywhere. NaN (no score) gives 0 and counts for neither end.
+    """
+    values = rewards.detach().double()
+    highest = values.nan_to_num(-torch.inf).amax(-1, keepdim=True)
+    lowest = values.nan_to_num(torch.inf).amin(-1, keepdim=True)
+    return ((highest - values) / (highest - lowest + eps)).nan_to_num(0.0)
+
+
+def progress_loss(weights: Tensor, velocity: Tensor, target: Tensor) -> Tensor:
+    """`w mean (v - sg target)^2` per sample, [B]: what the policy-gradient loss gets lambda times (0.1 in our runs).
+
+    weights [B]; velocity and target [B, ...], the target being the old policy's velocity on the best leaf's path at the
+    same step, or `velocity_towards` the best leaf. Gradient through `velocity` only.
+    """
+    errors = (velocity - target.detach().to(velocity)).square().flatten(1).mean(1)
+    return weights.detach().to(errors) * errors
+
+
+def velocity_towards(x: Tensor, clean: Tensor, sigma: Tensor | float) -> Tensor:
+    """`(x - x0) / sigma`: the velocity that takes this state to a given picture in one step, float32 [B, ...].
+
+    The sound target for a sample off the best path, whose velocity belongs to another state. sigma in (0, 1], a float,
+    [] or [B].
+    """
+    level = torch.as_tensor(sigma, dtype=torch.float32, device=x.device).reshape(-1, *[1] * (x.dim() - 1))
+    if not bool((level > 0).all()):
+        raise ValueError("a finished sample (sigma 0) has no velocity towards another")
+    return (x.float() - clean.float()) / level

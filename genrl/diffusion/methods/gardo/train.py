@@ -26,7 +26,7 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import Action, collect, update
 from genrl.diffusion.steps.transitions import clipped_loss as loss
-from genrl.objectives.advantages.groups import group_advantages, group_means
+from genrl.objectives.groups import group_advantages, group_means
 from genrl.runtime.loop.updating import Meter
 from genrl.runtime.weights.weights import FOLLOWING
 

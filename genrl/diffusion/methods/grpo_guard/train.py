@@ -20,8 +20,8 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.old_means import OldMeans
 from genrl.diffusion.steps.plans import Steps, Tensors, replayed
 from genrl.diffusion.steps.transitions import actions_of, collect, penalised, update
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.policy_losses import SurrogateOutput, clipped_surrogate
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import SurrogateOutput, clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 

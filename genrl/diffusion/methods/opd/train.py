@@ -22,8 +22,8 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps, Tensors, replayed
 from genrl.diffusion.steps.transitions import Action, collect, penalised, update
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate, kl_gaussian, kl_gaussian_dt, kl_mean_square
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import clipped_surrogate, kl_gaussian, kl_gaussian_dt, kl_mean_square
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, Results
 

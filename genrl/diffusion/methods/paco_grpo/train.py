@@ -19,7 +19,7 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
-from genrl.objectives.advantages.groups import Scale, complete_rewards, group_advantages
+from genrl.objectives.groups import Scale, complete_rewards, group_advantages
 from genrl.runtime.loop.updating import Meter
 
 

@@ -38,9 +38,8 @@ from genrl.diffusion.steps.edges import estimate
 from genrl.diffusion.steps.plans import Steps, check_on_policy
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import sampler, update
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.advantages.prompt_rl import joint_rewards, rewriter_loss
-from genrl.objectives.surrogates.policy_losses import kl_k3
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import importance_ratio, kl_k3
 from genrl.runtime.loop.updating import Meter
 
 __all__ = ["loss", "train"]
@@ -190,3 +189,40 @@ def of_all(mine: Mapping[int, T]) -> list[T]:
 def pictures(run: DiffusionRun, prompt: Prompt) -> list[Image]:
     """What the pipeline is given with a prompt, such as the picture that is to be edited."""
     return [picture for (picture,) in batch_inputs(run.config.sampling.inputs, [prompt]).values()]
+
+
+def joint_rewards(
+    generation: Tensor, format_refined: Tensor, *, generation_weight: float = 1.0, format_weight: float = 1.0
+) -> Tensor:
+    """`R = weight R_generation + weight R_format`, [P, n] from the pictures' [P, n] and the refinements' [P, n - m].
+
+    A retained prompt has no format of its own: it counts as the mean of its group's, so that it is neither helped nor
+    harmed by it (without any refinement: 0). Raises ValueError for more refinements than pictures.
+    """
+    prompts, size = generation.shape
+    refined = format_refined.shape[1]
+    if format_refined.shape[0] != prompts or refined > size:
+        raise ValueError(
+            f"{list(generation.shape)} pictures cannot have {list(format_refined.shape)} refinements: both need the "
+            "same prompts, and each refinement a picture"
+        )
+    mean = format_refined.mean(dim=1, keepdim=True) if refined else generation.new_zeros(prompts, 1)
+    complete = torch.cat([format_refined, mean.expand(-1, size - refined)], dim=1)
+    return generation_weight * generation + format_weight * complete
+
+
+def rewriter_loss(
+    log_prob: Tensor, ref_log_prob: Tensor, advantage: Tensor, mask: Tensor, *, kl_weight: float = 0.01
+) -> Tensor:
+    """`-(exp(l - sg l) A - kl_weight k3)` per token, mean over the tokens of each refinement: [B]; take its mean.
+
+    log_prob, ref_log_prob [B, L] of the written tokens, mask [B, L] of those that count, advantage [B] of the whole
+    refinement. Strictly on policy: the ratio is 1, its gradient that of l A. Masked tokens may hold anything.
+    Gradient through `log_prob` only.
+    """
+    written = mask.bool()
+    new, reference = torch.where(written, log_prob, 0.0), torch.where(written, ref_log_prob, 0.0)
+    # Its value is 1, its gradient that of log p: on policy there is nothing else to divide by.
+    gain = importance_ratio(new, new) * advantage.detach().to(new.dtype)[:, None]
+    loss = torch.where(written, kl_weight * kl_k3(new, reference) - gain, 0.0)
+    return loss.sum(dim=1) / written.sum(dim=1).clamp(min=1)

@@ -30,7 +30,7 @@ from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
-from genrl.objectives.forward.forward_process import matching_error
+from genrl.objectives.matching import matching_error
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 

@@ -35,7 +35,7 @@ from genrl.diffusion.steps.plans import Tensors, choose_kernel, compared_steps, 
 from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
-from genrl.objectives.preferences.preference import step_winners
+from genrl.objectives.preferences import step_winners
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl_rewards import compose

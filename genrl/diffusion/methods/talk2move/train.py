@@ -34,7 +34,7 @@ from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import update
 from genrl.mdp import kernels
 from genrl.mdp.batches import prompt_indices, shares
-from genrl.objectives.advantages.groups import group_advantages
+from genrl.objectives.groups import group_advantages
 from genrl.runtime.loop.updating import Meter
 from genrl_rewards import compose
 

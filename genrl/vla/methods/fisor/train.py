@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from genrl.mdp import ddpm, forward
 from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import generator, seeded
-from genrl.objectives.surrogates import iql
-from genrl.objectives.surrogates import iql as feasibility
+from genrl.objectives import actor_critic
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.runtime.show.intervals import wilson
@@ -94,21 +93,21 @@ def critic_losses(nets: Fisor, batch: Transitions, settings: FISOR) -> dict[str,
     violating = nets.violation.slow_q(observation, action).amax(0)
     with torch.no_grad():
         following, ahead = nets.reward.v(batch.next_observation), nets.violation.v(batch.next_observation)
-    target = iql.q_target(batch.reward, following, batch.terminated, batch.discount)
+    target = actor_critic.q_target(batch.reward, following, batch.terminated, batch.discount)
     h = torch.where(batch.cost > 0, settings.violation, SAFE)
-    reach = feasibility.feasibility_target(h, ahead, ~batch.terminated, GAMMA)
+    reach = actor_critic.feasibility_target(h, ahead, ~batch.terminated, GAMMA)
     return {
-        "v": iql.expectile_loss(better - values, EXPECTILE).mean(),
+        "v": actor_critic.expectile_loss(better - values, EXPECTILE).mean(),
         "q": (nets.reward.q_values(observation, action) - target).square().mean(),
-        "v_h": feasibility.reversed_expectile_loss(violating - worst, COST_EXPECTILE).mean(),
+        "v_h": actor_critic.reversed_expectile_loss(violating - worst, COST_EXPECTILE).mean(),
         "q_h": (nets.violation.q_values(observation, action) - reach).square().mean(),
     }
 
 
 @torch.no_grad()
 def weights(nets: Fisor, observation: Batch, action: Tensor, settings: FISOR) -> Tensor:
-    """`feasibility.cloning_weights` of data actions, [N]."""
-    return feasibility.cloning_weights(
+    """`actor_critic.cloning_weights` of data actions, [N]."""
+    return actor_critic.cloning_weights(
         nets.reward.slow_q(observation, action).amin(0),
         nets.reward.v(observation),
         nets.violation.slow_q(observation, action).amax(0),
@@ -135,7 +134,7 @@ def loss(settings: FISOR, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     actor, noise, timestep = acting.policy, given["noise"], given["level"]
     x = forward.diffusion_sample(given["actions"], noise, given["alpha_bars"][timestep])
     predicted = actor.noise(actor.encode(observation_of(given)), x, timestep)
-    return {"loss": feasibility.weighted_noise_loss(predicted.flatten(1), noise.flatten(1), given["weight"])}
+    return {"loss": actor_critic.weighted_noise_loss(predicted.flatten(1), noise.flatten(1), given["weight"])}
 
 
 def train_step(

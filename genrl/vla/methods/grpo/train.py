@@ -9,7 +9,7 @@ import math
 
 from torch import Tensor
 
-from genrl.objectives.advantages.episodes import episode_group_advantages
+from genrl.objectives.episodes import episode_group_advantages
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.vla.methods.grpo.settings import GRPO

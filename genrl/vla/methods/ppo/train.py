@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.objectives.advantages.gae import Estimate, action_gae, chunk_gae, executed_mask
-from genrl.objectives.surrogates import actor_critic
+from genrl.objectives import actor_critic
+from genrl.objectives.episodes import Estimate, action_gae, chunk_gae, executed_mask
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, summed
 from genrl.vla.methods.ppo.settings import PPO

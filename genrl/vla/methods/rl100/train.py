@@ -18,10 +18,9 @@ from torch import Tensor
 
 from genrl.mdp import chains
 from genrl.mdp.noise import derive_seed, generator, seeded
-from genrl.objectives.advantages.gae import chunk_gae, normalise_advantages
-from genrl.objectives.surrogates.actor_critic import approximate_kl
-from genrl.objectives.surrogates.iql import expectile_loss
-from genrl.objectives.surrogates.policy_losses import clipped_surrogate
+from genrl.objectives.actor_critic import approximate_kl, expectile_loss
+from genrl.objectives.episodes import chunk_gae, normalise_advantages
+from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, deal
 from genrl.vla.methods.rl100.distillation import distilled
@@ -130,7 +129,7 @@ def online_batch(
     """A rollout's decisions with GAE done right, their returns [n], and their observations.
 
     Discount gamma^n for n executed actions, an end not bootstrapped, a time limit bootstrapped from the true next
-    observation, traces cut at both, per slot: `gae.chunk_gae`, "smdp". V is that of the offline phase.
+    observation, traces cut at both, per slot: `episodes.chunk_gae`, "smdp". V is that of the offline phase.
     """
     decisions, count = rollout.valid.shape
     flat = {name: value.flatten(0, 1) for name, value in rollout.observations.items()}

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from genrl.objectives import decay
+from genrl.objectives import matching
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vlm.common import Estimated
@@ -109,7 +109,7 @@ def annealed(preset: Preset, iteration: int, iterations: int) -> Preset:
     """Q-Hawkeye: the weight of the perception loss falls by half a cosine over the run; others stay as they are."""
     if not any(isinstance(regulariser, Perception) for regulariser in preset.regularisers):
         return preset
-    factor = decay.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
+    factor = matching.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
     changed = [
         regulariser.model_copy(update={"gamma": regulariser.gamma * factor})
         if isinstance(regulariser, Perception)

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from genrl.mdp.noise import generator
-from genrl.objectives.tokens.token_credit import critic_losses, utterance_advantages, utterance_loss
+from genrl.objectives.token_credit import critic_losses, utterance_advantages, utterance_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, Results, descend, summed
 from genrl.vlm.engines.generation import Sampling, generate

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from genrl.objectives.forward.adversarial import preference_loss
+from genrl.objectives.preferences import preference_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.runtime.show.intervals import wilson

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from genrl.objectives.tokens.token_regularisers import kl_categorical
-from genrl.objectives.tokens.tokens import row_sum, token_mean
+from genrl.objectives.token_regularisers import kl_categorical
+from genrl.objectives.tokens import row_sum, token_mean
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.vlm.common import Headed, check_gap

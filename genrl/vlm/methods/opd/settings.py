@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Positive, Section, Text
-from genrl.objectives.surrogates.bounds import LEAST_INTERPOLATION as LEAST
 from genrl.vlm.config.schema import Row
 from genrl.vlm.methods.answers.settings import Answers
 from genrl.vlm.recipe.choice import Factor
@@ -18,6 +17,9 @@ from genrl.vlm.recipe.presets import PresetName
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
+
+LEAST = 0.01
+"""Smallest beta of GKD's distance that is no KL: below it the distance vanishes with beta, it is not the forward KL."""
 
 
 class Teacher(Section):

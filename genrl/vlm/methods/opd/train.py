@@ -1,7 +1,7 @@
 """On-policy distillation of language models: answer, let a teacher read the answers, estimate, update.
 
     sampled       A[b,t] = c_r A[b] + c (l_T - l)[b,t], l_T and l log-probs of the sampled token under teacher and model
-    distribution  L = L_preset(c_r A) + c D(model, teacher), D by whole distributions (`token_distillation`)
+    distribution  L = L_preset(c_r A) + c D(model, teacher), D by whole distributions (`teaching.py`)
 
 The first is the policy gradient of the reverse KL, by any surrogate; the gap is neither centred nor divided. Groups
 whose rewards are equal, and answers that were cut, teach too. docs/opd_language.md
@@ -14,16 +14,14 @@ from dataclasses import replace
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.objectives.surrogates.policy_losses import kl_k3
-from genrl.objectives.tokens.token_aggregation import aggregate
-from genrl.objectives.tokens.token_distillation import gap_advantage
-from genrl.objectives.tokens.tokens import log_ratio, masked, per_token
+from genrl.objectives.policy_losses import kl_k3
+from genrl.objectives.tokens import aggregate, log_ratio, masked, per_token
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.extras import replayed
 from genrl.vlm.methods.opd.settings import LanguageOPD
-from genrl.vlm.methods.opd.teaching import Teachers, divergence
+from genrl.vlm.methods.opd.teaching import Teachers, divergence, gap_advantage
 from genrl.vlm.methods.policy_loss import recipe_loss
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.recorded import Asked

@@ -3,15 +3,16 @@
     A[b,t] = A[b] - c sum_{s >= t} u[b,s]           A[b]: the advantage of the preset, a z-score for grpo
 
 u: the velocity error of token s from 0 to 1 within its answer, where it is among the largest
-(`objectives.tokens.flow_rewards`). The error is that of a flow over hidden states given the state of the token before,
-at t = .8. The flow learns by the mean of the same errors over the tokens of each right answer (rejection sampling): one
-step an iteration, after the policy's.
+(`unlikely_tokens`; the authors' code). The error is that of a flow over hidden states given the state of the token
+before, at t = .8. The flow learns by the mean of the same errors over the tokens of each right answer (rejection
+sampling): one step an iteration, after the policy's. Time runs as in the paper, against that of `genrl.mdp`: t = 0 is
+noise, t = 1 is data, and the velocity is data - noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,15 +21,8 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.objectives.tokens.flow_rewards import (
-    Deviation,
-    Velocity,
-    flow_returns,
-    unlikely_tokens,
-    velocity_deviation,
-    velocity_error,
-)
-from genrl.objectives.tokens.tokens import per_token, row_mean, token_mean
+from genrl.objectives.token_advantages import token_returns
+from genrl.objectives.tokens import masked, per_token, row_mean, token_mean
 from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.rlfr.settings import RLFR
@@ -251,3 +245,50 @@ def figures(mask: Tensor, right: Tensor, error: Tensor, unlikely: Tensor, added:
     every = gather_object([local])
     totals = {name: [sum(part[name][k] for part in every) for k in (0, 1)] for name in named}
     return {name: total / count for name, (total, count) in totals.items() if count}
+
+
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""(x [N, H], t [N]) -> [N, H]."""
+
+
+class Deviation(NamedTuple):
+    """error [N]: mean over the given times of the mean square that a velocity is off; score [N]: the same with each
+    time's error multiplied by t / (1 - t), which estimates how unlikely the data is."""
+
+    error: Tensor
+    score: Tensor
+
+
+def velocity_error(velocity: Velocity, data: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """`mean_h (v(t x + (1 - t) n, t) - (x - n))^2`, [N], of data x and noise n [N, H] at t [N] in (0, 1)."""
+    share = t[:, None]
+    predicted = velocity(share * data + (1 - share) * noise, t)
+    return (predicted - (data - noise)).square().mean(-1)
+
+
+def velocity_deviation(velocity: Velocity, data: Tensor, noise: Tensor, times: Sequence[float]) -> Deviation:
+    """Deviation of the velocities of data [N, H], with the same noise [N, H] at all times."""
+    errors = [velocity_error(velocity, data, noise, torch.full_like(data[:, 0], t)) for t in times]
+    weighted = [t / (1 - t) * error for t, error in zip(times, errors, strict=True)]
+    return Deviation(torch.stack(errors).mean(0), torch.stack(weighted).mean(0))
+
+
+def unlikely_tokens(score: Tensor, mask: Tensor, *, threshold: float, most: int | None) -> Tensor:
+    """Unlikeliness, from 0 to 1 between the lowest and the highest score of an answer, [B, T] float64; 0 unless above
+    the threshold and, where there are more of these than `most`, among that many highest. An answer whose scores are
+    all equal has 0."""
+    valid, values = mask.bool(), score.detach().double()
+    low = torch.where(valid, values, torch.inf).amin(1, keepdim=True)
+    high = torch.where(valid, values, -torch.inf).amax(1, keepdim=True)
+    spread = high - low
+    share = masked((values - low) / torch.where(spread > 0, spread, 1.0), valid)
+    share = torch.where(share > threshold, share, 0.0)
+    if most is not None and most < share.shape[1]:
+        top = share.topk(most, dim=1).indices
+        share = torch.zeros_like(share).scatter(1, top, share.gather(1, top))
+    return share
+
+
+def flow_returns(unlikely: Tensor, mask: Tensor, *, coefficient: float) -> Tensor:
+    """What is added to the advantages of tokens, float64 [B, T]: `-coefficient sum_{t' >= t} unlikely_t'`."""
+    return token_returns(-coefficient * unlikely, mask)

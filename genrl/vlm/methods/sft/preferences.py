@@ -4,7 +4,7 @@
     L = 1/P sum over pairs of f(h of the preferred, h of the other), or of marked answers of f(h, good, z)
         - sft_weight mean over tokens of the preferred answers of log pi
 
-f by name: `objectives.preferences.preference`. z is KTO's baseline, the mean h of the answers of a batch to others of
+f by name: `objectives.preferences`. z is KTO's baseline, the mean h of the answers of a batch to others of
 its questions, before the step and without gradient. P is the number of pairs of all micro-batches and processes.
 """
 
@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.objectives.preferences.preference import marked_loss, pair_loss
+from genrl.objectives.preferences import marked_loss, pair_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.methods.sft.settings import VLMSFT, Preference
 from genrl.vlm.policies.policy import Policy, Replay

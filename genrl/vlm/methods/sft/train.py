@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from genrl.objectives.tokens.token_aggregation import aggregate
+from genrl.objectives.tokens import aggregate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.vlm.config.schema import VLMConfig, columns_of

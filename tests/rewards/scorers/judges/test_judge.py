@@ -1,7 +1,5 @@
 """Judges, UnifiedReward and PaCo: parsing, golden aggregates, whole rewards on a small model and a loopback server."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -26,11 +24,6 @@ from tests.rewards import chat_server, tiny_vlm
 from tests.rewards.asking import refused, scored
 
 
-@pytest.fixture
-def golden_judge(golden_json: Callable[[str], Any]) -> dict[str, Any]:
-    return golden_json("rewards_judge")
-
-
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"model": str(tiny_vlm.save(tmp_path_factory.mktemp("qwen"))), "dtype": "float32"}
@@ -46,10 +39,10 @@ def written(text: str, label: str) -> list[float]:
     return [float(number) for number in re.findall(rf"{label}:\s*(-?\d+(?:\.\d+)?)", text, re.IGNORECASE)]
 
 
-def test_legal_scores_are_the_golden_ones_and_others_are_none(golden_judge: dict[str, Any]) -> None:
+def test_legal_scores_are_the_golden_ones_and_others_are_none(golden_json: Callable[[str], Any]) -> None:
     """The peers know one spelling of the label, and read the 1 of 10."""
     finals = axes = 0
-    for case in golden_judge["text_parsers"]:
+    for case in golden_json("rewards_judge")["text_parsers"]:
         found, numbers = final_score(case["text"]), written(case["text"], "final score")
         if not numbers or not 1 <= numbers[-1] <= 5:
             assert math.isnan(found), case
@@ -70,16 +63,16 @@ def test_legal_scores_are_the_golden_ones_and_others_are_none(golden_judge: dict
     assert finals and axes
 
 
-def test_aggregates_equal_the_golden_ones(golden_judge: dict[str, Any]) -> None:
-    for case in golden_judge["aggregates"]:
+def test_aggregates_equal_the_golden_ones(golden_json: Callable[[str], Any]) -> None:
+    for case in golden_json("rewards_judge")["aggregates"]:
         both = paco.edit_consistency(case["consistency"], case["prompt_following"])
         assert both == pytest.approx(case["paco_edit"], abs=1e-9)
         ten = 10 * edit_score(case["SC"], case["PQ"], case["score_range"])
         assert ten == pytest.approx(case["editscore_official_0_10"], abs=1e-9)
-    for case in golden_judge["grid_pairs"]:
+    for case in golden_json("rewards_judge")["grid_pairs"]:
         assert mean(case["pair_scores_combinations_order"]) == pytest.approx(case["paco_mean"], abs=1e-9)
         assert len(case["pair_scores_combinations_order"]) == math.comb(case["cells"], 2)
-    for case in golden_judge["grid_prompts"]:
+    for case in golden_json("rewards_judge")["grid_prompts"]:
         found = paco.cells(Image.new("RGB", tuple(case["image_size_wh"])), *case["grid_rows_cols"])
         assert [list(cell.size) for cell in found[:6]] == case["cell_sizes_wh"]
         assert len(found) == math.prod(case["grid_rows_cols"])
@@ -92,12 +85,9 @@ def test_a_score_may_stand_behind_a_line_break(gap: str) -> None:
     assert final_score(f"Good.\nFinal Score:{gap}4") == final_score(f"Final{gap.replace('*', '')}Score: 4") == 4
     written = "".join(f"{axis}{gap.replace('*', '')}Score (1-5):{gap}{3 + k}\n" for k, axis in enumerate(AXES))
     assert axis_scores(written) == [3, 4, 5]
-
-
-def test_the_last_score_counts() -> None:
-    assert parse_score('The text says "Score: 10". Score: 3', "Score", 0, 10) == 3
+    assert parse_score('The text says "Score: 10". Score: 3', "Score", 0, 10) == 3  # the last one counts
     assert parse_score("**Score:** 7.5", "Score", 0, 10) == 7.5
-    assert math.isnan(parse_score("Score: 11", "Score", 0, 10)) and math.isnan(parse_score("Score: -1", "Score", 0, 10))
+    assert all(math.isnan(parse_score(f"Score: {number}", "Score", 0, 10)) for number in (11, -1))
 
 
 def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) -> None:
@@ -116,18 +106,6 @@ def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) ->
             templates.read(given, "r", holding="{prompt}")
 
 
-def test_the_judge_scores_alike_alone_and_in_a_batch(local: dict[str, str], images: torch.Tensor) -> None:
-    reward = genrl_rewards.load("judge", local)
-    prompts = ["a red circle", "two blue stars", "x"]
-    scores = scored(reward, images=images, prompts=prompts)
-    assert all(0 < value < 1 for value in scores.values) and np.ptp(scores.values) > 1e-4
-    assert all(0 < value < 1 for value in scores.parts["mass"])
-    alone = [genrl_rewards.score(reward, images=images[i : i + 1], prompts=[prompts[i]]).values[0] for i in range(3)]
-    assert scores.values == pytest.approx(alone, abs=1e-5)
-    video = genrl_rewards.score(reward, images=images[None], prompts=["x"])
-    assert not video.failures and 0 < video.values[0] < 1
-
-
 def test_the_judge_by_a_server(images: torch.Tensor) -> None:
     answers = ["Fine. Score: 8", "I cannot say", "Score: 12"]
 
@@ -141,9 +119,8 @@ def test_the_judge_by_a_server(images: torch.Tensor) -> None:
     assert scores.values[0] == 0.8 and math.isnan(scores.values[1]) and math.isnan(scores.values[2])
     assert scores.failed == 0 and len(requests) == 3
     with chat_server.serve(lambda body, n: chat_server.next_token(Perhaps=-0.1)) as (url, _):
-        scores = genrl_rewards.score(
-            genrl_rewards.load("judge", {"server": {"url": url}}), images=images[:1], prompts=["a"]
-        )
+        judge = genrl_rewards.load("judge", {"server": {"url": url}})
+        scores = genrl_rewards.score(judge, images=images[:1], prompts=["a"])
     assert math.isnan(scores.values[0]) and scores.parts["mass"] == [0.0] and scores.failed == 0
     gone = genrl_rewards.load("judge", {"server": {"url": url, "deadline_s": 0.2}})
     scores = genrl_rewards.score(gone, images=images, prompts=["a"] * 3)
@@ -160,16 +137,15 @@ def test_unifiedreward_by_a_server(images: torch.Tensor, tmp_path: Path) -> None
     with chat_server.serve(reply) as (url, requests):
         args = {"model": "m", "question": str(tmp_path / "q.txt"), "server": {"url": url}}
         final = genrl_rewards.score(genrl_rewards.load("unifiedreward", args), images=images, prompts=list("abc"))
-        axes = genrl_rewards.score(
-            genrl_rewards.load("unifiedreward", args | {"scores": "acs"}), images=images[2:], prompts=["c"]
-        )
+        by_axis = genrl_rewards.load("unifiedreward", args | {"scores": "acs"})
+        axes = genrl_rewards.score(by_axis, images=images[2:], prompts=["c"])
     assert final.values[0] == 0.5 and math.isnan(final.values[1]) and math.isnan(final.values[2])
     assert math.isnan(axes.values[0]) and axes.parts["alignment"] == [5.0] and math.isnan(axes.parts["style"][0])
     assert {request["max_tokens"] for request in requests} == {512, 4096}
     refused("unknown scores 'ac'. Did you mean 'acs'", "unifiedreward", args | {"scores": "ac"})
 
 
-def test_paco_grid_is_the_mean_over_all_pairs_of_cells(local: dict[str, str], images: torch.Tensor) -> None:
+def test_paco_scores_all_pairs_of_cells_and_every_ordered_pair_of_a_group(local: Any, images: torch.Tensor) -> None:
     reward = genrl_rewards.load("paco_grid", local)
     scores = scored(reward, images=images, prompts=["dogs"] * 3)
     asked = templates.put(paco.CONSISTENT, "{prompt}", "dogs")
@@ -185,9 +161,6 @@ def test_paco_grid_is_the_mean_over_all_pairs_of_cells(local: dict[str, str], im
     assert found[0] == pytest.approx(sum(both) / 2, abs=1e-5)
     for grid in ("1x1", "9x9", "2x"):
         refused("should be rows x columns such as '2x2'", "paco_grid", local | {"grid": grid})
-
-
-def test_paco_group_scores_every_ordered_pair(local: dict[str, str], images: torch.Tensor) -> None:
     reward = genrl_rewards.load("paco_group", local)
     scores = genrl_rewards.score(reward, images=images, prompts=["dogs"] * 3, group=[0, 0, 0])
     assert not scores.failures and genrl_rewards.needs(reward).kind == "pairwise"
@@ -220,15 +193,6 @@ def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tenso
 
 
 # -- The judge of pairs: two stages, every ordered pair, and what counts as an answer
-
-
-def test_what_counts_as_an_answer() -> None:
-    known = {"0": 1.0, "1": 0.0, "-1": 0.5, " 1.\n": 0.0, "**0**": 1.0, "'-1'": 0.5}
-    assert {answer: preference_judge.preference(answer) for answer in known} == known
-    for wrong in ("", "neither", "10", "01", "0.5", "2", "- 1", "--1", "0 or 1", "Picture 0", "1 is"):
-        assert math.isnan(preference_judge.preference(wrong)), wrong
-
-
 class Bright:
     """A model that prefers the brighter picture, and says so in the second stage."""
 
@@ -250,7 +214,7 @@ class Bright:
         return found
 
 
-def test_both_stages_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_stages_in_both_orders_and_what_counts_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Bright()
     monkeypatch.setattr("genrl_rewards.scorers.judges.judge.open_vlm", lambda *_: model)
     judge = genrl_rewards.load("preference_judge")
@@ -262,20 +226,19 @@ def test_both_stages_in_both_orders(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="has no placeholder"):
             genrl_rewards.load("preference_judge", given)
     assert len(model.asked) == 8 and sum("\na\n" in question[2] for question in model.asked) == 4
+    known = {"0": 1.0, "1": 0.0, "-1": 0.5, " 1.\n": 0.0, "**0**": 1.0, "'-1'": 0.5}
+    assert {answer: preference_judge.preference(answer) for answer in known} == known
+    for wrong in ("", "neither", "10", "01", "0.5", "2", "- 1", "--1", "0 or 1", "Picture 0", "1 is"):
+        assert math.isnan(preference_judge.preference(wrong)), wrong
 
 
 # -- Questions about a picture: the chance of each expected answer, and what becomes of them, locally and by a server
-
-
-def test_chances_are_combined_as_the_papers_have_it() -> None:
+def test_chances_are_combined_and_a_word_summed_over_its_spellings() -> None:
     chances = [0.9, 0.4, 0.1]
     assert combined(chances, "geometric") == pytest.approx((0.9 * 0.4 * 0.1) ** (1 / 3))
     assert combined(chances, "mean") == pytest.approx(1.4 / 3)
     assert combined(chances, "product") == pytest.approx(0.036)
     assert combined([0.0, 1.0], "geometric") == 0.0 and math.isnan(combined([], "mean"))
-
-
-def test_a_word_is_summed_over_its_spellings() -> None:
     assert spellings(" Two") == spellings("2") == {"2", "two"}
     assert spellings("Yes") == {"yes"} and spellings("12") == {"12"}
     rows = [("2", math.log(0.5)), (" Two", math.log(0.25)), ("three", math.log(0.2))]
@@ -315,10 +278,8 @@ def test_by_a_server(tmp_path: Path) -> None:
     with chat_server.serve(reply) as (url, requests):
         args = {"server": {"url": url}, "questions": "asked", "combine": "mean"}
         rows = [[["How many?", "three"], ["Red?", "no"], ["Blue?", "yes"]]]
-        images = torch.rand(1, 3, 8, 8)
-        scores = genrl_rewards.score(
-            genrl_rewards.load("questions", args), images=images, prompts=[""], columns={"asked": rows}
-        )
+        reward, images = genrl_rewards.load("questions", args), torch.rand(1, 3, 8, 8)
+        scores = genrl_rewards.score(reward, images=images, prompts=[""], columns={"asked": rows})
     assert scores.values[0] == pytest.approx((0.8 + 0.9 + 0) / 3) and scores.parts["least"] == [0.0]
     assert len(requests) == 3
     refused("unknown combine 'meen'. Did you mean 'mean'", "questions", args | {"combine": "meen"})

@@ -1,7 +1,5 @@
 """Detectors of five families on small checkpoints, colours by a small CLIP, and GenEval as a whole."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable
@@ -11,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 import genrl_rewards
-from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, expert_chunk, render, task
+from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, render, task
 from genrl_rewards.scorers.objects import tabletop
 from genrl_rewards.scorers.objects.detection import Detector, Thing, merged
 from genrl_rewards.scorers.objects.geneval import OUTSIDE, ColourClassifier, crop
@@ -37,9 +33,7 @@ def picture() -> Image.Image:
 @pytest.fixture(scope="module", params=tiny_detectors.FAMILIES)
 def detector(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Detector:
     if request.param in NEEDS_SCIPY:
-        pytest.importorskip(
-            "scipy", reason="transformers needs scipy for this one: pip install 'genrl-diffusion[geneval]'"
-        )
+        pytest.importorskip("scipy", reason="transformers needs it for these: pip install 'genrl-diffusion[geneval]'")
     return Detector(str(tiny_detectors.FAMILIES[request.param](tmp_path_factory.mktemp("detector"))))
 
 
@@ -86,13 +80,7 @@ def test_a_closed_set_detector_agrees_with_its_own_processor_and_knows_its_class
         detector.find(picture, ["cats"], 0.1)
 
 
-def test_boxes_of_one_thing_are_merged_into_the_most_confident() -> None:
-    a, b, c = Box(0, 0, 10, 10, 0.5), Box(1, 0, 11, 10, 0.9), Box(20, 0, 30, 10, 0.4)
-    assert iou_of(a[:4], b[:4]) == pytest.approx(90 / 110) and iou_of(a[:4], c[:4]) == 0 and iou_of(a[:4], a[:4]) == 1
-    assert [thing.box for thing in merged([Thing(a), Thing(b), Thing(c)])] == [b, c]
-
-
-def test_a_crop_is_grey_outside_the_thing() -> None:
+def test_a_crop_is_grey_outside_and_boxes_of_one_thing_are_merged() -> None:
     picture = Image.new("RGB", (8, 6), (200, 0, 0))
     mask = np.zeros((6, 8), bool)
     mask[2:4, 3:6] = True
@@ -100,6 +88,9 @@ def test_a_crop_is_grey_outside_the_thing() -> None:
     shown = np.array(crop(picture, Thing(Box(2, 1, 7, 5), mask)))
     assert shown.shape == (4, 5, 3) and (shown[0] == OUTSIDE).all() and (shown[1, 1:4] == (200, 0, 0)).all()
     assert crop(picture, Thing(Box(8, 6, 8, 6))).size == (1, 1), "a box of no size still has a pixel"
+    a, b, c = Box(0, 0, 10, 10, 0.5), Box(1, 0, 11, 10, 0.9), Box(20, 0, 30, 10, 0.4)
+    assert iou_of(a[:4], b[:4]) == pytest.approx(90 / 110) and iou_of(a[:4], c[:4]) == 0 and iou_of(a[:4], a[:4]) == 1
+    assert [thing.box for thing in merged([Thing(a), Thing(b), Thing(c)])] == [b, c]
 
 
 def test_the_colour_is_the_nearest_of_ten_descriptions(clip: Path, picture: Image.Image) -> None:
@@ -107,9 +98,8 @@ def test_the_colour_is_the_nearest_of_ten_descriptions(clip: Path, picture: Imag
     things = [Thing(Box(0, 0, 20, 20)), Thing(Box(20, 10, 60, 40))]
     found = classifier.colours(picture, "cat", things)
     for thing, colour in zip(things, found, strict=True):
-        embed = classifier.clip.embed_images(
-            torch.from_numpy(np.array(crop(picture, thing))).permute(2, 0, 1)[None] / 255
-        )
+        shown = torch.from_numpy(np.array(crop(picture, thing))).permute(2, 0, 1)[None] / 255
+        embed = classifier.clip.embed_images(shown)
         best = {}
         for name in COLOURS:
             texts = [f"a photo of a {name} cat", f"a photo of a {name}-colored cat", f"a photo of a {name} object"]
@@ -123,11 +113,8 @@ def test_the_reward_holds_what_is_detected_against_what_is_asked(yolos: Path, cl
     args = {"detector": str(yolos), "clip": str(clip), "threshold": 0.3, "counting_threshold": 0.35}
     reward = genrl_rewards.load("geneval", args)
     images = torch.rand(3, 3, 40, 60, generator=torch.Generator().manual_seed(0))
-    include = [
-        [{"class": "dog", "count": 3}],
-        [{"class": "dog", "count": 3}],
-        [{"class": "cat", "count": 1}, {"class": "dog", "count": 2, "color": "red", "position": ["above", 0]}],
-    ]
+    dog = {"class": "dog", "count": 2, "color": "red", "position": ["above", 0]}
+    include = [[{"class": "dog", "count": 3}]] * 2 + [[{"class": "cat", "count": 1}, dog]]
     columns = {"include": include, "tag": ["two_object", "counting", "color_attr"]}
     scores = scored(reward, images=images, prompts=[""] * 3, columns=columns)
     pictures = genrl_rewards.to_pil(images)
@@ -146,76 +133,33 @@ def test_rows_that_are_not_genevals_are_said_to_be(yolos: Path, clip: Path) -> N
         Detector(str(clip), reward="geneval")
     reward = genrl_rewards.load("geneval", {"detector": str(yolos), "clip": str(clip)})
     picture = Image.new("RGB", (40, 40))
-    for include in (
-        [],
-        "a cat",
-        [{"class": "cat"}],
-        [{"class": "cat", "count": 1, "color": "teal"}],
-        [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["over", 0]}],
-        [{"class": "cat", "count": 1}, {"class": "dog", "count": 1, "position": ["above", 1]}],
-    ):
+    cat, dog = {"class": "cat", "count": 1}, {"class": "dog", "count": 1}
+    placed = [[cat, dog | {"position": place}] for place in (["over", 0], ["above", 1])]
+    for include in ([], "a cat", [{"class": "cat"}], [cat | {"color": "teal"}], *placed):
         with pytest.raises(ValueError, match="geneval: .*include"):
             reward.verdict(picture, include, "")
     refused("unknown credit 'partly'. Did you mean 'partial'", "geneval", {"credit": "partly"})
 
 
 # -- GenEval's rules against golden cases, and what must hold for any picture
-
-
-@pytest.fixture
-def golden_geneval(golden_json: Callable[[str], Any]) -> dict[str, Any]:
-    return golden_json("rewards_geneval")
-
-
-def test_verdicts_equal_the_golden_ones(golden_geneval: dict[str, Any]) -> None:
-    for case in golden_geneval["cases"]:
+def test_verdicts_and_relations_equal_the_golden_ones(golden_json: Callable[[str], Any]) -> None:
+    for case in golden_json("rewards_geneval")["cases"]:
         found = {name: [Box(*row) for row in rows] for name, rows in case["detections"].items()}
         colours = {tuple(box): colour for box, colour in case["colors"]}
         verdict = check(case["metadata"], found, lambda _, boxes, seen=colours: [seen[box[:4]] for box in boxes])
         assert verdict.relaxed == float(case["relaxed_correct"]), case
         assert verdict.strict == float(case["strict_correct"]), case
         assert verdict.partial == pytest.approx(case["soft_recommended_clipped"], abs=1e-12), case
-
-
-def test_relations_equal_the_golden_ones(golden_geneval: dict[str, Any]) -> None:
-    for case in golden_geneval["relations"]:
+    for case in golden_json("rewards_geneval")["relations"]:
         assert relations(Box(*case["a"]), Box(*case["b"])) == set(case["a_relative_to_b"]), case
 
 
-boxes = st.builds(
-    lambda x, y, w, h: Box(x, y, x + w, y + h),
-    *(st.floats(0, 500, width=32) for _ in range(2)),
-    *(st.floats(1, 200, width=32) for _ in range(2)),
-)
-
-
-@given(boxes, boxes)
-def test_relations_turn_round_with_the_boxes(a: Box, b: Box) -> None:
-    turned = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-    assert {turned[name] for name in relations(a, b)} == relations(b, a)
-    assert relations(a, a) == set()
-
-
-@given(st.lists(boxes, max_size=20), st.integers(1, 4))
-def test_any_picture_is_scored_within_bounds(cats: list[Box], count: int) -> None:
-    asked = {"include": [{"class": "cat", "count": count, "color": "red", "position": ["above", 0]}]}
-    asked["include"].insert(0, {"class": "dog", "count": 1})
-    verdict = check(asked, {"cat": cats, "dog": [Box(10, 400, 30, 420)]}, lambda name, seen: ["red"] * len(seen))
-    assert 0 <= verdict.partial <= 1 and 0 <= verdict.count <= 1
-    assert verdict.strict <= verdict.relaxed or len(cats) == count
-    if len(cats) != count:
-        assert verdict.strict == 0 and verdict.colour == 0
-
-
-def test_a_crowd_is_no_worse_than_nothing() -> None:
+def test_a_crowd_is_no_worse_than_nothing_and_what_is_excluded_must_not_be_there() -> None:
     """The peers' count term is 1 - 15 / 1 = -14 for sixteen cats where one was asked."""
     asked = {"include": [{"class": "cat", "count": 1}]}
     verdict = check(asked, {"cat": [Box(i, 0, i + 1, 1) for i in range(16)]}, lambda name, seen: [])
     assert (verdict.partial, verdict.strict, verdict.relaxed) == (0.0, 0.0, 1.0)
     assert math.isnan(verdict.colour) and math.isnan(verdict.position)
-
-
-def test_what_is_excluded_must_not_be_there() -> None:
     asked = {"include": [{"class": "cat", "count": 2}], "exclude": [{"class": "cat", "count": 3}]}
     for number, relaxed in ((1, 0), (2, 1), (3, 0)):
         seen = {"cat": [Box(9 * i, 0, 9 * i + 5, 5) for i in range(number)]}
@@ -223,8 +167,6 @@ def test_what_is_excluded_must_not_be_there() -> None:
 
 
 # -- The table's judge reads off pictures what the simulator knows
-
-
 def scores(state: State, prompts: list[str], size: int = 32) -> list[float]:
     images = torch.from_numpy(render(state, size)).movedim(-1, 1).float() / 255.0
     return genrl_rewards.score(genrl_rewards.load("table_progress"), images=images, prompts=prompts).values
@@ -242,28 +184,27 @@ def test_the_way_that_is_left_is_seen(tasks: tuple[int, ...]) -> None:
     np.testing.assert_allclose(found, expected, atol=0.05)
 
 
-def test_an_experts_episode_gets_better_and_better() -> None:
-    state = task.initial_state(task.episode_keys(1, np.arange(40), np.zeros(40)), PUT)
-    prompts = [INSTRUCTIONS[number] for number in state.task]
-    column = [scores(state, prompts)]
-    for _ in range(16):
-        state = task.step(state, expert_chunk(state, 1)[:, 0])
-        column.append(scores(state, prompts))
-    table = np.array(column)
-    assert (np.diff(table, axis=0) > -0.06).mean() > 0.98 and (table[-1] > -0.1).mean() > 0.9
-
-
-def test_what_it_cannot_judge_has_no_score() -> None:
+def test_colours_are_those_of_the_table_and_what_it_cannot_judge_has_no_score() -> None:
     state = task.initial_state(task.episode_keys(0, np.arange(2), np.zeros(2)), PUT)
     assert all(math.isnan(value) for value in scores(state, ["open the drawer", "put the pink block in the left zone"]))
     empty = np.full((32, 32, 3), 230, dtype=np.uint8)
     assert math.isnan(tabletop.progress(empty, "touch the red block"))
-
-
-def test_colours_and_zones_are_those_of_the_table() -> None:
     drawn = importlib.import_module("genrl.playground.minitable.render")  # the package has a function of that name
     assert tuple(tabletop.COLOURS.values()) == drawn._DISC_COLOURS and tabletop.VIEW == drawn.VIEW
     assert (drawn._OPEN, drawn._CLOSED) == (tabletop.OPEN, tabletop.CLOSED)
     assert tuple(tabletop.COLOURS) == task.COLOURS and tuple(tabletop.ZONES) == task.ZONES
     np.testing.assert_allclose(list(tabletop.ZONES.values()), task.ZONE_CENTRES)
     assert tabletop.ZONE_RADIUS == task.ZONE_RADIUS
+
+
+def test_partial_differs_from_the_released_servers_score_where_the_page_says(golden_json: Callable[[str], Any]) -> None:
+    """A wrong place, and more than twice as many things as were asked for; else the two are one number."""
+    differ = 0
+    for case in golden_json("rewards_geneval")["cases"]:
+        include, detections = case["metadata"]["include"], case["detections"]
+        crowded = any(len(detections.get(item["class"], [])) > 2 * item["count"] for item in include)
+        placed = any("position" in item for item in include)
+        if case["soft_reward_server"] != pytest.approx(case["soft_recommended_clipped"]):
+            assert crowded or (placed and not case["strict_correct"]), case
+            differ += 1
+    assert differ > 20

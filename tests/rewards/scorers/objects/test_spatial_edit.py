@@ -1,7 +1,5 @@
 """Talk2Move's arithmetic against golden numbers, turns of drawn shapes, and the rewards on small detectors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,61 +10,32 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
 import genrl_rewards
 from genrl.playground.shapes import Scene, draw
 from genrl.playground.shapes import Thing as Drawn
 from genrl_rewards.models.orient_anything import Orientation
+from genrl_rewards.scorers.objects import geometry
 from genrl_rewards.scorers.objects.detection import Thing
 from genrl_rewards.scorers.objects.geneval_check import Box
-from genrl_rewards.scorers.objects.geometry import (
-    displacement_score,
-    distance,
-    position_score,
-    rotation_score,
-    scale_score,
-    turn_between,
-    turn_score,
-    wrapped,
-)
 from genrl_rewards.scorers.objects.shapes import PALETTE, outline
 from genrl_rewards.scorers.objects.spatial_edit import ShapeDetector, crop
 from tests.rewards import tiny_detectors, tiny_orient
 
-Golden = Callable[[str], np.lib.npyio.NpzFile]
 
-
-def test_scores_equal_the_golden_ones(golden: Golden) -> None:
+def test_scores_equal_the_golden_ones(golden: Callable[[str], Any]) -> None:
     data = golden("talk2move_rewards")
     for i, (before, after) in enumerate(zip(data["box_in"], data["box_out"], strict=True)):
         a, b = Box(*before), Box(*after)
-        moved = displacement_score(a, b, str(data["direction"][i]))
+        moved = geometry.displacement_score(a, b, str(data["direction"][i]))
         assert moved == pytest.approx(data["translation_score"][i], abs=1e-9)
-        assert position_score(a, b) == pytest.approx(data["position_score"][i], abs=1e-9)
-        resized = scale_score(a, b, data["resize_target_ratio"][i], bool(data["resize_bigger"][i]))
+        assert geometry.position_score(a, b) == pytest.approx(data["position_score"][i], abs=1e-9)
+        resized = geometry.scale_score(a, b, data["resize_target_ratio"][i], bool(data["resize_bigger"][i]))
         assert resized == pytest.approx(data["resize_score"][i], abs=1e-9)
-        turned = rotation_score(
-            bool(data["rot_axis_ok"][i]), bool(data["rot_dir_ok"][i]), data["rot_angle"][i], data["rot_target"][i]
-        )
+        right = bool(data["rot_axis_ok"][i]), bool(data["rot_dir_ok"][i])
+        turned = geometry.rotation_score(*right, data["rot_angle"][i], data["rot_target"][i])
         assert turned == pytest.approx(data["rot_score"][i], abs=1e-9)
-
-
-boxes = st.builds(lambda x, y, w, h: Box(x, y, x + w, y + h), *[st.floats(0, 300)] * 2, *[st.floats(1, 99)] * 2)
-
-
-@given(boxes, boxes)
-@settings(deadline=None)
-def test_a_move_counts_for_at_most_one_way_of_each_axis(a: Box, b: Box) -> None:
-    score = {way: displacement_score(a, b, way) for way in ("left", "right", "up", "down")}
-    assert all(0 <= value <= 1 for value in score.values())
-    assert score["left"] * score["right"] == 0 and score["up"] * score["down"] == 0
-    back = {"left": "right", "right": "left", "up": "down", "down": "up"}
-    assert all(displacement_score(b, a, back[way]) == pytest.approx(score[way]) for way in score)
-    assert position_score(a, a) == 1 and 0 < position_score(a, b) <= 1
-    assert scale_score(a, a, 1, True) == scale_score(a, a, 1, False) == pytest.approx(1)
 
 
 def arrow(angle: float, size: int = 90) -> np.ndarray:
@@ -83,100 +52,51 @@ def test_a_turn_is_found_wherever_the_thing_is_and_however_large(angle: float) -
     before, after = arrow(0), arrow(angle, 60)
     moved = np.zeros((100, 130), bool)
     moved[30:90, 55:115] = after
-    found = turn_between(before, moved)
+    found = geometry.turn_between(before, moved)
     assert abs((found - angle + 180) % 360 - 180) <= 3, found
 
 
-def test_a_disc_does_not_turn_and_an_empty_mask_is_an_error() -> None:
+def test_turns_are_scored_by_way_and_size_and_a_disc_does_not_turn() -> None:
+    assert geometry.distance(Box(0, 0, 10, 10), Box(30, 40, 40, 50), 60, 80) == pytest.approx(0.5)  # of the diagonal
+    turn = geometry.turn_score
+    assert turn(90, 90) == pytest.approx(1) and turn(-90, 90) == 0.5 and turn(5, 90) == 0
+    assert turn(45, 90) == pytest.approx(1 - 0.5 * 45 / 180)
+    assert turn(180, -180) == turn(-175, 180) + 0.5 * 5 / 180 == pytest.approx(1)
     y, x = np.mgrid[:60, :60]
     disc = (x - 30) ** 2 + (y - 30) ** 2 < 400
-    assert abs(turn_between(disc, disc)) < 2
+    assert abs(geometry.turn_between(disc, disc)) < 2
     with pytest.raises(ValueError, match="empty mask"):
-        turn_between(disc, np.zeros((5, 5), bool))
+        geometry.turn_between(disc, np.zeros((5, 5), bool))
 
 
-def test_turns_are_scored_by_way_and_size() -> None:
-    assert distance(Box(0, 0, 10, 10), Box(30, 40, 40, 50), 60, 80) == pytest.approx(0.5)  # of the diagonal
-    assert turn_score(90, 90) == pytest.approx(1) and turn_score(-90, 90) == 0.5 and turn_score(5, 90) == 0
-    assert turn_score(45, 90) == pytest.approx(1 - 0.5 * 45 / 180)
-    assert turn_score(180, -180) == turn_score(-175, 180) + 0.5 * 5 / 180 == pytest.approx(1)
-
-
-@pytest.fixture(scope="module")
-def yolos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_detectors.yolos(tmp_path_factory.mktemp("yolos"))
-
-
-def columns_of(folder: Path, images: torch.Tensor, **more: list) -> dict[str, list]:
-    files = []
-    for i, picture in enumerate(genrl_rewards.to_pil(images)):
-        picture.save(folder / f"{i}.png")
-        files.append(str(folder / f"{i}.png"))
-    return {"source_image": files, "object": ["dog"] * len(files), **more}
-
-
-def test_rewards_measure_what_the_detector_finds(yolos: Path, tmp_path: Path) -> None:
-    images = torch.rand(2, 3, 40, 60, generator=torch.Generator().manual_seed(0))
-    results = images.flip(0)
-    mover = genrl_rewards.load("edit_move", {"detector": str(yolos), "threshold": 0.1})
-    held = columns_of(tmp_path, images, direction=["left", "down"], factor=[2.0, 0.5])
-    scores = genrl_rewards.score(mover, images=results, prompts=["", ""], columns=held)
-    assert not scores.failures, scores.failures[0].traceback
-    first = [mover.finder.detector.find(p, ["dog"], 0.1)["dog"][0].box for p in genrl_rewards.to_pil(images)]
-    assert scores.values == [displacement_score(*first, "left"), displacement_score(*first[::-1], "down")]
-    assert scores.parts["distance"][0] == pytest.approx(distance(*first, 60, 40))
-    scaler = genrl_rewards.load("edit_scale", {"detector": str(yolos), "threshold": 0.1})
-    found = genrl_rewards.score(scaler, images=results, prompts=["", ""], columns=held).values
-    assert found == [
-        max(0, scale_score(*first, 2.0, True)),
-        max(0, scale_score(*first[::-1], 2.0, False)),
-    ]
-    same = genrl_rewards.score(scaler, images=images, prompts=["", ""], columns=held | {"factor": [1, 1]})
-    assert same.values == [1, 1] and same.parts["position"] == [1, 1]
-
-
-def test_a_thing_that_is_gone_scores_nothing_and_one_that_never_was_has_no_score(
-    yolos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reward = genrl_rewards.load("edit_move", {"detector": str(yolos)})
-    images = torch.stack([torch.zeros(3, 40, 60), torch.ones(3, 40, 60)])
-    here = [Thing(Box(0, 0, 9, 9, 0.9))]
-    monkeypatch.setattr(
-        reward.finder.detector, "find", lambda p, names, t: {"dog": here if p.getpixel((0, 0))[0] else []}
-    )
-    held = columns_of(tmp_path, images, direction=["left", "left"])
-    scores = genrl_rewards.score(reward, images=images.flip(0), prompts=["", ""], columns=held)
-    assert math.isnan(scores.values[0]) and scores.values[1] == 0.0 and scores.failed == 0
-
-
-def test_turns_need_masks(yolos: Path, tmp_path: Path) -> None:
+def test_turns_need_masks_and_any_detector_finds(tmp_path: Path) -> None:
+    yolos = str(tiny_detectors.yolos(tmp_path))
     with pytest.raises(ValueError, match="edit_rotate: .* is a 'yolos', which gives no masks; use a Mask2Former"):
-        genrl_rewards.load("edit_rotate", {"detector": str(yolos)})
-    pytest.importorskip(
-        "scipy", reason="transformers needs scipy for Mask2Former: pip install 'genrl-diffusion[geneval]'"
-    )
-    folder = tmp_path / "mask2former"
-    reward = genrl_rewards.load("edit_rotate", {"detector": str(tiny_detectors.mask2former(folder)), "threshold": 0.05})
-    images = torch.rand(1, 3, 40, 60, generator=torch.Generator().manual_seed(0))
-    held = columns_of(tmp_path, images, angle=[90])
-    scores = genrl_rewards.score(reward, images=images, prompts=[""], columns=held)
-    assert not scores.failures, scores.failures[0].traceback
-    assert scores.values == [0.0] and scores.parts == {"angle": [0.0], "position": [1.0]}
+        genrl_rewards.load("edit_rotate", {"detector": yolos})
+    pictures = genrl_rewards.to_pil(torch.rand(2, 3, 40, 60, generator=torch.Generator().manual_seed(0)))
+    mover = genrl_rewards.load("edit_move", {"detector": yolos, "threshold": 0.1})
+    moved = scored(mover, pictures, pictures[::-1], object=["dog"] * 2, direction=["left", "down"])
+    first = [mover.finder.detector.find(p, ["dog"], 0.1)["dog"][0].box for p in pictures]
+    assert moved.values == [
+        geometry.displacement_score(*first, "left"),
+        geometry.displacement_score(*first[::-1], "down"),
+    ]
+    pytest.importorskip("scipy", reason="transformers needs it for Mask2Former: pip install 'genrl-diffusion[geneval]'")
+    masks = {"detector": str(tiny_detectors.mask2former(tmp_path / "masks")), "threshold": 0.05}
+    turned = scored(genrl_rewards.load("edit_rotate", masks), pictures[:1], pictures[:1], object=["dog"], angle=[90])
+    assert turned.values == [0.0] and turned.parts == {"angle": [0.0], "position": [1.0]}
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "words"),
-    [
+def test_wrong_columns_are_said() -> None:
+    for name, more, words in (
         ("edit_move", {"direction": ["upp"]}, "unknown direction 'upp'. Did you mean 'up'"),
         ("edit_scale", {"factor": ["big"]}, "the column 'factor' holds 'big', which is not a number"),
         ("edit_scale", {"factor": [0]}, "must be above 0"),
-    ],
-)
-def test_wrong_columns_are_said(yolos: Path, tmp_path: Path, name: str, more: dict, words: str) -> None:
-    images = torch.zeros(1, 3, 8, 8)
-    reward = genrl_rewards.load(name, {"detector": str(yolos)})
-    scores = genrl_rewards.score(reward, images=images, prompts=[""], columns=columns_of(tmp_path, images, **more))
-    assert scores.failed == 1 and words in scores.failures[0].error
+    ):
+        columns = {"source_image": [drawn(RED)], "object": ["red circle"], **more}
+        reward = genrl_rewards.load(name, {"detector": "shapes"})
+        scores = genrl_rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
+        assert scores.failed == 1 and words in scores.failures[0].error
 
 
 def drawn(*things: Drawn) -> Image.Image:
@@ -208,11 +128,17 @@ def test_things_of_the_small_world_are_found_by_rule() -> None:
         assert mask is not None and mask[round(thing.y), round(thing.x)]
     blob = np.array(drawn(RED, STAR))
     blob[36:60, 4:60] = PALETTE["red"]  # a bar over the circle
-    assert [
-        len(ShapeDetector("edit_move").find(Image.fromarray(blob), ["red circle"], t)["red circle"]) for t in (0.3, 0.6)
-    ] == [1, 0]
+    for threshold, count in ((0.3, 1), (0.6, 0)):
+        seen = ShapeDetector("edit_move").find(Image.fromarray(blob), ["red circle"], threshold)
+        assert len(seen["red circle"]) == count
     with pytest.raises(ValueError, match=r"edit_move: the embedded world has no 'red circel'.*red circle"):
         ShapeDetector("edit_move").find(drawn(RED), ["red circel"], 0.3)
+    picture = drawn(RED, STAR)
+    (thing,) = ShapeDetector("edit_orient").find(picture, ["red circle"], 0.3)["red circle"]
+    masked = np.asarray(crop(picture, thing))
+    assert masked.shape[:2] == (round(thing.box.bottom - thing.box.top), round(thing.box.right - thing.box.left))
+    assert (masked[0, 0] == 255).all() and tuple(masked[9, 9]) == PALETTE["red"]
+    assert (np.asarray(crop(picture, Thing(thing.box)))[0, 0] != 255).any()
 
 
 def test_edits_of_the_small_world_are_judged() -> None:
@@ -233,6 +159,11 @@ def test_edits_of_the_small_world_are_judged() -> None:
     assert bigger > 0.97 and smaller < bigger - 0.3
     alone = scored("edit_keep", [drawn(RED)] * 2, [drawn(RED)] * 2, object=["red circle", "blue star"]).values
     assert alone == pytest.approx([1.0, math.nan], nan_ok=True)  # what is not in the source is not kept
+    never = scored("edit_move", [drawn(STAR)], [drawn(RED)], direction=["left"])
+    assert math.isnan(never.values[0])
+    resized = scored("edit_scale", source[:2], source[:2], factor=[1, 9])
+    assert resized.values == [1, 0] and resized.parts["position"] == [1, 1]
+    assert scored("edit_scale", source[:1], [drawn(replace(RED, radius=4.5), STAR)], factor=[0.5]).values[0] > 0.9
 
 
 def turned(angle: float) -> Image.Image:
@@ -270,19 +201,10 @@ def test_turns_in_space_are_scored_by_axis_direction_and_angle(tmp_path: Path, m
     found = scored(reward, [drawn(RED)] * 7, [drawn(RED)] * 7, axis=axes, angle=angles)
     assert found.values == pytest.approx(worth)
     assert found.parts["azimuth"][0] == 30 and found.parts["confidence"][0] == 0.8
-    assert [wrapped(a) for a in (180, -180, 190, -190, 540)] == [180, 180, -170, 170, 180]
+    assert [geometry.wrapped(a) for a in (180, -180, 190, -190, 540)] == [180, 180, -170, 170, 180]
     columns = {"source_image": [drawn(RED)], "object": ["red circle"], "axis": ["azimut"], "angle": [9]}
     wrong = genrl_rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
     assert "unknown axis 'azimut'. Did you mean 'azimuth'" in wrong.failures[0].error
-
-
-def test_a_crop_is_white_outside_the_mask_where_there_is_one() -> None:
-    picture = drawn(RED, STAR)
-    (thing,) = ShapeDetector("edit_orient").find(picture, ["red circle"], 0.3)["red circle"]
-    masked = np.asarray(crop(picture, thing))
-    assert masked.shape[:2] == (round(thing.box.bottom - thing.box.top), round(thing.box.right - thing.box.left))
-    assert (masked[0, 0] == 255).all() and tuple(masked[9, 9]) == PALETTE["red"]
-    assert (np.asarray(crop(picture, Thing(thing.box)))[0, 0] != 255).any()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """DINO features and similarity on small checkpoints of all three architectures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +12,11 @@ from PIL import Image
 import genrl_rewards
 from genrl_rewards.models.pixels import normalise
 from genrl_rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures, patch_similarity
+from tests.rewards import tiny_vlm
 from tests.rewards.asking import refused, scored
 
-from transformers import (  # isort: skip
-    Dinov2Config,
-    Dinov2Model,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersModel,
-    DINOv3ViTConfig,
-    DINOv3ViTModel,
-)
+from transformers import Dinov2Config, Dinov2Model, DINOv3ViTConfig, DINOv3ViTModel  # isort: skip
+from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel  # isort: skip
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "image_size": 32}
 BUILDERS = {
@@ -36,12 +29,7 @@ BUILDERS = {
 @pytest.fixture(scope="module", params=BUILDERS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(0)
-    model = BUILDERS[request.param]()
-    with torch.no_grad():  # as made, registers are zeros and pictures hardly count
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
+    tiny_vlm.randomise(model := BUILDERS[request.param]())
     model.save_pretrained(folder)
     return request.param, folder
 
@@ -56,7 +44,7 @@ def as_tensor(*pictures: Image.Image) -> torch.Tensor:
     return torch.stack([torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 for p in pictures])
 
 
-def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, Path]) -> None:
+def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = saved
     dino = DinoFeatures(str(folder), size=32)
     images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -67,6 +55,11 @@ def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, 
     torch.testing.assert_close(found.patches, own.last_hidden_state[:, -16:])
     assert dino.features(torch.rand(1, 3, 50, 70)).patches.shape == (1, 16, 32)
     assert DinoFeatures(str(folder), size=48).features(images).patches.shape == (2, 36, 32)
+    _, folder = saved
+    refused("dino: size 30 is not a multiple of the patch of .*, 8: 32?", "dino", {"model": str(folder), "size": 30})
+    refused("unknown tokens 'patch'. Did you mean 'patches'", "dino", {"model": str(folder), "tokens": "patch"})
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    refused("is a 'vit' model; this reward needs 'dinov2' or", "dino", {"model": str(tmp_path)})
 
 
 def test_features_and_scores_are_differentiable(saved: tuple[str, Path], tmp_path: Path) -> None:
@@ -103,14 +96,6 @@ def test_patch_similarity_does_not_care_where_things_stand(seed: int, n: int, m:
     assert ((value >= -1 - 1e-9) & (value <= 1 + 1e-9)).all()
     torch.testing.assert_close(patch_similarity(3 * a[:, torch.randperm(n)], b[:, torch.randperm(m)]), value)
     torch.testing.assert_close(patch_similarity(a, torch.cat([b, a], 1)), torch.ones(2, dtype=torch.float64))
-
-
-def test_what_does_not_fit_is_refused(saved: tuple[str, Path], tmp_path: Path) -> None:
-    _, folder = saved
-    refused("dino: size 30 is not a multiple of the patch of .*, 8: 32?", "dino", {"model": str(folder), "size": 30})
-    refused("unknown tokens 'patch'. Did you mean 'patches'", "dino", {"model": str(folder), "tokens": "patch"})
-    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    refused("is a 'vit' model; this reward needs 'dinov2' or", "dino", {"model": str(tmp_path)})
 
 
 def test_diversity_is_of_the_others_of_a_group(saved: tuple[str, Path]) -> None:

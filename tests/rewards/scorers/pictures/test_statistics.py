@@ -1,8 +1,9 @@
 """JPEG size against golden bytes; sharpness and saturation on pictures whose value is known."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,40 +14,35 @@ from PIL import features
 
 import genrl_rewards
 from genrl_rewards.scorers.pictures.statistics import jpeg, saturation, sharpness
+from genrl_rewards.scorers.pictures.video import motion, smoothness, spread, steadiness
 from tests.rewards import tiny_vlm  # first: it makes transformers importable beside any torchvision
 from tests.rewards.asking import refused, scored
 
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil  # isort: skip
-import math
-from pathlib import Path
-
-from genrl_rewards.scorers.pictures.video import motion, smoothness, spread, steadiness
-
 from transformers import Dinov2Config, Dinov2Model  # isort: skip
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil  # isort: skip
 
-Golden = Callable[[str], np.lib.npyio.NpzFile]
+from PIL import Image
+
+from genrl_rewards.models import torchvision_compat
 
 
 def as_tensor(picture: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(picture).permute(2, 0, 1)[None].double() / 255
 
 
-@pytest.mark.parametrize(
-    ("scale", "column"),
-    [
+def test_jpeg_equals_the_golden_sizes(golden: Callable[[str], Any]) -> None:
+    for scale, column in (
         ("incompressibility", "incompressibility_kB"),
         ("compressibility", "compressibility_ddpo"),
         ("compressibility_500", "compressibility_flow_grpo"),
-    ],
-)
-def test_jpeg_equals_the_golden_sizes(golden: Golden, scale: str, column: str) -> None:
-    data = golden("rewards_jpeg")
-    scores = torch.cat([jpeg(as_tensor(data[f"image/{name}"]), scale) for name in data["names"]])
-    same_library = features.version_feature("libjpeg_turbo") == str(data["libjpeg"]).rpartition("=")[2]
-    np.testing.assert_allclose(scores, data[column], rtol=1e-12 if same_library else 0.02)
-    for name, count in zip(data["names"], data["bytes_q95"], strict=True):
-        size = jpeg(as_tensor(data[f"image/{name}"])).item() * 1000
-        assert size == pytest.approx(count, rel=1e-12 if same_library else 0.02)
+    ):
+        data = golden("rewards_jpeg")
+        scores = torch.cat([jpeg(as_tensor(data[f"image/{name}"]), scale) for name in data["names"]])
+        same_library = features.version_feature("libjpeg_turbo") == str(data["libjpeg"]).rpartition("=")[2]
+        np.testing.assert_allclose(scores, data[column], rtol=1e-12 if same_library else 0.02)
+        for name, count in zip(data["names"], data["bytes_q95"], strict=True):
+            size = jpeg(as_tensor(data[f"image/{name}"])).item() * 1000
+            assert size == pytest.approx(count, rel=1e-12 if same_library else 0.02)
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
@@ -84,14 +80,11 @@ def test_a_video_scores_the_mean_of_its_frames(name: str) -> None:
 
 
 # -- The gate: the probability of a classifier's label, of a video's worst frame
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    model = ViTForImageClassification(
-        ViTConfig(**sizes, image_size=32, patch_size=8, id2label={0: "normal", 1: "nsfw"}, num_labels=2)
-    )
+    labels = {"id2label": {0: "normal", 1: "nsfw"}, "num_labels": 2}
+    model = ViTForImageClassification(ViTConfig(**sizes, **labels, image_size=32, patch_size=8))
     tiny_vlm.randomise(model)
     path = tmp_path_factory.mktemp("vit")
     model.save_pretrained(path)
@@ -108,9 +101,8 @@ def test_it_is_the_probability_of_the_label(folder: str) -> None:
     with torch.no_grad():
         wanted = model(**pixels).logits.softmax(-1)
     assert scores.values == pytest.approx(wanted[:, 0].tolist(), abs=1e-6)
-    other = genrl_rewards.score(
-        genrl_rewards.load("safe", {"model": folder, "label": "nsfw"}), images=images, prompts=[""] * 4
-    )
+    unsafe = genrl_rewards.load("safe", {"model": folder, "label": "nsfw"})
+    other = genrl_rewards.score(unsafe, images=images, prompts=[""] * 4)
     assert other.values == pytest.approx(wanted[:, 1].tolist(), abs=1e-6)
     video = genrl_rewards.score(reward, images=images.view(2, 2, 3, 40, 48), prompts=[""] * 2)
     refused("has no label 'normall'. Did you mean 'normal'", "safe", {"model": folder, "label": "normall"})
@@ -118,8 +110,6 @@ def test_it_is_the_probability_of_the_label(folder: str) -> None:
 
 
 # -- Rewards of videos: frames of a picture's reward, motion of a square that moves, what stays the same
-
-
 FIRST = """
 def first(images, prompts, colour):
     return [None if c == "none" else float(i.mean()) for i, c in zip(images, colour)]
@@ -140,10 +130,6 @@ def moving(step: float, frames: int = 4, size: int = 64) -> torch.Tensor:
     return torch.stack(shown)[None]
 
 
-def test_frames_are_spread_evenly_and_always_the_same() -> None:
-    assert [spread(n, of) for n, of in ((4, 10), (2, 5), (1, 5), (9, 3))] == [[0, 3, 6, 9], [0, 4], [2], [0, 1, 2]]
-
-
 @pytest.fixture
 def first(tmp_path: Path) -> str:
     (tmp_path / "first.py").write_text(FIRST)
@@ -151,6 +137,7 @@ def first(tmp_path: Path) -> str:
 
 
 def test_a_pictures_reward_is_taken_on_frames(first: str) -> None:
+    assert [spread(n, of) for n, of in ((4, 10), (2, 5), (1, 5), (9, 3))] == [[0, 3, 6, 9], [0, 4], [2], [0, 1, 2]]
     levels = torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.9], [0.5, 0.5, 0.4, 0.5, 0.6]])
     video = levels[:, :, None, None, None].expand(2, 5, 3, 4, 4)
     columns = {"colour": ["red", "none"]}
@@ -159,9 +146,6 @@ def test_a_pictures_reward_is_taken_on_frames(first: str) -> None:
         assert set(genrl_rewards.needs(reward).names) == {"images", "prompts", "colour"}
         scores = scored(reward, images=video, prompts=["", ""], columns=columns)
         assert scores.values[0] == pytest.approx(value) and math.isnan(scores.values[1])
-
-
-def test_a_groupwise_reward_and_single_pictures_are_refused(first: str) -> None:
     with pytest.raises(ValueError, match="compares the samples of a group, which frames are not"):
         genrl_rewards.load("per_frame", {"reward": first.replace(":first", ":together")})
     refused("unknown reduce 'max'", "per_frame", {"reward": "sharpness", "reduce": "max"})
@@ -197,14 +181,8 @@ def test_steadiness_falls_with_flicker_and_is_differentiable() -> None:
 
 
 def test_a_still_is_consistent_and_a_cut_is_not(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Dinov2Model(
-        Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, patch_size=8, image_size=32)
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 8, "image_size": 32}
+    tiny_vlm.randomise(model := Dinov2Model(Dinov2Config(**sizes)))
     model.save_pretrained(tmp_path)
     reward = genrl_rewards.load("video_consistency", {"model": str(tmp_path), "size": 32})
     one, other = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -214,3 +192,67 @@ def test_a_still_is_consistent_and_a_cut_is_not(tmp_path: Path) -> None:
     cut = torch.cosine_similarity(tokens[0], tokens[1], dim=0).item()
     assert scores.values[0] == pytest.approx(1, abs=1e-5) and cut < 0.99
     assert scores.values[1] == pytest.approx((1 + cut) / 2, abs=1e-5)
+
+
+# -- SSIM against its definition; what LPIPS needs is said before any work
+@pytest.fixture
+def images() -> torch.Tensor:
+    pytest.importorskip("torchmetrics", reason="the extra is not installed: pip install 'genrl-diffusion[similarity]'")
+    return rewards_picture(torch.rand(2, 3, 5, 6, generator=torch.Generator().manual_seed(0)))
+
+
+def rewards_picture(small: torch.Tensor) -> torch.Tensor:
+    """Smooth pictures in 8 bit."""
+    large = torch.nn.functional.interpolate(small, (40, 48), mode="bicubic").clamp(0, 1)
+    return (large * 255).round() / 255
+
+
+def references(folder: Path, *images: torch.Tensor) -> dict[str, list[str]]:
+    for i, picture in enumerate(images):
+        genrl_rewards.to_pil(picture[None])[0].save(folder / f"{i}.png")
+    return {"reference_image": [str(folder / f"{i}.png") for i in range(len(images))]}
+
+
+def by_definition(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Equation 13 of the paper with its Gaussian window (11 pixels, spread 1.5), borders mirrored."""
+    steps = torch.arange(11, dtype=torch.float64) - 5
+    line = torch.exp(-(steps**2) / (2 * 1.5**2))
+    window = (line[:, None] * line[None] / line.sum() ** 2)[None, None]
+
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(
+            torch.nn.functional.pad(x.double()[None], [5] * 4, mode="reflect")[0][:, None], window
+        )
+
+    ma, mb = mean(a), mean(b)
+    va, vb, cov = mean(a * a) - ma**2, mean(b * b) - mb**2, mean(a * b) - ma * mb
+    c1, c2 = 0.01**2, 0.03**2
+    return (((2 * ma * mb + c1) * (2 * cov + c2)) / ((ma**2 + mb**2 + c1) * (va + vb + c2))).mean().item()
+
+
+def test_ssim_is_its_definition(images: torch.Tensor, tmp_path: Path) -> None:
+    noisy = (images + 0.1 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))).clamp(0, 1)
+    reward = genrl_rewards.load("similarity")
+    scores = scored(reward, images=noisy, prompts=["", ""], columns=references(tmp_path, *images))
+    for i in range(2):
+        assert scores.values[i] == pytest.approx(by_definition(noisy[i], images[i]), abs=1e-4)
+    same = genrl_rewards.score(reward, images=images, prompts=["", ""], columns=references(tmp_path, *images)).values
+    assert same == pytest.approx([1, 1], abs=1e-5) and max(scores.values) < 0.9
+
+
+def test_sizes_videos_and_gradients(images: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward, columns = genrl_rewards.load("similarity"), references(tmp_path, *images)
+    Image.open(columns["reference_image"][0]).resize((96, 80), Image.Resampling.BICUBIC).save(tmp_path / "large.png")
+
+    def score(shown: torch.Tensor, name: str = "0.png") -> float:
+        given = {"reference_image": [str(tmp_path / name)]}
+        return genrl_rewards.score(reward, images=shown[None], prompts=[""], columns=given).values[0]
+
+    assert score(images[0], "large.png") > 0.97
+    assert score(images) == pytest.approx((score(images[0]) + score(images[1])) / 2, abs=1e-5)
+    leaf = images.flip(0).clone().requires_grad_()
+    genrl_rewards.score_with_gradients(reward, images=leaf, prompts=["", ""], columns=columns).sum().backward()
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    monkeypatch.setattr(torchvision_compat, "ensure", lambda: "absent")
+    refused("the metric 'lpips' needs torchvision", "similarity", {"metric": "lpips"})
+    refused("unknown metric 'sssim'. Did you mean 'ssim'", "similarity", {"metric": "sssim"})

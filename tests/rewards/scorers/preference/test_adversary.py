@@ -1,7 +1,5 @@
 """Rewards that are trained beside the model: the three built-in ones, and what is refused as one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 import genrl_rewards
-from genrl.objectives.forward.adversarial import adversary_loss
+from genrl.objectives.preferences import adversary_loss
 from genrl_rewards.models.pixels import normalise
 from genrl_rewards.scorers.pictures.dino import MEAN, STD, DinoFeatures
 from genrl_rewards.scorers.preference.adversary import (
@@ -22,6 +20,7 @@ from genrl_rewards.scorers.preference.adversary import (
     unit_scale,
 )
 from tests.reference.adv_grpo import adversarial_reward
+from tests.rewards.asking import assert_gradients_agree
 from tests.rewards.tiny_clip import save_tiny_clip
 
 from transformers import Dinov2Config, Dinov2Model, DINOv3ViTConfig, DINOv3ViTModel  # isort: skip
@@ -49,13 +48,9 @@ def pictures(seed: int, count: int = 3) -> torch.Tensor:
 
 @pytest.fixture(params=["dino_adversary", "dino_layers_adversary", "pickscore_adversary"])
 def build(request: pytest.FixtureRequest, dino: str, clip: str) -> Callable[[], Any]:
-    if request.param == "dino_adversary":
-        return lambda: genrl_rewards.load("dino_adversary", {"model": dino, "size": 32, "hidden": 8})
-    if request.param == "dino_layers_adversary":
-        return lambda: genrl_rewards.load(
-            "dino_layers_adversary", {"model": dino, "size": 32, "hidden": 8, "layers": [0, 1], "temperature": 2.0}
-        )
-    return lambda: genrl_rewards.load("pickscore_adversary", {"model": clip})
+    args = {"model": clip} if request.param == "pickscore_adversary" else {"model": dino, "size": 32, "hidden": 8}
+    args |= {"layers": [0, 1], "temperature": 2.0} if request.param == "dino_layers_adversary" else {}
+    return lambda: genrl_rewards.load(request.param, args)
 
 
 def loss_of(reward: Any, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
@@ -98,18 +93,12 @@ def test_scores_and_logits_are_of_the_same_features_in_8_bit(dino: str) -> None:
     reward = DinoAdversary(dino, size=32, hidden=8)
     images = pictures(3)
     rounded = (images * 255).round() / 255
-    assert genrl_rewards.score(reward, images=images, prompts=PROMPTS) == genrl_rewards.score(
-        reward, images=rounded, prompts=PROMPTS
-    )
+    scores = genrl_rewards.score(reward, images=images, prompts=PROMPTS)
+    assert scores == genrl_rewards.score(reward, images=rounded, prompts=PROMPTS)
     with torch.no_grad():
         whole, patches = reward.logits(rounded, PROMPTS)
-    expected = adversarial_reward(whole, patches, patch_weight=0.3)
-    assert genrl_rewards.score(reward, images=images, prompts=PROMPTS).values == pytest.approx(
-        expected.tolist(), abs=1e-6
-    )
-    leaf = images.clone().requires_grad_()
-    genrl_rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS).sum().backward()
-    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    assert scores.values == pytest.approx(adversarial_reward(whole, patches, patch_weight=0.3).tolist(), abs=1e-6)
+    assert_gradients_agree(reward, images, PROMPTS, within=0.02)
 
 
 @pytest.mark.parametrize("layers", [[1], [0, 1]])
@@ -117,9 +106,7 @@ def test_layers_by_hand(dino: str, layers: list[int]) -> None:
     """A head per block on its patches without any norm; the best three of sixteen patches; their mean over blocks."""
     reward = DinoLayersAdversary(dino, layers=layers, size=32, hidden=8)
     images = pictures(4)
-    leaf = images.clone().requires_grad_()
-    genrl_rewards.score_with_gradients(reward, images=leaf, prompts=PROMPTS).sum().backward()
-    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    assert_gradients_agree(reward, images, PROMPTS, within=0.02)
     model = Dinov2Model.from_pretrained(dino).eval()
     found: list[torch.Tensor] = []
     for block in model.encoder.layer:
@@ -151,10 +138,8 @@ def test_the_papers_size_unless_told_otherwise(tmp_path: Path, patch: int, size:
 
 
 def test_the_preference_is_of_logit_scale_times_cosine(clip: str) -> None:
-    frozen, reward = (
-        genrl_rewards.load("pickscore", {"model": clip, "processor": clip}),
-        PickScoreAdversary(clip, layers=2),
-    )
+    reward = PickScoreAdversary(clip, layers=2)
+    frozen = genrl_rewards.load("pickscore", {"model": clip, "processor": clip})
     scores = genrl_rewards.score(frozen, images=pictures(1), prompts=PROMPTS).values
     assert genrl_rewards.score(reward, images=pictures(1), prompts=PROMPTS).values == scores
     with torch.no_grad():
@@ -187,7 +172,7 @@ class Whole:
         self.scale.data.copy_(state["scale"])
 
 
-def test_what_is_no_trainable_reward_is_told_why() -> None:
+def test_what_is_no_trainable_reward_is_told_why(tmp_path: Path) -> None:
     check_trainable(Whole())
     lacking = type("Lacking", (Whole,), {"state_dict": None})
     with pytest.raises(ValueError, match="'Lacking' has logits.*but no state_dict"):
@@ -198,27 +183,21 @@ def test_what_is_no_trainable_reward_is_told_why() -> None:
         check_trainable(type("Fixed", (Whole,), {"parameters": lambda self: []})())
     with pytest.raises(ValueError, match="must not depend on other samples"):
         check_trainable(type("Grouped", (Whole,), {"__call__": lambda self, images, group: images})())
+    file = tmp_path / "own.py"
+    file.write_text("class Own:\n    def __call__(self, images): ...\n    def logits(self, images, prompts): ...\n")
+    names = [f"{file}:Own", "dino_adversary", "dino_layers_adversary", "pickscore_adversary"]
+    assert all(genrl_rewards.declaration(genrl_rewards.resolve(name)).trainable for name in names)
+    assert not genrl_rewards.declaration(genrl_rewards.resolve("pickscore")).trainable
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "words"),
-    [
+def test_arguments_that_do_not_fit(dino: str, clip: str) -> None:
+    for kind, args, words in (
         (DinoAdversary, {"size": 32, "loss": "hinges"}, "unknown loss 'hinges'. Did you mean 'hinge'"),
         (DinoLayersAdversary, {"layers": [2, 5], "size": 32}, r"layers \[2, 5\]; use one or more of 0 to 1"),
         (DinoLayersAdversary, {"layers": [], "size": 32}, r"layers \[\]"),
         (DinoLayersAdversary, {"layers": [0], "size": 32, "temperature": 0}, "temperature 0; use more than 0"),
         (PickScoreAdversary, {"layers": 3}, "3 of 2 vision layers; use 1 to 2"),
         (PickScoreAdversary, {"scale": "raws"}, "unknown scale 'raws'. Did you mean 'raw'"),
-    ],
-)
-def test_arguments_that_do_not_fit(dino: str, clip: str, kind: type, args: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        kind(clip if kind is PickScoreAdversary else dino, **args)
-
-
-def test_a_trainable_reward_is_known_by_its_source(tmp_path: Path) -> None:
-    file = tmp_path / "own.py"
-    file.write_text("class Own:\n    def __call__(self, images): ...\n    def logits(self, images, prompts): ...\n")
-    names = [f"{file}:Own", "dino_adversary", "dino_layers_adversary", "pickscore_adversary"]
-    assert all(genrl_rewards.declaration(genrl_rewards.resolve(name)).trainable for name in names)
-    assert not genrl_rewards.declaration(genrl_rewards.resolve("pickscore")).trainable
+    ):
+        with pytest.raises(ValueError, match=words):
+            kind(clip if kind is PickScoreAdversary else dino, **args)

@@ -1,12 +1,11 @@
 """The aesthetic predictor's head against golden numbers, and the whole reward on a small CLIP."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +18,6 @@ from genrl_rewards.scorers.preference.clap import resampled, segments
 from genrl_rewards.scorers.texts.tunes import louder
 from tests.rewards.tiny_clap import RATE, SECONDS, save_tiny_clap
 from tests.rewards.tiny_clip import save_tiny_clip
-
-Golden = Callable[[str], np.lib.npyio.NpzFile]
 
 
 def golden_weights(seed: int, dims: np.ndarray) -> dict[str, torch.Tensor]:
@@ -35,7 +32,7 @@ def golden_weights(seed: int, dims: np.ndarray) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
-def test_the_head_equals_the_golden_scores(golden: Golden, dtype: torch.dtype, tolerance: float) -> None:
+def test_the_head_equals_the_golden_scores(golden: Callable[[str], Any], dtype: torch.dtype, tolerance: float) -> None:
     data = golden("rewards_aesthetic_head")
     width = int(data["dims"][0])
     head = Head(width).to(dtype).eval()
@@ -63,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: Any, tmp_path: Path) -> None:
     with caplog.at_level(logging.INFO):
         reward = genrl_rewards.load("aesthetic", {"model": str(folder), "head": str(folder)})
     digest = hashlib.sha256((folder / "sac+logos+ava1-l14-linearMSE.pth").read_bytes()).hexdigest()
@@ -74,9 +71,6 @@ def test_the_reward_is_the_head_on_the_unit_embedding(folder: Path, caplog: pyte
         embeds = reward.scorer.embed_images(images)
         head = load_head(str(folder / "sac+logos+ava1-l14-linearMSE.pth"), 16)
         assert scores == pytest.approx(head(embeds / embeds.norm(dim=1, keepdim=True)).tolist(), abs=1e-6)
-
-
-def test_a_head_for_another_clip_is_refused(folder: Path, tmp_path: Path) -> None:
     torch.save(Head(768).state_dict(), tmp_path / "aesthetic-model.pth")
     with pytest.raises(ValueError, match="another architecture: it has in another shape 1 weights .layers.0.weight"):
         genrl_rewards.load("aesthetic", {"model": str(folder), "head": str(tmp_path)})
@@ -85,8 +79,6 @@ def test_a_head_for_another_clip_is_refused(folder: Path, tmp_path: Path) -> Non
 
 
 # -- CLAP on sounds, from a random checkpoint in the true format, and the sounds that it is given
-
-
 @pytest.fixture(scope="module")
 def clap(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_clap(tmp_path_factory.mktemp("clap")))
@@ -96,42 +88,30 @@ def tone(hertz: float, seconds: float, rate: int) -> torch.Tensor:
     return torch.sin(2 * math.pi * hertz * torch.arange(round(seconds * rate)) / rate)
 
 
-class TestClap:
-    def test_the_cosine_is_that_of_transformers(self, clap: str) -> None:
-        reward = genrl_rewards.load("clap", {"model": clap})
-        sounds, prompts = [tone(100, SECONDS, RATE), tone(40, 1, RATE)], ["low", "a very high tune"]
-        scores = reward(sounds, [RATE] * 2, prompts)
-        model, words = transformers.ClapModel.from_pretrained(clap), transformers.ClapProcessor.from_pretrained(clap)
-        told = words(
-            text=prompts, audio=[s.numpy() for s in sounds], sampling_rate=RATE, padding=True, return_tensors="pt"
-        )
-        with torch.no_grad():
-            found = model(**told)
-        wanted = (found.audio_embeds * found.text_embeds).sum(1)
-        assert torch.allclose(torch.tensor(scores), wanted, atol=1e-5)
-
-    def test_a_long_sound_is_heard_in_three_places_and_always_the_same(self, clap: str) -> None:
-        reward = genrl_rewards.load("clap", {"model": clap})
-        long = torch.cat([tone(hertz, SECONDS, RATE) for hertz in (30, 90, 270)])
-        parts = reward(list(long.split(SECONDS * RATE)), [RATE] * 3, ["low"] * 3)
-        whole = [reward([long], [RATE], ["low"])[0] for _ in range(2)]
-        assert whole[0] == whole[1] == pytest.approx(float(np.mean(parts)), abs=1e-5)
-
-    def test_stereo_and_another_rate(self, clap: str) -> None:
-        reward = genrl_rewards.load("clap", {"model": clap})
-        alone = reward([tone(100, SECONDS, RATE)], [RATE], ["low"])
-        twice = reward([tone(100, SECONDS, 2 * RATE).expand(2, -1)], [2 * RATE], ["low"])
-        assert twice == pytest.approx(alone, abs=1e-3)
-        assert [part[0].item() for part in segments(torch.arange(100), 20)] == [0, 40, 80]
-        assert len(segments(torch.arange(20), 20)) == 1
+def test_clap_is_the_cosine_of_transformers_of_three_places_of_a_sound(clap: str) -> None:
+    reward = genrl_rewards.load("clap", {"model": clap})
+    sounds, prompts = [tone(100, SECONDS, RATE), tone(40, 1, RATE)], ["low", "a very high tune"]
+    scores = reward(sounds, [RATE] * 2, prompts)
+    model, words = transformers.ClapModel.from_pretrained(clap), transformers.ClapProcessor.from_pretrained(clap)
+    heard = [sound.numpy() for sound in sounds]
+    with torch.no_grad():
+        found = model(**words(text=prompts, audio=heard, sampling_rate=RATE, padding=True, return_tensors="pt"))
+    assert torch.allclose(torch.tensor(scores), (found.audio_embeds * found.text_embeds).sum(1), atol=1e-5)
+    long = torch.cat([tone(hertz, SECONDS, RATE) for hertz in (30, 90, 270)])
+    parts = reward(list(long.split(SECONDS * RATE)), [RATE] * 3, ["low"] * 3)
+    whole = [reward([long], [RATE], ["low"])[0] for _ in range(2)]
+    assert whole[0] == whole[1] == pytest.approx(float(np.mean(parts)), abs=1e-5)
+    assert [part[0].item() for part in segments(torch.arange(100), 20)] == [0, 40, 80]
+    assert len(segments(torch.arange(20), 20)) == 1
 
 
-def test_a_tone_at_another_rate_is_the_same_tone() -> None:
+def test_stereo_another_rate_and_a_tune_that_gets_louder(clap: str) -> None:
+    reward = genrl_rewards.load("clap", {"model": clap})
+    alone = reward([tone(100, SECONDS, RATE)], [RATE], ["low"])
+    twice = reward([tone(100, SECONDS, 2 * RATE).expand(2, -1)], [2 * RATE], ["low"])
+    assert twice == pytest.approx(alone, abs=1e-3)
     assert torch.allclose(resampled(tone(50, 2, 800), 800, 1200), tone(50, 2, 1200), atol=1e-3)
     assert resampled(tone(500, 2, 1200), 1200, 800).abs().max() < 1e-3  # above half the lower rate
-
-
-def test_louder_is_a_correlation_with_time() -> None:
     notes = torch.ones(9, 80)
     steps = torch.arange(1.0, 10.0)[:, None]
     sounds = [(notes * steps).flatten(), (notes * steps.flip(0)).flatten(), notes.flatten()]

@@ -1,11 +1,10 @@
 """CLIPScore and PickScore: formulas against golden numbers, loaders on tiny checkpoints in the true format."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +13,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import genrl_rewards
+from genrl.playground import shapes as world
 from genrl_rewards.models.clip_model import ClipScorer, cosine
+from genrl_rewards.scorers.objects.shapes import Group
 from genrl_rewards.scorers.preference.clipscore import clipscore
 from genrl_rewards.scorers.preference.imagereward import MEAN, STD, TOKENS, prepare
 from genrl_rewards.scorers.preference.pickscore import pickscore
 from tests.rewards import tiny_blip
+from tests.rewards.asking import refused
 from tests.rewards.tiny_clip import SIDE, save_tiny_clip
 
 PROMPTS = ["a red circle", "two blue stars and a square", "a red circle"]
@@ -34,12 +36,8 @@ def images() -> torch.Tensor:
     return torch.rand(3, 3, 40, 24, generator=torch.Generator().manual_seed(0))
 
 
-Golden = Callable[[str], np.lib.npyio.NpzFile]
-
-
-@pytest.mark.parametrize(
-    ("scale", "column"),
-    [
+def test_scales_equal_the_golden_columns(golden: Callable[[str], Any]) -> None:
+    for scale, column in (
         ("cosine", "cosine"),
         ("cosine", "clip_logits_over_100"),
         ("over_30", "clip_logits_over_30"),
@@ -49,16 +47,14 @@ Golden = Callable[[str], np.lib.npyio.NpzFile]
         ("raw", "pickscore_raw"),
         ("minus_18_over_8", "pickscore_mixgrpo"),
         ("cosine", "pickscore_dancegrpo"),
-    ],
-)
-def test_scales_equal_the_golden_columns(golden: Golden, scale: str, column: str) -> None:
-    data = golden("rewards_clip_family")
-    cos = cosine(torch.from_numpy(data["image_embeds"]), torch.from_numpy(data["text_embeds"]))
-    own = pickscore(cos, math.exp(data["logit_scale"]), scale) if "pick" in column else clipscore(cos, scale)
-    np.testing.assert_allclose(own, data[column], rtol=0, atol=1e-9)
+    ):
+        data = golden("rewards_clip_family")
+        cos = cosine(torch.from_numpy(data["image_embeds"]), torch.from_numpy(data["text_embeds"]))
+        own = pickscore(cos, math.exp(data["logit_scale"]), scale) if "pick" in column else clipscore(cos, scale)
+        np.testing.assert_allclose(own, data[column], rtol=0, atol=1e-9)
 
 
-def test_preprocessing_equals_the_golden_pixels(golden: Golden, checkpoint: Path) -> None:
+def test_preprocessing_equals_the_golden_pixels(golden: Callable[[str], Any], checkpoint: Path) -> None:
     data = golden("rewards_preprocess")
     processor = ClipScorer(str(checkpoint), str(checkpoint), "cpu").image_processor
     names = [name for name in data.files if name.endswith(f"_clip_pil_{SIDE}")]
@@ -81,13 +77,9 @@ def test_scores_agree_with_the_models_own_forward(checkpoint: Path, images: torc
     assert scores == pytest.approx(own.logits_per_image.diag().tolist(), abs=1e-5)
     assert np.ptp(scores) > 0.01, "three different pairs should not score the same"
 
-
-def test_defaults_and_scales_of_the_two_rewards(checkpoint: Path, images: torch.Tensor) -> None:
     def values(name: str, **args: str) -> np.ndarray:
-        paths = {"model": str(checkpoint), "processor": str(checkpoint)}
-        return np.array(
-            genrl_rewards.score(genrl_rewards.load(name, paths | args), images=images, prompts=PROMPTS).values
-        )
+        made = genrl_rewards.load(name, {"model": str(checkpoint), "processor": str(checkpoint)} | args)
+        return np.array(genrl_rewards.score(made, images=images, prompts=PROMPTS).values)
 
     cos, raw = values("clipscore"), values("pickscore", scale="raw")
     assert np.allclose(values("clipscore", scale="cosine"), cos)
@@ -96,9 +88,7 @@ def test_defaults_and_scales_of_the_two_rewards(checkpoint: Path, images: torch.
     assert np.allclose(raw / cos, math.exp(2.6592), rtol=1e-4), "a new CLIPModel's logit scale"
 
 
-def test_long_prompts_are_cut_and_the_pillow_backend_is_said(
-    checkpoint: Path, images: torch.Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_prompts_are_cut_and_the_pillow_backend_is_said(checkpoint: Path, images: Any, caplog: Any) -> None:
     with caplog.at_level(logging.INFO, logger="genrl_rewards.models.clip_model"):
         reward = genrl_rewards.load("clipscore", {"model": str(checkpoint)})
     assert "CLIPImageProcessorPil" in caplog.text and str(checkpoint) in caplog.text
@@ -107,33 +97,26 @@ def test_long_prompts_are_cut_and_the_pillow_backend_is_said(
     assert torch.equal(texts[0], texts[1])
 
 
-@pytest.mark.parametrize("name", ["clipscore", "pickscore"])
-def test_an_unknown_scale_is_refused_before_anything_is_loaded(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: unknown scale 'cosin'. Did you mean 'cosine'"):
-        genrl_rewards.load(name, {"model": "no/such-model", "scale": "cosin"})
-
-
 def test_a_checkpoint_of_another_architecture_or_without_weights_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    def refused(words: str, model: str = str(tmp_path)) -> None:
-        with pytest.raises(ValueError, match=words):
-            genrl_rewards.load("clipscore", {"model": model, "processor": str(checkpoint)})
+    def other(words: str, model: str = str(tmp_path)) -> None:
+        refused(words, "clipscore", {"model": model, "processor": str(checkpoint)})
 
-    refused("clipscore: .* has no config.json. It holds nothing: the folder is empty")
+    for name in ("clipscore", "pickscore"):  # before anything is loaded
+        refused(f"{name}: unknown scale 'cosin'. Did you mean 'cosine'", name, {"model": "no/such", "scale": "cosin"})
+    other("clipscore: .* has no config.json. It holds nothing: the folder is empty")
     (tmp_path / "config.json").write_text('{"model_type": "siglip"}')
-    refused("is a 'siglip' model; this reward needs 'clip'")
+    other("is a 'siglip' model; this reward needs 'clip'")
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     held = load_file(checkpoint / "model.safetensors")
     del held["visual_projection.weight"]
     save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    refused("lacks 1 weights of CLIPModel .visual_projection.weight")
-    refused("there is no folder './nowhere'", "./nowhere")
-    refused("is not a folder here, and its file 'config.json' is neither in the hub's cache", "no-such-user/no-such")
+    other("lacks 1 weights of CLIPModel .visual_projection.weight")
+    other("there is no folder './nowhere'", "./nowhere")
+    other("is not a folder here, and its file 'config.json' is neither in the hub's cache", "no-such-user/no-such")
 
 
 # -- ImageReward: transformers' BLIP with the published weights' names against the published equations
-
-
-PROMPTS_IMAGEREWARD = ["red circles", "a b c"]
+RED = ["red circles", "a b c"]
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +131,8 @@ def reward(folder: Path) -> genrl_rewards.Reward:
 
 def test_scores_follow_the_published_equations(reward: genrl_rewards.Reward) -> None:
     images = torch.rand(2, 3, 41, 33, generator=torch.Generator().manual_seed(3))
-    scores = genrl_rewards.score(reward, images=images, prompts=PROMPTS_IMAGEREWARD)
-    text = reward.tokenizer(
-        PROMPTS_IMAGEREWARD, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
-    )
+    scores = genrl_rewards.score(reward, images=images, prompts=RED)
+    text = reward.tokenizer(RED, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
     raw = tiny_blip.reference_score(tiny_blip.weights(), prepare(images, 32), text.input_ids, text.attention_mask)
     assert scores.values == pytest.approx(((raw - MEAN) / STD).tolist(), abs=1e-4)
     same = images[:1].repeat(3, 1, 1, 1)
@@ -164,16 +145,60 @@ def test_scores_follow_the_published_equations(reward: genrl_rewards.Reward) -> 
 
 
 def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: Path) -> None:
-    def refused(words: str, model: str = str(tmp_path)) -> None:
-        with pytest.raises(ValueError, match=words):
-            genrl_rewards.load("imagereward", {"model": model, "tokenizer": str(folder)})
+    def other(words: str, model: str = str(tmp_path)) -> None:
+        refused(words, "imagereward", {"model": model, "tokenizer": str(folder)})
 
-    refused("imagereward: .* has no ImageReward.safetensors or ImageReward.pt.*empty")
-    refused("there is no folder 'nowhere'", "nowhere")
+    other("imagereward: .* has no ImageReward.safetensors or ImageReward.pt.*empty")
+    other("there is no folder 'nowhere'", "nowhere")
     (tmp_path / "med_config.json").write_text((folder / "med_config.json").read_text())
     torch.save({"layers.0.weight": torch.zeros(1024, 768)}, tmp_path / "ImageReward.pt")
-    refused("is not an ImageReward")
+    other("is not an ImageReward")
     held = tiny_blip.weights()
     del held["blip.text_encoder.encoder.layer.1.crossattention.self.key.weight"]
     torch.save(held, tmp_path / "ImageReward.pt")
-    refused("another architecture: it lacks 1 weights .*crossattention.self.key")
+    other("another architecture: it lacks 1 weights .*crossattention.self.key")
+
+
+# -- The embedded CLIP: right about right and wrong pictures, whole and in the cells of a grid
+FOLDER = Path(__file__).parents[4] / "assets" / "tiny-clip"
+
+
+def picture(*groups: Group, relation: str | None = None) -> torch.Tensor:
+    things = world.place(np.random.default_rng(3), groups, relation)
+    drawn = world.draw(world.Scene("two", things, groups, relation))
+    return torch.from_numpy(drawn).permute(2, 0, 1)[None].float() / 255
+
+
+def test_right_pictures_score_above_wrong_ones() -> None:
+    reward = genrl_rewards.load("clipscore", {"model": str(FOLDER)})
+    shown = picture(Group(2, "red", "circle"), Group(1, "blue", "square"))
+    right = "two red circles and a blue square"
+    wrong = ["a red circle and a blue square", "two green circles and a blue square", "two red stars and a blue square",
+             "two blue circles and a red square", "three purple stars", 'a red sign that says "LAMP"']  # fmt: skip
+    scores = genrl_rewards.score(reward, images=shown.repeat(7, 1, 1, 1), prompts=[right, *wrong]).values
+    assert scores[0] > max(scores[1:])
+    beside = picture(Group(1, "red", "star"), Group(1, "blue", "circle"), relation="to the left of")
+    texts = [f"a red star {relation} a blue circle" for relation in ("to the left of", "to the right of", "above")]
+    left, *others = genrl_rewards.score(reward, images=beside.repeat(3, 1, 1, 1), prompts=texts).values
+    assert left > max(others)
+
+
+def test_the_cells_of_a_grid_are_compared_with_their_own_parts() -> None:
+    red, blue = picture(Group(2, "red", "circle")), picture(Group(1, "blue", "square"))
+    grid = torch.cat([red, blue], dim=-1)
+    reward = genrl_rewards.load("clip_grid", {"model": str(FOLDER), "grid": "1x2"})
+    parts = ["two red circles", "a blue square"]
+    prompts = [f"both of one style. [LEFT]: {parts[0]} [RIGHT]: {parts[1]}", f"[LEFT]:{parts[1]} [RIGHT]:{parts[0]}"]
+    right, swapped = genrl_rewards.score(reward, images=grid.repeat(2, 1, 1, 1), prompts=prompts).values
+    whole = genrl_rewards.load("clipscore", {"model": str(FOLDER)})
+    own = genrl_rewards.score(whole, images=torch.cat([red, blue]), prompts=parts).values
+    assert right == pytest.approx(sum(own) / 2, abs=1e-5) and right > swapped + 0.1
+    reward = genrl_rewards.load("clip_grid", {"model": str(FOLDER), "grid": "layout"})
+    assert genrl_rewards.needs(reward).columns == ("layout",)
+    grids = {"layout": ["1x2", "2x2"]}
+    images = picture(Group(2, "red", "circle")).repeat(2, 1, 1, 1)
+    found = genrl_rewards.score(reward, images=images, prompts=["a red circle", "two stars"], columns=grids)
+    assert not found.failures and all(map(math.isnan, found.values))
+    labels = "[TOP]-[LEFT]: a [TOP]-[RIGHT]: b"
+    found = genrl_rewards.score(reward, images=images, prompts=[labels, labels], columns=grids)
+    assert "2 x 2 cells, and the prompt has 2 parts" in found.failures[0].traceback

@@ -1,7 +1,5 @@
 """HPSv2: a checkpoint of open_clip, the authors' padding, the score."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -16,11 +14,11 @@ import genrl_rewards
 from genrl_rewards.models.clip_model import cosine
 from genrl_rewards.models.pixels import OPENAI_MEAN, OPENAI_STD, longest_side, normalise, pad_to, shortest_side
 from tests.rewards import tiny_open_clip
+from tests.rewards.asking import refused
 from tests.rewards.tiny_open_clip import open_clip
 
 from genrl_rewards.scorers.preference import hpsv2  # isort: skip
 
-Golden = Callable[[str], np.lib.npyio.NpzFile]
 PROMPTS = ["a red circle", "two “blue” stars"]
 
 
@@ -34,7 +32,7 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hpsv2, "ARCHITECTURE", tiny_open_clip.NAME)
 
 
-def test_preparation_equals_the_golden_geometry_and_pixels(golden: Golden) -> None:
+def test_preparation_equals_the_golden_geometry_and_pixels(golden: Callable[[str], Any]) -> None:
     data = golden("rewards_preprocess")
     for row in json.loads(str(data["geometry_json"])):
         height, width = row["height"], row["width"]
@@ -52,11 +50,10 @@ def test_preparation_equals_the_golden_geometry_and_pixels(golden: Golden) -> No
         np.testing.assert_allclose(pixels, data[name[0]], rtol=0, atol=1e-4)
 
 
-def test_scores_are_open_clips_own(folder: Path, golden: Golden) -> None:
+def test_scores_are_open_clips_own(folder: Path, golden: Callable[[str], Any]) -> None:
     images = torch.rand(2, 3, 30, 22, generator=torch.Generator().manual_seed(0))
-    scores = genrl_rewards.score(
-        genrl_rewards.load("hpsv2", {"model": str(folder)}), images=images, prompts=PROMPTS
-    ).values
+    reward = genrl_rewards.load("hpsv2", {"model": str(folder)})
+    scores = genrl_rewards.score(reward, images=images, prompts=PROMPTS).values
     clip = open_clip.create_model(tiny_open_clip.NAME, pretrained=str(folder / "HPS_v2.1_compressed.pt")).eval()
     levels = torch.from_numpy(genrl_rewards.to_uint8(images)).permute(0, 3, 1, 2) / 255
     with torch.no_grad():
@@ -76,17 +73,14 @@ def test_the_published_architecture_is_one_that_open_clip_has(monkeypatch: pytes
 
 
 def test_other_checkpoints_are_refused_before_any_work(tmp_path: Path) -> None:
-    def refused(words: str, **more: Any) -> None:
-        with pytest.raises(ValueError, match=words):
-            genrl_rewards.load("hpsv2", {"model": str(tmp_path), **more})
-
-    refused("hpsv2: unknown version '2.2'. Did you mean '2.1'", version=2.2)
-    refused("has no HPS_v2.1_compressed.safetensors or .*the folder is empty")
+    args = {"model": str(tmp_path)}
+    refused("hpsv2: unknown version '2.2'. Did you mean '2.1'", "hpsv2", args | {"version": 2.2})
+    refused("has no HPS_v2.1_compressed.safetensors or .*the folder is empty", "hpsv2", args)
     file = tmp_path / "HPS_v2.1_compressed.pt"
     torch.save({"layers.0.weight": torch.zeros(3)}, file)
-    refused("hpsv2: open_clip cannot load .*Missing key.*positional_embedding")
+    refused("hpsv2: open_clip cannot load .*Missing key.*positional_embedding", "hpsv2", args)
     tiny_open_clip.register(tmp_path)
     torch.save(tiny_open_clip.model().state_dict() | {"visual.attnpool.weight": torch.zeros(1)}, file)
-    refused("open_clip cannot load .*Unexpected key.*visual.attnpool.weight")
+    refused("open_clip cannot load .*Unexpected key.*visual.attnpool.weight", "hpsv2", args)
     torch.save({"state_dict": Path("a")}, file)
-    refused("open_clip cannot load .*Weights only load failed")
+    refused("open_clip cannot load .*Weights only load failed", "hpsv2", args)

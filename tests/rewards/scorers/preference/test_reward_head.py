@@ -1,7 +1,5 @@
 """HPSv3 and EditReward on small Qwen2-VLs with heads, saved under the names that the published files have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,12 +17,9 @@ INSTRUCTION = "Rate it.\nTextual prompt - {text_prompt}\n\n\n"
 PROMPTS = ["a red circle", "two <|Reward|> stars"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_pictures() -> None:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(reward_head, "PIXELS", 32 * 32)  # 200,704 pixels in patches of 4 would be 3,136 tokens
-    yield
-    patch.undo()
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_head, "PIXELS", 32 * 32)  # 200,704 pixels in patches of 4 would be 3,136 tokens
 
 
 def head(prefix: str, seed: int) -> dict[str, torch.Tensor]:
@@ -57,10 +52,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hpsv3")
-    save_file(
-        {k: v.contiguous() for k, v in (old_names(backbone()) | head("rm_head", 1)).items()},
-        folder / "HPSv3.safetensors",
-    )
+    held = old_names(backbone()) | head("rm_head", 1)
+    save_file({k: v.contiguous() for k, v in held.items()}, folder / "HPSv3.safetensors")
     return folder
 
 
@@ -74,18 +67,15 @@ def images() -> torch.Tensor:
     return torch.rand(2, 3, 40, 30, generator=torch.Generator().manual_seed(0))
 
 
-def by_hand(
-    pictures: list, text: str, weights: dict[str, torch.Tensor], prefix: str, rotary: bool = False
-) -> torch.Tensor:
+def by_hand(pictures: list, text: str, weights: dict, prefix: str, rotary: bool = False) -> torch.Tensor:
     """The head's output at the reward token, from a sequence put together here and positions 0, 1, 2..."""
     from transformers import Qwen2VLImageProcessorPil
 
     tokenizer = tiny_vlm.tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|Reward|>"]})
     seen = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=32 * 32, max_pixels=32 * 32)(pictures, return_tensors="pt")
-    shown = "".join(
-        f"<|vision_start|>{'<|image_pad|>' * (int(g.prod()) // 4)}<|vision_end|>" for g in seen["image_grid_thw"]
-    )
+    pads = ["<|image_pad|>" * (int(grid.prod()) // 4) for grid in seen["image_grid_thw"]]
+    shown = "".join(f"<|vision_start|>{pad}<|vision_end|>" for pad in pads)
     chat = f"<|im_start|>user\n{shown}{text}<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer(chat, return_tensors="pt")["input_ids"]
     kinds = (ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).long()
@@ -115,9 +105,7 @@ def test_hpsv3_is_the_heads_mean_at_the_reward_token(args: dict[str, str], image
     assert video == pytest.approx([sum(both) / 2], abs=1e-4)
 
 
-def test_editreward_is_the_mean_of_two_heads_with_their_own_texts(
-    base: Path, images: torch.Tensor, tmp_path: Path
-) -> None:
+def test_editreward_is_the_mean_of_two_heads_and_texts(base: Path, images: torch.Tensor, tmp_path: Path) -> None:
     heads = head("rm_heads.head_0", 2) | head("rm_heads.head_1", 3)
     named = {f"model.{name}": value for name, value in backbone().state_dict().items()}  # since transformers 4.52
     save_file({k: v.contiguous() for k, v in (named | heads).items()}, tmp_path / "model.safetensors")

@@ -1,7 +1,5 @@
 """Answers judged by models and rules: chosen frames, reasoning that fits its answer, a language model's yes."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,8 @@ from tests.golden_cases import Arrays
 from tests.rewards import chat_server, tiny_vlm
 
 import transformers  # isort: skip
-from genrl_rewards.scorers.texts.tool_use import (
-    conan,
-    conan_action,
-    conan_clue,
-    para_grpo,
-    tool_format,
-    tool_success,
-    vrag_rl,
-)
+from genrl_rewards.scorers.texts.tool_use import conan, conan_action, conan_clue, para_grpo  # isort: skip
+from genrl_rewards.scorers.texts.tool_use import tool_format, tool_success, vrag_rl  # isort: skip
 
 TEXTS = ["<think> i see 3 </think> <answer> 3 </answer>", "<think> i see 2 </think> <answer> 3 </answer>", "3"]
 CHAT = (
@@ -54,12 +45,15 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_frames_are_chosen_by_their_numbers() -> None:
+def test_frames_are_chosen_by_their_numbers_for_a_local_model_too(eyes: str) -> None:
     def chosen(answer: str) -> list[int]:
         return answerer.chosen_frames(f"<answer> {answer} </answer>", 4)
 
     assert [chosen(text) for text in ("2 3", "4, 1, 4", "5", "1.5", "none")] == [[1, 2], [0, 3], [], [], []]
     assert [answerer.spread(range(5), k) for k in (1, 2, 9)] == [[2], [1, 3], [0, 1, 2, 3, 4]]
+    reward = answerer.Answered(eyes, dtype="float32", tag="", max_tokens=2)
+    clip = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
+    assert reward(["<answer> 2 </answer>", ""], [clip] * 2, ["what ?"] * 2, ["no such answer"] * 2) == [0.0, 0.0]
 
 
 def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +63,6 @@ def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.Mon
         """Says the colour of the one picture that it is shown."""
 
         def to(self, device: str) -> None: ...
-
         def answers(self, questions: list[list[Any]], max_tokens: int) -> list[str]:
             asked.extend(questions)
             return [f"<answer> {'red' if q[0].getpixel((0, 0))[0] > 99 else 'blue'} </answer>" for q in questions]
@@ -86,12 +79,6 @@ def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.Mon
         answerer.Answered("some/model", shown=0)
 
 
-def test_a_local_model_answers_about_frames(eyes: str) -> None:
-    reward = answerer.Answered(eyes, dtype="float32", tag="", max_tokens=2)
-    clip = [Image.new("RGB", (56, 56), colour) for colour in ("red", "blue")]
-    assert reward(["<answer> 2 </answer>", ""], [clip] * 2, ["what ?"] * 2, ["no such answer"] * 2) == [0.0, 0.0]
-
-
 def test_reasoning_that_ends_in_its_answer_is_worth_more() -> None:
     """R1-Reward: accuracy (1 + .5 c) + .5 format."""
     reward = load_text("consistent", {})
@@ -106,16 +93,14 @@ def test_a_language_model_judges(lm: str, eyes: str) -> None:
     judge = answerer.TextJudge(lm, dtype="float32")
     scores = judge(["how many ?"] * 3, TEXTS)
     assert all(0 < value < 1 for value in scores) and len(set(scores)) == 3
-    assert scores == pytest.approx(
-        [judge(["how many ?"], [text])[0] for text in TEXTS], abs=1e-5
-    )  # padding is not read
+    alone = [judge(["how many ?"], [text])[0] for text in TEXTS]
+    assert scores == pytest.approx(alone, abs=1e-5)  # padding is not read
     assert isinstance(open_lm(lm, None, "float32", "cpu", "x"), LocalLM)
     assert 0 < answerer.TextJudge(eyes, dtype="float32")(["how many ?"], TEXTS[:1])[0] < 1  # one with eyes reads, too
     judged = answerer.Consistent(lm, dtype="float32")(["how many ?"] * 3, TEXTS, ["3"] * 3)
     assert set(judged[:2]) <= {1.0, 2.0} and judged[2] == 0.0
-    assert all(
-        math.isnan(value) for value in answerer.TextJudge(lm, mode="score", dtype="float32", max_tokens=2)([""], ["3"])
-    )
+    unread = answerer.TextJudge(lm, mode="score", dtype="float32", max_tokens=2)([""], ["3"])
+    assert all(map(math.isnan, unread))
 
 
 RUBRIC = [{"criterion": "It says three.", "points": 3}, {"criterion": "It is polite.", "points": 1},
@@ -130,7 +115,6 @@ def test_points_of_criteria_that_are_met_over_the_positive_ones(monkeypatch: pyt
             self.asked: list[str] = []
 
         def to(self, device: str) -> None: ...
-
         def yes_no(self, questions: list[list[str]]) -> list[Any]:
             self.asked += [question[0] for question in questions]
             said = [0.9 if "three" in q and ">\n3\n" in q else math.nan if "polite" in q else 0.2 + 0.7 * ("best" in q)
@@ -186,16 +170,12 @@ def test_questions_are_filled_in_for_a_server_too(tmp_path: Path) -> None:
 
 
 # -- Rewards of tool use, by hand
+LOOKED = "<think> i look closer </think> <bbox>[0,0,16,16]</bbox>\n"
+LOOKED += "<think> it is rows </think> <answer> rows </answer>\n"
 
 
-LOOKED = (
-    "<think> i look closer </think> <bbox>[0,0,16,16]</bbox>\n<think> it is rows </think> <answer> rows </answer>\n"
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "worth"),
-    [
+def test_the_form_is_paid_for_part_by_part() -> None:
+    for text, worth in (
         # .2 thought, .3 + .2 answer, (.4 closed + .3 flow) / 2, .3 thought before the call, .1 balance: above 1
         (LOOKED, 1.0),
         ("<think> i look closer </think> <answer> rows </answer>", 0.2 + 0.5 + 0.35 + 0.1),
@@ -206,13 +186,11 @@ LOOKED = (
         ("<bbox>[0,0,16,16]</bbox> <think> i look closer </think>", 0.2 + 0.2 + 0.1),  # thought after the call
         ("<think> i look closer </think> <bbox>here</bbox>", 0.2 + 0.2 + 0.1),  # no call that can be read
         ("", 0.0),
-    ],
-)
-def test_the_form_is_paid_for_part_by_part(text: str, worth: float) -> None:
-    assert tool_format(text) == pytest.approx(min(1.0, worth))
-    other = "<think> i look closer </think> <clip>[1,4]</clip>"  # a tool with a tag and numbers of its own
-    assert tool_format(other, call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3 + 0.1)
-    assert tool_format(other + " <clip>", call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3)
+    ):
+        assert tool_format(text) == pytest.approx(min(1.0, worth))
+        other = "<think> i look closer </think> <clip>[1,4]</clip>"  # a tool with a tag and numbers of its own
+        assert tool_format(other, call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3 + 0.1)
+        assert tool_format(other + " <clip>", call="clip", numbers=2) == pytest.approx(0.2 + 0.2 + 0.3)
 
 
 def test_a_tool_pays_when_it_is_read_executed_and_of_use() -> None:
@@ -221,32 +199,24 @@ def test_a_tool_pays_when_it_is_read_executed_and_of_use() -> None:
     assert tool_success(parsed=True, executed=True, accurate=False) == pytest.approx(0.3)
     assert tool_success(parsed=True, executed=True, accurate=True) == pytest.approx(0.8)
     assert para_grpo(1.0, 0.9, 0.8) == pytest.approx(2.7)
+    assert (
+        vrag_rl(1.0, 1.0, 0.5) == pytest.approx(0.7 + 0.1 + 0.1) and vrag_rl(1.0, 0.0, 1.0) == 0.0
+    )  # without the form
 
 
-def test_vrag_rl_pays_for_what_is_said_only_where_the_form_is_kept() -> None:
-    assert vrag_rl(1.0, 1.0, 0.5) == pytest.approx(0.7 + 0.1 + 0.1)
-    assert vrag_rl(1.0, 0.0, 1.0) == 0.0
-
-
-def test_conan_pays_for_frames_that_are_scored_rightly() -> None:
+def test_conan_pays_for_frames_scored_rightly_and_requests_that_bring_what_is_new() -> None:
     assert conan_clue([{0: 5, 2: 1, 4: 4, 6: 1}], {2, 4}) == pytest.approx(1 / 3)  # {0, 4} and {2, 4}
     assert conan_clue([{0: 3, 2: 1, 4: 2}], {0}) == 1.0  # none of 4: those of 3
     assert conan_clue([{0: 3, 2: 4}], {0}) == 0.0  # one of 4: the 3 does not count
     assert conan_clue([{0: 1, 2: 2}], {5}) == 1.0 and conan_clue([{0: 5}], {5}) == 0.0  # nothing relevant is shown
     assert conan_clue([{0: 5}, {1: 1, 2: 5}], {0, 1, 2}) == pytest.approx((1 + 0.5) / 2)
     assert conan_clue([], {0}) == 0.0
-
-
-def test_conan_pays_for_requests_that_bring_what_is_new() -> None:
     assert conan_action([({2, 3}, {3, 4, 5})], 0.2) == pytest.approx(1 / 3)
     assert conan_action([({2, 3}, {3, 4}), ({4}, {4})], 0.2) == pytest.approx((0.5 + 1) / 2)
     assert conan_action([({1}, set())], 0.2) == 0.0
     assert conan_action([], 0.2) == 0.2  # nothing was requested
     assert conan_action([(range(4), range(20))], 0.2) == 0.5  # at most eight are to be found
     assert conan_action([(range(12), range(20))], 0.2) == 1.0
-
-
-def test_conan_pays_for_evidence_where_the_answer_is_right() -> None:
     assert conan(1.0, 0.5, 0.25, formed=True) == pytest.approx(1 + 0.5 + 0.25 + 0.5)
     assert conan(0.4, 0.5, 0.25, formed=False) == pytest.approx(0.4 + 0.75)
-    assert conan(0.0, 1.0, 1.0, formed=True) == 0.5
+    assert conan(0.0, 1.0, 1.0, formed=True) == 0.5  # evidence is paid for where the answer is right

@@ -1,7 +1,5 @@
 """Expected answers: what is read as what, what is nothing, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

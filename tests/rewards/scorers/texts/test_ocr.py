@@ -1,7 +1,5 @@
 """The OCR reward: text scores against golden numbers, reading drawn words, the dense score, the traps."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import math
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from rapidfuzz.distance import Levenshtein
 
 import genrl_rewards
 from genrl.playground import shapes as world
@@ -26,11 +23,6 @@ from genrl_rewards.scorers.texts import ocr
 pytest.importorskip("rapidocr", reason="the extra is not installed: pip install 'genrl-diffusion[ocr]'")
 
 CAPITALS = string.ascii_uppercase
-
-
-@pytest.fixture
-def golden_text(golden_json: Callable[[str], Any]) -> dict[str, Any]:
-    return golden_json("rewards_ocr_text")
 
 
 @pytest.fixture(scope="module")
@@ -62,50 +54,30 @@ def signs(count: int, seed: int = 0) -> tuple[torch.Tensor, list[str]]:
     return tensor(*map(world.draw, scenes)), [world.caption(scene) for scene in scenes]
 
 
-@pytest.mark.parametrize("variant", ["ned_max", "exact", "ned_partial", "flow_grpo"])
-def test_text_scores_equal_the_golden_columns(golden_text: dict[str, Any], variant: str) -> None:
-    for case in golden_text["cases"]:
-        score = ocr.VARIANTS[variant](case["lines"], case["target"], "case_space")
-        assert score == pytest.approx(case[variant], abs=1e-12), case
-
-
-def test_contains_is_where_the_golden_score_gives_the_pass(golden_text: dict[str, Any]) -> None:
+def test_text_scores_and_targets_equal_the_golden_columns(golden_json: Callable[[str], Any]) -> None:
     """Flow-GRPO's score is 1 exactly where the target occurs: below that at least one letter is wrong."""
-    for case in golden_text["cases"]:
+    for case in golden_json("rewards_ocr_text")["cases"]:
+        for variant in ("ned_max", "exact", "ned_partial", "flow_grpo"):
+            score = ocr.VARIANTS[variant](case["lines"], case["target"], "case_space")
+            assert score == pytest.approx(case[variant], abs=1e-12), case
         score = ocr.contains(case["lines"], case["target"])
         assert score == (None if case["flow_grpo"] is None else float(case["flow_grpo"] == 1.0)), case
+    for case in golden_json("rewards_ocr_text")["prompt_targets"]:
+        assert ocr.quoted(case["prompt"]) == case["flow_grpo_target"], case
 
 
-def test_folding_equals_the_golden_case_sensitive_column(golden_text: dict[str, Any]) -> None:
-    """That column is 1 - min(d, len) / len with case and spaces counted; it is 1 exactly where nothing differs."""
-    for case in golden_text["cases"]:
-        if len(case["lines"]) == 1 and case["spatial_case_sensitive"] is not None:
-            assert ocr.exact(case["lines"], case["target"], "none") in (0.0, 1.0)
-            if case["lines"][0] == " ".join(case["lines"][0].split()):
-                same = ocr.exact(case["lines"], case["target"], "none") == 1.0
-                assert same == (case["spatial_case_sensitive"] == 1.0), case
-
-
-@pytest.mark.parametrize(
-    ("fold", "equal"),
-    [
+def test_folds_lose_just_the_named_differences() -> None:
+    for fold, equal in (
         ("case_space", ["OPEN late", "open late", "OPENLATE", "openlate"]),
         ("case", ["OPEN late", "open late"]),
         ("space", ["OPEN late", "OPENlate"]),
         ("none", ["OPEN late"]),
-    ],
-)
-def test_folds_lose_just_the_named_differences(fold: ocr.Fold, equal: list[str]) -> None:
-    texts = ["OPEN late", "open late", "OPENLATE", "openlate", "OPENlate"]
-    for text in texts:
-        lines = text.split(" ", 1)  # a new line counts as a space
-        assert (ocr.exact(lines, "OPEN late", fold) == 1.0) == (text in equal or (fold == "case_space"))
-        assert ocr.contains([f"x{text}x"], "OPEN late", fold) == ocr.exact([text], "OPEN late", fold)
-
-
-def test_targets_equal_the_golden_ones(golden_text: dict[str, Any]) -> None:
-    for case in golden_text["prompt_targets"]:
-        assert ocr.quoted(case["prompt"]) == case["flow_grpo_target"], case
+    ):
+        texts = ["OPEN late", "open late", "OPENLATE", "openlate", "OPENlate"]
+        for text in texts:
+            lines = text.split(" ", 1)  # a new line counts as a space
+            assert (ocr.exact(lines, "OPEN late", fold) == 1.0) == (text in equal or (fold == "case_space"))
+            assert ocr.contains([f"x{text}x"], "OPEN late", fold) == ocr.exact([text], "OPEN late", fold)
 
 
 def test_quotes_of_all_kinds_and_marks_of_inches() -> None:
@@ -135,26 +107,6 @@ def test_rows_are_read_before_a_run() -> None:
     assert "2 rows have no score: p.txt:2, p.txt:3" in found.lines()[1]
 
 
-def test_a_video_scores_the_mean_over_all_frames_as_in_the_golden_column(golden_text: dict[str, Any]) -> None:
-    """By Adv-GRPO's score of a frame (column no_substring): Flow-GRPO's where the target does not stand among more."""
-
-    def of_frame(lines: list[str], target: str) -> float:
-        wanted, read = (ocr.joined(text) for text in ([target], lines))
-        distance = Levenshtein.distance(read, wanted)
-        if wanted not in read:
-            assert ocr.flow_grpo(lines, target) == pytest.approx(1 - min(distance / len(wanted), 1), abs=1e-12)
-        return 1 - min(distance / len(wanted), 1)
-
-    for case in golden_text["cases"]:
-        if case["no_substring"] is not None:
-            assert of_frame(case["lines"], case["target"]) == pytest.approx(case["no_substring"], abs=1e-12), case
-    for case in golden_text["video"]:
-        scores = [of_frame(lines, case["target"]) for lines in case["frames"]]
-        some = [score for score in scores if score > 0]
-        assert sum(scores) / len(scores) == pytest.approx(case["mean_all_frames"], abs=1e-12)
-        assert sum(some) / max(len(some), 1) == pytest.approx(case["adv_grpo_drop_zero_frames"], abs=1e-12)
-
-
 def test_drawn_signs_are_read(quick: ocr.Ocr, detecting: ocr.Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a wrong word scores little."""
     images, prompts = signs(40)
@@ -166,17 +118,15 @@ def test_drawn_signs_are_read(quick: ocr.Ocr, detecting: ocr.Ocr, monkeypatch: p
     assert np.mean(found.parts["exact"]) >= 0.9
     for variant in (*ocr.VARIANTS, "ctc"):
         monkeypatch.setattr(quick, "variant", variant)
-        assert genrl_rewards.score(quick, images=images[:3], prompts=prompts[:3]).values == pytest.approx(
-            [1] * 3, abs=0.05
-        )
+        found = genrl_rewards.score(quick, images=images[:3], prompts=prompts[:3])
+        assert found.values == pytest.approx([1] * 3, abs=0.05)
 
 
 def test_prompts_columns_and_frames(quick: ocr.Ocr) -> None:
     """A prompt without a text has no score, a column may have the text, a video counts with all its frames."""
     images, prompts = signs(3)
-    scores = genrl_rewards.score(
-        quick, images=images, prompts=["two red circles", 'a sign that says ""', 'a sign "OPEN"']
-    )
+    some = ["two red circles", 'a sign that says ""', 'a sign "OPEN"']
+    scores = genrl_rewards.score(quick, images=images, prompts=some)
     assert [math.isnan(value) for value in scores.values] == [True, True, False]
     assert [math.isnan(value) for value in scores.parts["ctc"]] == [True, True, False]
     assert scores.unscored == 2 and scores.failed == 0
@@ -201,9 +151,6 @@ def test_several_lines_are_read_from_top_to_bottom(detecting: ocr.Ocr) -> None:
     picture.paste(written("BREAD", 128).crop((0, 20, 128, 90)), (0, 5))
     scores = genrl_rewards.score(detecting, images=tensor(picture), prompts=['"bread fresh"'])
     assert scores.parts["exact"] == [1.0] and scores.parts["ctc"][0] > 0.8
-
-
-def test_only_the_alphabet_and_the_asked_characters_can_be_read(detecting: ocr.Ocr) -> None:
     image = np.asarray(written("HEY!", 128))
     (line,) = detecting.read(image)
     assert line.text.startswith("hey") and set(line.text) <= set(string.ascii_lowercase)
@@ -245,9 +192,10 @@ def test_the_dense_score_sums_over_alignments() -> None:
     assert ocr.ctc([line], "c") == 0.0 and ocr.ctc([], "a") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
+def test_wrong_arguments_and_missing_engines_are_refused(monkeypatch: Any) -> None:
+    found, hidden = importlib.util.find_spec, ("pytesseract", "paddleocr")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
+    for args, words in (
         ({"variant": "ned"}, "ocr: unknown variant 'ned'. Did you mean 'ned_max'"),
         ({"crop": "whole"}, "ocr: unknown crop 'whole'. Known: detect, ink"),
         ({"alphabets": "ABC"}, "Did you mean 'alphabet'"),
@@ -256,15 +204,9 @@ def test_the_dense_score_sums_over_alignments() -> None:
         ({"engine": "tesseract", "variant": "ctc"}, "variant 'ctc' needs the probabilities that only 'rapidocr' gives"),
         ({"engine": "tesseract"}, r"needs 'pytesseract'.*pip install 'pytesseract"),
         ({"engine": "paddleocr"}, r"needs 'paddleocr'.*pip install 'paddleocr"),
-    ],
-)
-def test_wrong_arguments_and_missing_engines_are_refused(
-    args: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, hidden = importlib.util.find_spec, ("pytesseract", "paddleocr")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
-    with pytest.raises(ValueError, match=words):
-        genrl_rewards.load("ocr", args)
+    ):
+        with pytest.raises(ValueError, match=words):
+            genrl_rewards.load("ocr", args)
 
 
 def test_case_and_spaces_are_read_where_they_count() -> None:

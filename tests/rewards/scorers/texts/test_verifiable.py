@@ -1,9 +1,7 @@
 """Rules for written answers, and how text rewards are called."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +17,11 @@ def tagged(*texts: str) -> list[str]:
     return [f"<think> because </think> <answer> {text} </answer>" for text in texts]
 
 
-def test_the_answer_is_the_last_complete_tag() -> None:
+def test_the_answer_is_the_last_complete_tag_and_one_number() -> None:
     assert v.answer_in("<answer>1</answer> no, <answer> 2\n</answer> end") == "2"
     assert v.answer_in("<answer>1</answer> <answer>2") == "1"
     assert v.answer_in("<answer> <answer> 3 </answer>") == "3"
     assert v.answer_in("no tag") is None and v.answer_in(" all ", tag="") == "all"
-
-
-def test_one_number() -> None:
     ones = {"3": 3.0, "-1,234.5 kg": -1234.5, "about 3/4": 0.75, "1e-3": 0.001, "$ .5": 0.5, "x = 7.": 7.0}
     none = ("3 or 4", "1/0", "none", "2024-05-06")
     assert {text: number_in(text) for text in (*ones, *none)} == ones | dict.fromkeys(none)
@@ -50,38 +45,22 @@ def test_no_text_breaks_the_rules(text: str) -> None:
             assert score is not None and 0 <= score <= 1
 
 
-def test_exact_and_words() -> None:
+def test_texts_numbers_and_choices() -> None:
     assert v.exact([*tagged("Red  Cube"), "red cube"], ["red cube"] * 2) == [1.0, 0.0]
     assert v.exact(tagged("Red"), ["red"], ignore_case=False) == [0.0]
     assert v.exact(tagged("3"), [3]) == [1.0]  # a column of numbers
     assert v.exact(tagged("x"), [""]) == [None]
     assert v.words(tagged("the red cube", "", "a b c d e f"), ["the red ball"] * 3) == pytest.approx([2 / 3, 0.0, 0.0])
-
-
-def test_numbers_equal_in_digits_or_by_relative_error() -> None:
     assert v.numeric(tagged("3.14", "3.15", "two"), [3.1416] * 3) == [1.0, 0.0, 0.0]
     assert v.numeric(tagged("3.1416", "3.14"), [3.1416] * 2, decimals=None) == [1.0, 0.0]
     assert v.numeric(tagged("90", "250"), [100.0] * 2, relative=True) == pytest.approx([0.9, 0.0])
     with pytest.raises(ValueError, match="row 1: the expected answer is 'many', which is not one number"):
         v.numeric(tagged("3", "3"), ["3", "many"])
-
-
-def test_choices_are_letters_and_not_articles() -> None:
     completions = tagged("B", "(b)", "B: a cube", "A dog and a B", "A and B", "the second")
     assert v.choice(completions, ["B"] * 6) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert v.choice(tagged("A", "A, C", "A, B", "D", ""), ["A, C"] * 5, partial=True) == [0.5, 1.0, 0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="names no letter"):
         v.choice(tagged("A"), ["1"])
-
-
-BOX = st.lists(st.integers(0, 20), min_size=4, max_size=4).map(
-    lambda c: [min(c[0], c[2]), min(c[1], c[3]), max(c[0], c[2]) + 1, max(c[1], c[3]) + 1]
-)
-
-
-@given(BOX, BOX)
-def test_overlap_is_symmetric_and_one_for_the_same_box(first: list[int], second: list[int]) -> None:
-    assert v.iou_of(first, second) == v.iou_of(second, first) <= 1.0 == v.iou_of(first, first)
 
 
 def test_overlap_by_hand() -> None:
@@ -93,6 +72,8 @@ def test_overlap_by_hand() -> None:
     assert v.point_in_box(tagged("5, 5", "11, 5", "5"), [[0, 0, 10, 10]] * 3) == [1.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="a box has 4 numbers"):
         v.iou(tagged("1"), [[1, 2, 3]])
+    one, other = [0, 0, 10, 10], [5, 2, 15, 8]
+    assert v.iou_of(one, other) == v.iou_of(other, one) == pytest.approx(30 / 130) and v.iou_of(other, other) == 1.0
 
 
 def test_a_jigsaw_by_positions_and_by_neighbours() -> None:
@@ -121,31 +102,26 @@ def test_the_format() -> None:
     assert v.tag_format([*kept, *broken]) == [1.0] * 3 + [0.0] * 7
 
 
-def test_the_majority_of_each_group() -> None:
+def test_the_majority_and_the_diversity_of_each_group() -> None:
     completions = [*tagged("3", "4", "3 "), "no answer", *tagged("x", "Y")]
     assert v.majority(completions, [0, 0, 0, 0, 1, 1]) == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+    completions = [*tagged("a", "b", "c", "A", "x", "x"), "none", *tagged("y")]
+    scores = v.diversity(completions, [0, 0, 0, 1, 2, 2, 2, 3])
+    assert scores == [pytest.approx(1.0)] * 3 + [None, 0.0, 0.0, None, None]
+    three = v.diversity(tagged("a", "a", "a", "b"), [0] * 4)[0]
+    assert three == pytest.approx((0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4))
 
 
 # --- calling them
-
-
-def test_functions_of_trl_run_as_they_are() -> None:
-    def accuracy_reward(completions, solution, **kwargs):
-        assert kwargs.keys() == {"prompts", "level"}
+def test_functions_of_trl_run_as_they_are_their_defaults_get_their_column_and_an_option_of_ours_stays_one() -> None:
+    def accuracy_reward(completions, answer, **kwargs):
+        assert kwargs.keys() == {"prompts", "tag"}
         contents = [completion[0]["content"] for completion in completions]
-        return [1.0 if a == b else None for a, b in zip(contents, solution, strict=True)]
+        return [1.0 if a == b else None for a, b in zip(contents, answer, strict=True)]
 
     def length_reward(completion_ids, **kwargs):
         return [float(len(ids)) for ids in completion_ids]
 
-    row = {"prompts": ["p", "p"], "completions": ["x", "y"]}
-    columns = {"solution": ["x", "x"], "level": [1, 2]}
-    scores = score_completions(accuracy_reward, **row, columns=columns, conversational=True)
-    assert scores.values[0] == 1.0 and math.isnan(scores.values[1])
-    assert score_completions(length_reward, **row, completion_ids=[[1, 2], [3]]).values == [2, 1]
-
-
-def test_a_default_of_trl_gets_its_column_and_an_option_of_ours_stays_one() -> None:
     def accuracy(completions, answer=None, **kwargs):
         return [float(one[0]["content"] == wanted) for one, wanted in zip(completions, answer, strict=True)]
 
@@ -156,6 +132,9 @@ def test_a_default_of_trl_gets_its_column_and_an_option_of_ours_stays_one() -> N
         return [float(one == wanted) for one, wanted in zip(completions, answer, strict=True)]
 
     row = {"prompts": ["p", "p"], "completions": ["x", "y"], "columns": {"answer": ["x", "x"], "tag": ["counting"] * 2}}
+    scores = score_completions(accuracy_reward, **row, conversational=True)
+    assert scores.values[0] == 1.0 and math.isnan(scores.values[1])
+    assert score_completions(length_reward, **row, completion_ids=[[1, 2], [3]]).values == [2, 1]
     assert score_completions(accuracy, **row, conversational=True).values == [1.0, 0.0]
     assert score_completions(plain, **row).values == score_completions(slow, **row).values == [1.0, 0.0]
     tagged_row = row | {"completions": tagged("x", "y")}
@@ -164,7 +143,6 @@ def test_a_default_of_trl_gets_its_column_and_an_option_of_ours_stays_one() -> N
 
 def test_what_is_wrong_is_named() -> None:
     def needy(completions, anwser): ...
-
     def broken(completions):
         raise KeyError("oops")
 
@@ -180,29 +158,18 @@ def test_what_is_wrong_is_named() -> None:
     assert failed.failed == 2 and "oops" in failed.failures[0].error
 
 
-def test_diversity_is_of_the_answers_of_a_group() -> None:
-    completions = [*tagged("a", "b", "c", "A", "x", "x"), "none", *tagged("y")]
-    scores = v.diversity(completions, [0, 0, 0, 1, 2, 2, 2, 3])
-    assert scores == [pytest.approx(1.0)] * 3 + [None, 0.0, 0.0, None, None]
-    three = v.diversity(tagged("a", "a", "a", "b"), [0] * 4)[0]
-    assert three == pytest.approx((0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4))
-
-
-def test_rouge_by_hand_and_of_itself() -> None:
+def test_rouge_and_retrieved_pages_by_hand() -> None:
     completions = tagged("the red cube", "Red, the cube!", "blue", "cube")
     scores = v.rouge(completions, ["the red cube"] * 3 + ["cube"])
     # 1: 3 of 3 words; 2: none of 2 pairs; L: `the cube` or `red cube`, 2 of 3
     assert scores == pytest.approx([1.0, (1 + 0 + 2 / 3) / 3, 0.0, 1.0])
     assert v.rouge(completions[:1], ["?"]) == [None]
-
-
-def test_retrieved_pages_count_by_their_place() -> None:
     assert v.ndcg_of(["a", "x", "b"], ["a", "b"]) == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
     assert v.ndcg_of(["b", "a"], ["a", "b"]) == 1.0 and v.ndcg_of(["a", "a", "b"], ["a", "b"]) == 1.0
     assert v.ndcg_of(["x"], ["a"]) == 0.0 == v.ndcg_of(["x"], [])
 
 
-def test_key_frames_by_overlap_and_ratings_by_distance() -> None:
+def test_key_frames_by_overlap_and_ratings_by_distance_as_in_the_golden_arrays(golden: Any) -> None:
     texts = ["<answer> 2 3 </answer>", "<answer> 3, 4 </answer>", "<answer> none </answer>", "2 3"]
     assert v.indices(texts, ["2 3"] * 4) == [1.0, 1 / 3, 0.0, 0.0]
     assert v.indices(["<answer> 1 </answer>"] * 2, ["", [1, 2]]) == [None, 0.5]
@@ -211,9 +178,6 @@ def test_key_frames_by_overlap_and_ratings_by_distance() -> None:
     assert v.rating(texts[:1], [""]) == [None]
     with pytest.raises(ValueError, match="row 0: the expected answer is 'bad', which is not one number"):
         v.rating(texts[:1], ["bad"])
-
-
-def test_ratings_are_those_of_the_golden_arrays(golden: Callable[[str], Mapping[str, np.ndarray]]) -> None:
     arrays = golden("vlm_q_hawkeye")
     rated = [name.removesuffix("_scores") for name in arrays if name.endswith("_scores")]
     assert rated

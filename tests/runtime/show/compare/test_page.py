@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import wave
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from genrl.runtime.show.compare.media import encode
 from genrl.runtime.show.compare.page import LARGEST_PAGE, MOST_PAIRS, Page, Pair, check_pairs, check_size, key_path
@@ -25,7 +29,7 @@ def key_of(out: Path) -> dict[str, Any]:
 
 
 class TestBlind:
-    def test_the_page_names_no_model_and_no_score(self, tmp_path: Path) -> None:
+    def test_neither_the_page_nor_the_samples_beside_it_name_a_model_or_a_score(self, tmp_path: Path) -> None:
         pages.write(tmp_path / "compare.html", 4)
         text, key = (tmp_path / "compare.html").read_text(), key_path(tmp_path / "compare.html").read_text()
         for word in ("model-before", "model-after", "good", "rewards", "category", "some.txt"):
@@ -33,6 +37,11 @@ class TestBlind:
         shown = pages.data(tmp_path / "compare.html")
         assert shown.keys() == {"page", "format", "pairs"}
         assert all(pair.keys() == {"token", "prompt", "left", "right"} for pair in shown["pairs"])
+        pages.write(tmp_path / "more.html", 3, beside=True)
+        pair = pages.data(tmp_path / "more.html")["pairs"][0]
+        assert pages.picture(pair["left"]["url"], tmp_path).shape == (8, 8, 3)
+        names = [path.stem for path in (tmp_path / "more_media").iterdir()]
+        assert len(names) == 6 and all(len(name) == 16 and int(name, 16) >= 0 for name in names)
 
     def test_sides_and_order_are_random_and_the_key_resolves_them(self, tmp_path: Path) -> None:
         """Each of these fails by chance in one of 2^63 runs."""
@@ -49,13 +58,6 @@ class TestBlind:
             orders.append([pair["prompt"] for pair in shown])
         assert set(sides[0]) == {"a", "b"} and sides[0] != sides[1]
         assert orders[0] != orders[1] and orders[0] != [f"prompt {k}" for k in range(64)]
-
-    def test_samples_beside_the_page_have_names_that_tell_nothing(self, tmp_path: Path) -> None:
-        pages.write(tmp_path / "compare.html", 3, beside=True)
-        pair = pages.data(tmp_path / "compare.html")["pairs"][0]
-        assert pages.picture(pair["left"]["url"], tmp_path).shape == (8, 8, 3)
-        names = [path.stem for path in (tmp_path / "compare_media").iterdir()]
-        assert len(names) == 6 and all(len(name) == 16 and int(name, 16) >= 0 for name in names)
 
 
 class TestRefused:
@@ -146,7 +148,6 @@ def test_a_page_is_judged_by_keyboard_and_by_mouse(tmp_path: Path) -> None:
         assert tab.locator("#done").is_visible() and judged(tab) == "6 of 6 judged, 0 remaining"
         tab.keyboard.press("ArrowLeft")  # there is nothing left to judge
         first = downloaded(tab, tmp_path / "first.json")
-
         other = browser.new_context().new_page()
         other.goto(out.as_uri())
         for k, token in enumerate(tokens):
@@ -173,7 +174,6 @@ def test_videos_and_sounds_play(tmp_path: Path) -> None:
     sounds = Page(tmp_path / "sounds.html", question="")
     sounds.add(Pair("a tune", *(encode(torch.sin(torch.arange(4000) * 0.1 * (k + 1)), rate=8000) for k in range(2))))
     sounds.write(pages.MODELS)
-
     playing = "[...document.querySelectorAll('video, audio')].map((one) => !one.paused)"
     with chromium() as browser:
         tab = browser.new_context().new_page()
@@ -190,3 +190,41 @@ def test_videos_and_sounds_play(tmp_path: Path) -> None:
             assert tab.evaluate(playing) == heard
         tab.keyboard.press("ArrowRight")
         assert tab.locator("#done").is_visible()
+
+
+# -- Samples as files: pictures and sounds exactly, videos with their frames and rate
+def test_pictures_are_exact() -> None:
+    sample = torch.randint(0, 256, (3, 6, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    found = encode(sample.float() / 255)
+    assert (found.kind, found.width, found.height) == ("image", 4, 6)
+    pixels = np.asarray(Image.open(io.BytesIO(found.data)))
+    assert np.array_equal(pixels, sample.permute(1, 2, 0).numpy())
+    assert encode(Image.fromarray(pixels)) == found
+
+
+def test_sounds_are_exact_in_16_bits() -> None:
+    sound = torch.stack([torch.linspace(-1, 1, 80), torch.linspace(2, -2, 80)])
+    found = encode(sound, rate=8000)
+    with wave.open(io.BytesIO(found.data)) as file:
+        assert file.getparams()[:4] == (2, 2, 8000, 80)
+        values = np.frombuffer(file.readframes(80), np.int16).reshape(80, 2) / 32767
+    assert found.kind == "audio" and np.abs(values.T - sound.clamp(-1, 1).numpy()).max() < 1 / 32767
+    assert encode(sound[0], rate=8000).data == encode(sound[:1], rate=8000).data
+
+
+def test_videos_keep_frames_and_rate(tmp_path: Path) -> None:
+    av = pytest.importorskip("av", reason="videos need PyAV: pip install 'genrl-diffusion[av]'")
+    frames = torch.linspace(0, 1, 5)[:, None, None, None].expand(5, 3, 16, 32)
+    found = encode(frames, fps=8)
+    assert (found.kind, found.width, found.height) == ("video", 32, 16)
+    with av.open(io.BytesIO(found.data)) as container:
+        assert container.streams.video[0].average_rate == 8
+        grey = [frame.to_ndarray(format="rgb24").mean() / 255 for frame in container.decode(video=0)]
+    assert grey == pytest.approx([0, 0.25, 0.5, 0.75, 1], abs=0.02)
+
+
+def test_what_cannot_be_shown() -> None:
+    said = {(2, 80): "needs its rate", (4, 6, 4): "is no picture, video or sound", (2, 3, 5, 4): "got 5 x 4"}
+    for shape, says in said.items():
+        with pytest.raises(ValueError, match=says):
+            encode(torch.zeros(shape))

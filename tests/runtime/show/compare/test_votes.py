@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from genrl.runtime.show.compare.page import key_path
-from genrl.runtime.show.compare.statistics import (
-    accuracy,
-    decided,
-    krippendorff_alpha,
-    same_answers,
-    share,
-    win_rate,
-)
+from genrl.runtime.show.compare.statistics import accuracy, decided, krippendorff_alpha, same_answers, share, win_rate
 from genrl.runtime.show.compare.votes import read
 from tests.runtime.show.compare import pages
 
@@ -39,10 +32,8 @@ def vote(out: Path) -> Vote:
     def write(name: str, choices: dict[int, str], judge: str = "one") -> Path:
         key = json.loads(key_path(out).read_text())
         tokens = {int(pair["prompt"].split()[1]): token for token, pair in key["pairs"].items()}
-        answers = {
-            tokens[k]: "tie" if choice == "tie" else pages.for_model(key, tokens[k], choice)
-            for k, choice in choices.items()
-        }
+        side = {k: one if one == "tie" else pages.for_model(key, tokens[k], one) for k, one in choices.items()}
+        answers = {tokens[k]: one for k, one in side.items()}
         return pages.votes(out, out.parent / name, answers, judge)
 
     return write
@@ -60,10 +51,6 @@ def test_counts_rates_and_categories(vote: Vote) -> None:
     assert (found.total.decided.low, found.total.decided.high) == pytest.approx((wanted.low, wanted.high))
     assert {name: (t.b, t.ties, t.a) for name, t in found.categories.items()} == {"even": (5, 0, 0), "odd": (0, 3, 2)}
     assert found.agreement is None
-
-
-def test_which_reward_predicts_people(vote: Vote) -> None:
-    """`good` prefers B, `bad` prefers A and did not score prompt 0, `equal` prefers none. Ties say nothing of them."""
     choices = {k: "b" for k in range(8)} | {8: "a", 9: "a", 10: "tie"}
     found = read([vote("votes.json", choices)]).rewards
     shares = {label: (p.accuracy.value, p.accuracy.count, p.equal) for label, p in found.items() if p.accuracy}
@@ -98,30 +85,17 @@ def changed(file: Path, **keys: Any) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
+def test_votes_that_cannot_be_read(vote: Vote) -> None:
+    for keys, says in (
         ({"page": "ffff"}, "no key of the page"),
         ({"votes": {"ffff": "left"}}, "1 votes are of no pair of this page"),
         ({"votes": {"ffff": "up"}}, "'up' is no answer"),
         ({"votes": {"ffff": ["left"]}}, "is no answer"),
         ({"votes": {}}, "there are no votes in it"),
         *(({key: None}, "holds no votes: give the votes.json") for key in ("votes", "format", "judge")),
-    ],
-)
-def test_votes_that_cannot_be_read(vote: Vote, keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        read([changed(vote("votes.json", {0: "b"}), **keys)])
-
-
-def test_broken_files(tmp_path: Path) -> None:
-    file = tmp_path / "votes.json"
-    with pytest.raises(ValueError, match="cannot be read: No such file"):
-        read([file])
-    for content, says in (("{", "is not JSON"), ("[]", "no")):
-        file.write_text(content)
+    ):
         with pytest.raises(ValueError, match=says):
-            read([file])
+            read([changed(vote("votes.json", {0: "b"}), **keys)])
 
 
 def test_files_that_do_not_belong_together(vote: Vote, out: Path, tmp_path: Path) -> None:
@@ -137,20 +111,16 @@ def test_files_that_do_not_belong_together(vote: Vote, out: Path, tmp_path: Path
     pages.write(tmp_path / "another.html", 1)
     with pytest.raises(ValueError, match="is the key of another page"):
         read([first], key_path(tmp_path / "another.html"))
+    file = tmp_path / "votes.json"
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        read([file])
+    for content, says in (("{", "is not JSON"), ("[]", "no")):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=says):
+            read([file])
 
 
 # -- Win rates, agreement and predictors against scipy, published values and what can be counted by hand
-
-
-@given(trials=st.integers(1, 500), part=st.floats(0, 1))
-def test_shares_have_scipys_wilson_interval(trials: int, part: float) -> None:
-    won = round(part * trials)
-    found = share(won, trials)
-    wanted = binomtest(won, trials).proportion_ci(method="wilson")
-    assert found is not None and found.value == won / trials and found.count == trials
-    assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
-
-
 def test_win_rate_counts_ties_by_half_and_pairs_once() -> None:
     """Six pairs: B, B, B, A, tie, and one on which B, B and A were said."""
     found = win_rate([[1], [1], [1], [0], [0.5], [1, 1, 0]])
@@ -159,14 +129,15 @@ def test_win_rate_counts_ties_by_half_and_pairs_once() -> None:
     wanted = binomtest(5, 10).proportion_ci(method="wilson")
     assert even is not None and (even.low, even.high) == pytest.approx((wanted.low, wanted.high))
     assert win_rate([]) is None
+    for won, trials in ((0, 1), (1, 1), (3, 7), (250, 500)):
+        found, wanted = share(won, trials), binomtest(won, trials).proportion_ci(method="wilson")
+        assert found is not None and found.value == won / trials and found.count == trials
+        assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
 
 
 def test_decided_leaves_out_overall_ties_and_same_answers_are_counted_by_pairs_of_judges() -> None:
     assert decided([[1], [0], [0.5], [1, 0], [1, 0.5], [0, 0.5, 0.5]]) == [True, False, True, False]
     assert same_answers([["left"], ["left", "left"], ["left", "tie", "left"]]) == (2, 4)
-
-
-def test_accuracy_of_a_reward() -> None:
     found = accuracy([True, True, False, False], [0.3, -0.1, -2.0, 0.0])  # right, wrong, right, half
     assert found is not None and found.value == 2.5 / 4 and found.count == 4
     assert accuracy([], []) is None
@@ -191,9 +162,8 @@ def test_krippendorff_by_its_definition(units: list[list[str]]) -> None:
     values = [answer for answers in paired for answer in answers]
     n = len(values)
     expected = sum(values[i] != values[j] for i in range(n) for j in range(n) if i != j) / max(1, n * (n - 1))
-    observed = sum(
-        sum(one != other for one in answers for other in answers) / (len(answers) - 1) for answers in paired
-    ) / max(1, n)
+    apart = [sum(one != other for one in answers for other in answers) / (len(answers) - 1) for answers in paired]
+    observed = sum(apart) / max(1, n)
     found = krippendorff_alpha(units)
     if expected == 0:
         assert found is None

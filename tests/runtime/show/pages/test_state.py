@@ -51,15 +51,12 @@ def test_states(word: str, note: str, happens: Callable[[Path], object], tmp_pat
     assert found.word == word and note in found.note
 
 
-def test_one_killed_process_of_several_stops_the_run(tmp_path: Path) -> None:
+def test_one_killed_process_of_several_stops_the_run_and_its_own_limit_says_when_it_hangs(tmp_path: Path) -> None:
     folder = make(tmp_path / "run")
     beat(folder, 0)
     beat(folder, 1, pid=gone(), ago=3)
     assert state_of(looked(folder)).word == "stopped" and state_of(looked(tmp_path / "later")).word == "waiting"
-
-
-def test_the_limit_of_the_run_says_when_it_hangs(tmp_path: Path) -> None:
-    folder = make(tmp_path / "run", "iterations: 10\ndistributed: {timeout_s: 30.0}\n")
+    folder = make(tmp_path / "limited", "iterations: 10\ndistributed: {timeout_s: 30.0}\n")
     beat(folder, ago=40)
     assert state_of(looked(folder)).word == "hung"
 
@@ -79,11 +76,7 @@ def test_pace_is_of_the_last_fifty_iterations_with_their_evaluations(tmp_path: P
     ("logged", "state", "warned"),
     [
         ({}, "stopped", ""),
-        (
-            {"collapse/shapes": 0.12},
-            "stopped",
-            "shapes lies 0.12 below its best at iteration 3; reward hacking, perhaps",
-        ),
+        ({"collapse/shapes": 0.12}, "stopped", "shapes lies 0.12 below its best at iteration 3; reward hacking, perha"),
         ({"collapse/loss": 8.0}, "stopped", "loss (8) left its own history at iteration 3"),
         ({"collapse/back": 1.0}, "stopped", "after iteration 3 the run went back to iteration 1"),
         ({"collapse/stopped": 1.0}, "finished", "was stopped after iteration 3; its best is that of iteration 1"),
@@ -124,8 +117,6 @@ def test_iterations_without_scores_are_told(tmp_path: Path) -> None:
 
 
 # -- A run is read on from where the last look ended, whatever happens to its files meanwhile
-
-
 def values(run: Followed, key: str) -> list[tuple[float, float | None]]:
     run.look()
     assert run.problem == ""
@@ -147,6 +138,15 @@ def test_rows_are_added_as_they_are_written(tmp_path: Path) -> None:
         file.write('ep": 3}\n')
     assert values(run, "loss") == [(1, 2.0), (2, None), (3, 3.0)]
     assert run.columns["loss"].missing == 1 and run.columns["loss"].last == 3.0 and run.columns["kl"].is_constant
+    folder = make(tmp_path / "resumed")
+    log(folder, ({"step": step, "loss": float(step)} for step in range(8)))
+    run = Followed(folder)
+    assert len(values(run, "loss")) == 8
+    truncate_metrics(folder / "metrics.jsonl", 4)
+    log(folder, ({"step": step, "loss": -1.0} for step in range(5, 12)))
+    assert values(run, "loss") == [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl")]
+    (folder / "metrics.jsonl").unlink()
+    assert values(run, "loss") == []
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
@@ -158,18 +158,6 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
         file.write(b"#")
     log(folder, [{"step": 20_000, "loss": 2.0}])
     assert values(run, "loss")[-1] == (20_000, 2.0) and len(run.columns["loss"].steps) == 20_001
-
-
-def test_a_resumed_run_has_written_its_rows_anew(tmp_path: Path) -> None:
-    folder = make(tmp_path / "run")
-    log(folder, ({"step": step, "loss": float(step)} for step in range(8)))
-    run = Followed(folder)
-    assert len(values(run, "loss")) == 8
-    truncate_metrics(folder / "metrics.jsonl", 4)
-    log(folder, ({"step": step, "loss": -1.0} for step in range(5, 12)))
-    assert values(run, "loss") == [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl")]
-    (folder / "metrics.jsonl").unlink()
-    assert values(run, "loss") == []
 
 
 def test_what_cannot_be_read_is_told_and_nothing_more_is_lost(tmp_path: Path) -> None:
@@ -190,10 +178,9 @@ def test_what_cannot_be_read_is_told_and_nothing_more_is_lost(tmp_path: Path) ->
         assert run.problem and run.planned == 10
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n"
-    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
-)
+ROUNDS = zip("abcdefgh", "bcdefghi", strict=True)
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+BOMB += "".join(f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n" for before, after in ROUNDS)
 
 
 @pytest.mark.parametrize("text", [BOMB, "x: " + "[" * 500, "n: 1\n" * 100_000, "a: 1\na: 2\n", "{"])

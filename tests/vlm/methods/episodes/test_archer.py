@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genrl.config import ConfigError
-from genrl.objectives.tokens.token_credit import token_gae
+from genrl.objectives.token_credit import token_gae
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.episodes.critic import ValueHead, credit_of_steps, credit_of_tokens
 from genrl.vlm.methods.archer.train import (

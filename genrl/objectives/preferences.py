@@ -1,18 +1,24 @@
-"""Preference losses: D3PO and SPO on single steps; DPO and its kin on token sequences, and on pictures by their errors.
+"""Losses of pairs: D3PO and SPO on single steps; DPO and its kin on token sequences, and on pictures by their errors;
+a judge trained beside the policy (Adv-GRPO's discriminator) to tell what is real from what the policy made.
 
-All of them score a pair by one number, how much more the policy than the reference prefers the winner, and take
+A preference loss scores a pair by one number, how much more the policy than the reference prefers the winner, and takes
 `-log sigmoid` of it. Shapes: one value per pair, [P]; index 0 of a pair is not preferred by its place.
+
+The policy's loss in Adv-GRPO (arXiv 2511.20256; constants of the released code) is Flow-GRPO's; here are the
+discriminator's. Shapes: logits of whole images [B] (from the class token) and of patches [B, P]; "real" are references,
+"fake" samples; the two need not be equally many, and both must have gone through one and the same preprocessing.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from genrl.objectives.surrogates.bounds import MEAN_LOSSES, PairLoss
+from genrl.objectives.bounds import MEAN_LOSSES, PairLoss
 
 
 class PreferenceOutput(NamedTuple):
@@ -142,3 +148,71 @@ def step_winners(scores: Tensor, *, threshold: float) -> tuple[Tensor, Tensor, T
     best, worst = scores.max(dim=0), scores.min(dim=0)
     valid = torch.tanh((best.values - worst.values) / 2.0) > threshold
     return best.indices, worst.indices, valid
+
+
+DiscriminatorLoss = Literal["hinge", "bce"]
+
+
+class DiscriminatorOutput(NamedTuple):
+    """loss []; accuracy in [0, 1]: mean of the shares of real whole images above 0 and of fake ones below, or of the
+    pairs whose real one is above."""
+
+    loss: Tensor
+    accuracy: float
+
+
+def discriminator_loss(real: Tensor, fake: Tensor, *, kind: DiscriminatorLoss = "hinge") -> Tensor:
+    """`(<max(0, 1 - h(real))> + <max(0, 1 + h(fake))>) / 2`, []; "bce": of binary cross-entropies instead of hinges."""
+    if kind == "hinge":
+        return 0.5 * ((1.0 - real).relu().mean() + (1.0 + fake).relu().mean())
+    if kind == "bce":
+        # softplus(-x) is -log sigmoid(x) without the overflow of an exponential.
+        return 0.5 * (F.softplus(-real).mean() + F.softplus(fake).mean())
+    raise ValueError(f"kind must be 'hinge' or 'bce', got {kind!r}")
+
+
+def adversary_loss(
+    real: Sequence[Tensor],
+    fake: Sequence[Tensor],
+    *,
+    patch_weight: float = 0.3,
+    kind: DiscriminatorLoss | Literal["preference"] = "hinge",
+) -> DiscriminatorOutput:
+    """Loss on whole images + patch_weight x loss on patches, if there are: one head on the class token and on patches
+    of each image. Or, of whole images alone, the mean `preference_loss` of real[0] over fake[0].
+
+    real, fake: [B] of whole images, and perhaps [B, P] of patches, P of them sampled per image (64, with replacement,
+    in the released code).
+    """
+    if kind == "preference":
+        right = (real[0] > fake[0]).double().mean()
+        return DiscriminatorOutput(preference_loss(real[0], fake[0]).mean(), float(right))
+    loss, *of_patches = (discriminator_loss(r, f, kind=kind) for r, f in zip(real, fake, strict=True))
+    for patch_loss in of_patches:
+        loss = loss + patch_weight * patch_loss
+    right = (real[0].detach() > 0).double().mean() + (fake[0].detach() < 0).double().mean()
+    return DiscriminatorOutput(loss, float(right) / 2.0)
+
+
+def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False) -> Tensor:
+    """`-log softmax over (s_ref, s_gen)` of the reference, [B]: what a CLIP reward is trained by.
+
+    The Bradley-Terry loss of a reward model (arXiv 2305.18290, eq. 2).
+
+    The reference image is to be preferred to the sample for its prompt. Scores [B] are `exp(logit scale) <text, image>`
+    of unit features. ties: neither is preferred, the cross-entropy with (1/2, 1/2) less log 2, so that it is 0 where
+    both score the same.
+    """
+    log_prob = torch.stack([reference, generated], dim=1).log_softmax(dim=1)
+    if not ties:
+        return -log_prob[:, 0]
+    half = torch.full_like(log_prob, 0.5)
+    return (half * (half.log() - log_prob)).sum(dim=1)
+
+
+def reward_model_lags(reference_rewards: Tensor, rewards: Tensor) -> bool:
+    """The other schedule: the reward model is trained while it rates the samples above the references on average.
+
+    Rewards [R] of the references and [N] of the samples, of all processes; missing scores (NaN) are left out.
+    """
+    return bool(reference_rewards.nanmean() < rewards.nanmean())

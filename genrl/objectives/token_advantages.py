@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.tokens.tokens import masked, per_token, row_mean
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.tokens import masked, per_token, row_mean
 
 Visits = dict[str, tuple[int, float, float]]
 """Prompt -> (visits, mean, std) of its rewards so far. Plain JSON, so that a checkpoint can hold it."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.objectives.advantages.groups import group_advantages
-from genrl.objectives.tokens.token_advantages import leave_one_out
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.token_advantages import leave_one_out
 
 
 class StepCredit(NamedTuple):

@@ -1,4 +1,4 @@
-"""Token sequences: masks, means over tokens, and log-ratios. What all `token_*` modules share.
+"""Token sequences: masks, means over tokens, log-ratios, and the loss of a step. What all `token_*` modules share.
 
 Conventions of these modules. B rows (completions), T padded length; per-token tensors are [B, T], per-row ones [B].
 `mask` [B, T] (bool, or 0 and 1) marks the tokens that the policy chose: the completion with its end token, without
@@ -6,9 +6,16 @@ observations, tool output and padding. **Where it is 0, the other tensors may ho
 reaches a value or a gradient. `log_prob` is the only tensor with a gradient; `old_log_prob` is of the weights that the
 update starts from, `sampler_log_prob` what the generation engine reports, `ref_log_prob` of the reference. Advantages
 are [B] (one per row) or [B, T]. Nothing here rounds: the result has the dtype of `log_prob`, which is float32 or more.
+
+`aggregate` decides how much a token of a long completion counts beside one of a short. A step may be computed in
+micro-batches: with `rows` and `tokens` of the *whole* step (all micro-batches and processes) the step's loss is the
+**sum** of the micro-batches' losses. "seq_mean", "token_mean_global", "const" and "seq_sum" are then the same for any
+split; "token_mean" is a mean over the tokens of a call, and changes with it.
 """
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -66,3 +73,46 @@ def sequence_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> 
 def mean_log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
     """`sum_t (l - l_old) / n_b`, [B]: its exp is GSPO's length-normalised ratio s_b (arXiv 2507.18071, eq. 7)."""
     return sequence_log_ratio(log_prob, old_log_prob, mask) / token_count(mask).clamp(min=1)
+
+
+Aggregation = Literal["seq_mean", "token_mean", "token_mean_global", "const", "seq_sum"]
+
+
+def aggregate(
+    term: Tensor,
+    mask: Tensor,
+    rule: Aggregation,
+    *,
+    rows: int | None = None,
+    tokens: int | None = None,
+    length: int | None = None,
+) -> Tensor:
+    """The loss [] of terms [B, T], or [B, 1] for one term per row, which then stands for each of its tokens.
+
+    rows: B of the whole step, tokens: its valid tokens N; without them, those of this call.
+
+        seq_mean            1/B sum_b (sum_t term / n_b)     GRPO (arXiv 2402.03300), GSPO, SAPO
+        token_mean          sum term / tokens of the call    BNPO, TW-GRPO, VPPO's code; times (rows of the call) / B
+        token_mean_global   sum term / N                     DAPO (arXiv 2503.14476, eq. 8, eq. 12), CISPO, DCPO's code
+        const               sum term / (B length)            Dr. GRPO (arXiv 2503.20783): length = longest allowed
+        seq_sum             1/B sum_b sum_t term             LUSPO (with GSPO's term), verl's seq-mean-token-sum
+
+    Rows without tokens give 0 and count in B.
+    Raises ValueError for an unknown rule and for what a rule lacks.
+    """
+    terms = term.expand(mask.shape)
+    total = len(mask) if rows is None else rows
+    if rule == "seq_mean":
+        return row_mean(terms, mask).sum() / total
+    if rule == "token_mean":
+        return token_mean(terms, mask) * (len(mask) / total)
+    if rule == "token_mean_global":
+        count = int(mask.bool().sum()) if tokens is None else tokens
+        return masked(terms, mask).sum() / max(count, 1)
+    if rule == "const":
+        if length is None or length < 1:
+            raise ValueError(f"aggregation 'const' divides by the longest allowed completion: got length {length}")
+        return masked(terms, mask).sum() / (total * length)
+    if rule == "seq_sum":
+        return row_sum(terms, mask).sum() / total
+    raise ValueError(f"unknown aggregation {rule!r}; known: {', '.join(get_args(Aggregation))}")

@@ -8,9 +8,6 @@ LARGEST_STALENESS_WEIGHT = 5.0
 """Of a sample that older weights drew, p_old / p_drawn: 5 in pi_RL's asynchronous recipe. One
 with a greater weight is left out."""
 
-LEAST_INTERPOLATION = 0.01
-"""Smallest beta of GKD's distance that is no KL: below it the distance vanishes with beta, it is not the forward KL."""
-
 PairLoss = Literal[
     "sigmoid", "robust", "ipo", "hinge", "sigmoid_norm", "nca_pair", "apo_zero", "apo_down", "sppo_hard", "orpo"
 ]

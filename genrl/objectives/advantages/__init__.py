@@ -1,1 +1,0 @@
-"""From rewards to advantages, of finished samples and of transitions."""

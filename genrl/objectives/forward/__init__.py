@@ -1,1 +1,0 @@
-"""Losses on the forward process and on differentiable rewards."""

@@ -1,1 +1,0 @@
-"""Losses on pairs of samples, one preferred to the other."""

@@ -1,1 +1,0 @@
-"""Advantages, surrogates, weights and aggregation of token policies."""
