@@ -100,7 +100,6 @@ def test_all_weights_in_shards_go_on_in_any_number_of_processes(folder: Path, mo
     straight, stopped = folder / "straight" / "run", folder / "stopped" / "run"
     shards = stopped / "checkpoints" / "step-000001" / "shards"
     assert {path.name for path in shards.iterdir()} == {"weights", "snapshot-average", "optimizer"}
-
     file = folder / "stopped.yaml"
     text, first = file.read_text(), runs.last_state(stopped).tensors
     for count, fsdp in ((1, "false"), (2, "true")):
@@ -110,7 +109,6 @@ def test_all_weights_in_shards_go_on_in_any_number_of_processes(folder: Path, mo
         other = runs.last_state(stopped).tensors
         assert first.keys() == other.keys() and all(first[stem].keys() == other[stem].keys() for stem in first)
         assert all(torch.equal(tensor, other[stem][k]) for stem in first for k, tensor in first[stem].items())
-
     file.write_text(text.replace("iterations: 1", "iterations: 2"))
     runs.finish(file, 2, runs.train_file, str(stopped))
     assert runs.differences(straight, stopped) == []

@@ -166,7 +166,6 @@ def test_each_type(folder: Path, model: Path, kind: str) -> None:
     config = load(Run(run).config)
     weights = runs.last_state(run).tensors["weights"]
     assert trained_parameters(config, read_components(model)) == sum(t.numel() for t in weights.values())  # type: ignore[arg-type]
-
     plain = DiffusionPipeline.from_pretrained(model)
     base = picture(plain)
     load_lora(plain, str(run / "lora"))

@@ -151,7 +151,6 @@ def test_a_newcomers_reward_trains_by_one_changed_line(
     changed = [block if line.startswith("rewards:") else line for line in lines]
     assert sum(a != b for a, b in zip(lines, changed, strict=True)) == 1
     (tmp_path / "mine.yaml").write_text("".join(changed), encoding="utf-8")
-
     source, _, function = yaml.safe_load(block)["rewards"][0]["name"].partition(":")
     assert len((root / source).read_text().splitlines()) <= 15
     smaller = ["iterations=1", "evaluation.num_prompts=2", "sampling.group_size=2", "sampling.batch_size=4"]

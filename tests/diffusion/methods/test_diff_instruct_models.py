@@ -262,7 +262,6 @@ def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trai
     a, s = net.levels(given.time)
     torch.testing.assert_close(given.noisy, a * final + s * given.noise)
     gradient, divergence = diff_instruct.divergence_gradient(net, settings, batch, given)
-
     variance = a * a * v + s * s
     y = a * (mu - (blank + settings.guidance_scale * (m - blank))) / variance
     c = 0.00054 * 5**0.5

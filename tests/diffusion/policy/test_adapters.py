@@ -120,7 +120,6 @@ def test_frozen_ones_stay_active_and_as_they_are(tmp_path: Path) -> None:
     base.set_adapters(["one", "two"])
     plain = Policy(base)
     expected = drawn(plain)
-
     policy, weights = made(frozen=[str(one), str(two)])
     weights.snapshot(REFERENCE)
     assert torch.equal(drawn(policy), expected)
@@ -138,7 +137,6 @@ def test_frozen_ones_stay_active_and_as_they_are(tmp_path: Path) -> None:
     assert all(torch.equal(p, kept[n]) for n, p in policy.denoiser.named_parameters() if n in kept)
     with weights.reference():
         assert torch.equal(drawn(policy), expected)
-
     load_lora(base, str(tmp_path / "trained"), "trained")
     base.set_adapters(["trained", "one", "two"])
     torch.testing.assert_close(drawn(plain), after, rtol=1e-5, atol=1e-5)

@@ -89,7 +89,6 @@ def test_steps_are_recorded_and_replayed_with_gradients(tried: Tried) -> None:
         sigmas = recorded.sigmas
         assert len(sigmas) == 5 and sigmas[0] > 0.99 and sigmas[-1] == 0
         assert (sigmas.diff() < 0).all()
-
     components = {n: c for n, c in policy.pipe.components.items() if isinstance(c, nn.Module)}
     encoded: list[object] = []
     encoders = [component for name, component in components.items() if name.startswith("text_encoder")]

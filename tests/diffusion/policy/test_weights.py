@@ -146,7 +146,6 @@ def test_state_and_restore_are_exact(lora: LoRA | None) -> None:
     trained = drawn(policy)
     with weights.reference():
         untouched = drawn(policy)
-
     other_policy, other = tiny(lora, seed=9)
     other.restore(kept | {"optimizer": {"state/0/step": torch.ones(())}})
     assert torch.equal(drawn(other_policy), trained)
