@@ -174,23 +174,6 @@ def config(folder: Path, model: Path, **changes: Any) -> Config:
     return runs.config(folder, model, trainer=PACO, rewards=judges, evaluation=evaluation, sampling=sampling, **changes)
 
 
-def test_one_step_is_trained_on_the_tamed_sum(folder: Path, model: Path) -> None:
-    """The one drawn step, with advantages of the log-tamed sum of both rewards over all samples."""
-    changes: dict[str, Any] = {"iterations": 1, "evaluation": {"every": 0}}
-    seen = run(config(folder, model, **changes))
-    rollouts = seen.rollouts[0]
-    bright, close = (rollouts.scored.values[label] for label in ("brightness", "closeness"))
-    for group in (0, 1):
-        mine = bright[3 * group : 3 * group + 3]
-        others = [sum(1 - abs(float(a - b)) for b in mine) / 2 - 0.5 for a in mine]  # without the pair with itself
-        assert close[3 * group : 3 * group + 3].tolist() == pytest.approx(others, abs=1e-6)
-    tamed = log_tame_advantages([bright, close], [1.0, 0.5], rollouts.group, variant="paper", scale="global")
-    for piece in seen.updates[0].pieces:
-        slots = [key[-1] for key in piece.batch.keys]
-        assert int(piece.given["step"]) == 1
-        assert torch.equal(piece.given["advantage"], tamed[slots].clamp(-5, 5))
-
-
 def test_it_is_trained_small_and_judged_large_in_groups(folder: Path, model: Path) -> None:
     """Trained at 16 pixels in groups of 3, evaluated at 32, where pairs have a score, too; alone a picture has none."""
     rows = runs.rows(train(config(folder, model, iterations=2)))

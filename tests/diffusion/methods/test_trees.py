@@ -73,8 +73,7 @@ def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: 
     assert sum(row["model_calls/train"] for row in rows) == pytest.approx(len(rows) * expected.train_calls)
     for iteration, row in enumerate(rows):
         steps = Steps.of(found, found.trainer, iteration)  # type: ignore[arg-type]
-        plan = steps.plan
-        assert row["model_calls/sample"] == 2 * plan.calls * (2 if guided else 1)
+        assert row["model_calls/sample"] == 2 * steps.plan.calls * (2 if guided else 1)
         assert row["ratio/max_abs_dev"] == 0.0 or "kl" in row  # a second epoch is off-policy
         assert row["window/size"] == len(steps.trained)
 
