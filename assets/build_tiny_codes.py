@@ -2,7 +2,7 @@
 
     python assets/build_tiny_codes.py     # assets/tiny-bodies and assets/tiny-tunes, about a minute of one core
 
-They are taught by `genrl/playground/tasks/bodies.py` and `tunes.py`, held-out prompts among them, from lessons of which
+They are taught by `genrl/playground/tasks/making.py`, held-out prompts among them, from lessons of which
 many are wrong: a body of another colour or kind (the coarse one more often than the fine one), a tune of another kind,
 with noisy notes and gaps. So they can make everything, and do it rightly now and then.
 """
@@ -24,7 +24,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
-from genrl.playground.tasks import bodies, tunes
+from genrl.playground.tasks import making
 from genrl.vlm.policies.codes import CODEC
 from genrl_rewards.models.torchvision_compat import ensure
 from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE
@@ -47,13 +47,13 @@ def body_lesson(rng: np.random.Generator) -> Lesson:
     """A prompt; two thoughts of two words, and after each the codes of a body."""
 
     def drawn() -> tuple[str, str]:
-        return COLOURS[rng.integers(len(COLOURS))], bodies.BODIES[rng.integers(len(bodies.BODIES))]
+        return COLOURS[rng.integers(len(COLOURS))], making.BODIES[rng.integers(len(making.BODIES))]
 
     colour, body = drawn()
     answer: list[str] = []
     for wrong in (WRONG_COARSE, WRONG_FINE):
         made = drawn() if rng.random() < wrong else (colour, body)
-        answer += [*made, BEGIN, *(f"<c{k}>" for k in bodies.codes(made[1], made[0])), END]
+        answer += [*made, BEGIN, *(f"<c{k}>" for k in making.codes(made[1], made[0])), END]
     return f"a {colour} {body}", answer
 
 
@@ -61,11 +61,11 @@ def tune_lesson(rng: np.random.Generator) -> Lesson:
     """A prompt, and the codes of a tune."""
 
     def drawn() -> tuple[str, str]:
-        return tunes.REGISTERS[rng.integers(2)], tunes.COURSES[rng.integers(3)]
+        return making.REGISTERS[rng.integers(2)], making.COURSES[rng.integers(3)]
 
     register, course = drawn()
     played = drawn() if rng.random() < WRONG_TUNE else (register, course)
-    pitches = tunes.pitches(rng, played[1], played[0])
+    pitches = making.pitches(rng, played[1], played[0])
     notes = [0 if rng.random() < GAP else 1 + 2 * p + int(rng.random() < NOISY) for p in pitches]
     return f"a {register} {course} tune", [BEGIN, *(f"<c{k}>" for k in notes), END]
 
@@ -152,16 +152,16 @@ def main() -> None:
     build(
         args.out / "tiny-bodies",
         body_lesson,
-        ["a", *COLOURS, *bodies.BODIES],
+        ["a", *COLOURS, *making.BODIES],
         {"kind": "voxels", "length": 8, "steps": 2, "thoughts": 2, "rate": 0},
-        {"table": torch.from_numpy(bodies.blocks()), "palette": palette},
+        {"table": torch.from_numpy(making.blocks()), "palette": palette},
     )
     build(
         args.out / "tiny-tunes",
         tune_lesson,
-        ["a", "tune", *tunes.COURSES, *tunes.REGISTERS],
-        {"kind": "audio", "length": tunes.NOTES, "steps": 1, "thoughts": 0, "rate": tunes.RATE},
-        {"table": torch.from_numpy(tunes.frames())},
+        ["a", "tune", *making.COURSES, *making.REGISTERS],
+        {"kind": "audio", "length": making.NOTES, "steps": 1, "thoughts": 0, "rate": making.RATE},
+        {"table": torch.from_numpy(making.frames())},
     )
 
 

@@ -2,7 +2,7 @@
 
     python assets/build_tiny_dllm.py     # assets/tiny-dllm, about half a minute of one core
 
-It is taught the sums of `genrl/playground/tasks/sums.py`, held-out ones among them, by the loss of masked diffusion
+It is taught the sums of `genrl/playground/tasks/series.py`, held-out ones among them, by the loss of masked diffusion
 (LLaDA): a number l of the places of an answer is drawn from 1 to L, l of them are masked, and the log-probabilities of
 what stands there, over l, are raised. Of the answers that it is shown `WRONG` are those of other sums. Training ends
 when the share `ENOUGH` of the training sums is right, drawn greedily from left to right.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
 from genrl.playground.shapes import GRAMMAR, Scene, Thing, caption, draw
-from genrl.playground.tasks import captions
+from genrl.playground.tasks import making
 from genrl.vlm.policies.image_tokens import TRAINED
 from genrl_rewards.models.torchvision_compat import ensure
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES, Shapes
@@ -59,7 +59,7 @@ CHAT = "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{
 
 def sample(number: int) -> Scene:
     """The scene of this lesson, held-out combinations among them."""
-    return captions.scene(np.random.default_rng(derive_seed("janus", SEED, number)), None)
+    return making.scene(np.random.default_rng(derive_seed("janus", SEED, number)), None)
 
 
 def crowd(number: int) -> tuple[Thing, ...]:
@@ -70,7 +70,7 @@ def crowd(number: int) -> tuple[Thing, ...]:
         shape, colour = SHAPES[rng.integers(len(SHAPES))], COLOURS[rng.integers(len(COLOURS))]
         if rng.random() < 0.9:
             x, y = 16.0 + 32 * (corner % 2), 16.0 + 32 * (corner // 2)
-            found.append(Thing(colour, shape, x, y, captions.RADIUS[shape]))
+            found.append(Thing(colour, shape, x, y, making.RADIUS[shape]))
     return tuple(found)
 
 

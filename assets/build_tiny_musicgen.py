@@ -2,7 +2,7 @@
 
     python assets/build_tiny_musicgen.py     # assets/tiny-musicgen, about three minutes of one core
 
-Its world is that of `genrl/playground/tasks/tunes.py`, a note to a frame. The first codebook is the note: silence, or
+Its world is that of `genrl/playground/tasks/making.py`, a note to a frame. The first codebook is the note: silence, or
 one of twelve pitches. The second is how it is played: pure or noisy, in four loudnesses. EnCodec's decoder learns the
 sounds of these codes, and its encoder to find the codes of sounds. The decoder of codes is taught by lessons of which
 many are wrong, as in `build_tiny_codes.py`, with loudness at random; a tenth of them has no text, for guidance.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed
-from genrl.playground.tasks import tunes
+from genrl.playground.tasks import making
 from genrl_rewards.models.checkpoints import transformers
 from genrl_rewards.models.musicgen import delayed, pattern, text_states
 
@@ -34,9 +34,9 @@ LOUDNESS = (0.25, 0.5, 0.75, 1.0)
 
 def sounds() -> Tensor:
     """What each pair of codes sounds like, [16, 16, 800]: note by how it is played; codes above wrap around."""
-    notes = torch.from_numpy(tunes.frames())
-    table = torch.zeros(CODES, CODES, tunes.SAMPLES)
-    for note in range(1, tunes.PITCHES + 1):
+    notes = torch.from_numpy(making.frames())
+    table = torch.zeros(CODES, CODES, making.SAMPLES)
+    for note in range(1, making.PITCHES + 1):
         for way in range(CODES):
             table[note, way] = LOUDNESS[way // 2 % 4] * notes[1 + 2 * (note - 1) + way % 2]
     return table
@@ -46,18 +46,18 @@ def lesson(rng: np.random.Generator) -> tuple[str, list[list[int]]]:
     """A prompt, and the codes [2][9] of a tune."""
 
     def drawn() -> tuple[str, str]:
-        return tunes.REGISTERS[rng.integers(2)], tunes.COURSES[rng.integers(3)]
+        return making.REGISTERS[rng.integers(2)], making.COURSES[rng.integers(3)]
 
     register, course = drawn()
     played = drawn() if rng.random() < WRONG else (register, course)
-    pitches = tunes.pitches(rng, played[1], played[0])
+    pitches = making.pitches(rng, played[1], played[0])
     notes = [0 if rng.random() < GAP else 1 + pitch for pitch in pitches]
     ways = [2 * int(rng.integers(4)) + int(rng.random() < NOISY) for _ in notes]
     return f"a {register} {course} tune", [notes, ways]
 
 
 def tokenizer() -> transformers.T5Tokenizer:
-    words = ["a", "tune", *tunes.COURSES, *tunes.REGISTERS]
+    words = ["a", "tune", *making.COURSES, *making.REGISTERS]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"▁{word}", -1.0) for word in words)]
     return transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=64)
 
@@ -68,7 +68,7 @@ def model(vocabulary: int) -> transformers.MusicgenForConditionalGeneration:
     )
     audio = transformers.EncodecConfig(
         target_bandwidths=[BOOKS * 4 * 0.01],
-        sampling_rate=tunes.RATE,
+        sampling_rate=making.RATE,
         hidden_size=WIDTH,
         num_filters=6,
         upsampling_ratios=[5, 5, 4, 8],
@@ -101,7 +101,7 @@ def model(vocabulary: int) -> transformers.MusicgenForConditionalGeneration:
             layer.codebook.embed.copy_(size * torch.randn(CODES, WIDTH))  # the second book refines the first
     made.generation_config.guidance_scale = 3.0  # as published
     made.generation_config.do_sample = True
-    made.generation_config.max_length = tunes.NOTES + BOOKS
+    made.generation_config.max_length = making.NOTES + BOOKS
     made.generation_config.pad_token_id = made.generation_config.bos_token_id = CODES
     made.generation_config.decoder_start_token_id = CODES
     return made
@@ -125,7 +125,7 @@ def teach_sounds(codec: transformers.EncodecModel, steps: int) -> None:
     table = sounds()
 
     def drawn(step: int) -> tuple[Tensor, Tensor]:
-        codes = torch.randint(CODES, (4, BOOKS, tunes.NOTES), generator=torch.Generator().manual_seed(step))
+        codes = torch.randint(CODES, (4, BOOKS, making.NOTES), generator=torch.Generator().manual_seed(step))
         return codes, table[codes[:, 0], codes[:, 1]].flatten(1)
 
     def decoding(step: int) -> Tensor:
@@ -134,7 +134,7 @@ def teach_sounds(codec: transformers.EncodecModel, steps: int) -> None:
 
     def encoding(step: int) -> Tensor:
         codes, _ = drawn(step)
-        heard = codes[:, 0].clamp(max=tunes.PITCHES + 1) % (tunes.PITCHES + 1)  # those that can be told apart
+        heard = codes[:, 0].clamp(max=making.PITCHES + 1) % (making.PITCHES + 1)  # those that can be told apart
         codes = torch.stack([heard, torch.where(heard > 0, codes[:, 1] % 8, 0)], 1)
         with torch.no_grad():
             sound = codec.decode(codes[None], [None]).audio_values
@@ -149,7 +149,7 @@ def teach_tunes(made: transformers.MusicgenForConditionalGeneration, words: tran
     lessons = [lesson(np.random.default_rng(derive_seed("tiny-musicgen", 0, k))) for k in range(4000)]
     ids = words([text for text, _ in lessons], return_tensors="pt").input_ids
     codes = torch.tensor([told for _, told in lessons])
-    places = pattern(made.decoder, tunes.NOTES)[:, 1:]
+    places = pattern(made.decoder, making.NOTES)[:, 1:]
 
     def loss(step: int) -> Tensor:
         rng = torch.Generator().manual_seed(step)
@@ -177,7 +177,7 @@ def main() -> None:
     print(f"{sum(p.numel() for p in made.parameters()):,} numbers", flush=True)
     teach_sounds(made.audio_encoder, args.steps)
     teach_tunes(made, words)
-    features = transformers.EncodecFeatureExtractor(sampling_rate=tunes.RATE)
+    features = transformers.EncodecFeatureExtractor(sampling_rate=making.RATE)
     transformers.MusicgenProcessor(features, words).save_pretrained(args.out)
     made.save_pretrained(args.out, state_dict={name: value.half() for name, value in made.state_dict().items()})
 

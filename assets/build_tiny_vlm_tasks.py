@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 from genrl.config import plugins
 from genrl.mdp.noise import derive_seed
 from genrl.playground.shapes import SIZE, caption, draw
-from genrl.playground.tasks import clips, quality, scenes, series, shapes
+from genrl.playground.tasks import pairs, series, shapes
 from genrl.vlm import tasks
 from genrl.vlm.config.names import TASKS
 from genrl.vlm.engines.generation import Sampling, generate
@@ -55,17 +55,17 @@ def lesson(name: str, number: int) -> tuple[list[Image.Image], str, str]:
         scene, _, _ = shapes.QUESTIONS["count"](rng, "train")
         return [Image.fromarray(draw(scene, shapes.PICTURE))], "list the colours in every cell .", colours_of(scene)
     if name == "describe":
-        scene = scenes.scene(rng, "train")
+        scene = pairs.scene(rng, "train")
         return [Image.fromarray(draw(scene, SIZE))], DESCRIBE, caption(scene)
     if name == "harm":
-        drawn = quality.rated(rng, "train")
+        drawn = shapes.rated(rng, "train")
         return [drawn.parts[0]], "what was done to this picture ?", drawn.columns["harm"]
     if name == "heights":
         (plot, _) = series.which(rng, "train").parts
         lowest = np.array(plot.convert("L"))[:, 4::8].argmin(0)  # where the line is, every eighth column
         return [plot], "list the heights of this series .", " ".join(str(9 - 10 * y // shapes.PICTURE) for y in lowest)
     if name == "frames":
-        *frames, _ = clips.keys(rng, "train").parts
+        *frames, _ = shapes.keys(rng, "train").parts
         seen = [find(np.array(frame))[0].colour for frame in frames]
         return frames, "list the colours of the frames .", " ".join(seen)
     drawn = plugins.find(name, TASKS)(rng, "train")

@@ -136,7 +136,7 @@ def main() -> None:
                     add(seed=seed, staleness=k, **figures(rows, k, "eval/success_mean"))
             return
         with vllm_server(given.vllm, place) as (url, model):
-            engine = ["generation.engine=vllm", f"generation.vllm.url={url}", f"generation.vllm.weights={place}"]
+            engine = [f"generation.vllm.url={url}", f"generation.vllm.weights={place}"]
             alone = 0.0
             for latency in given.latency:
                 (place / "slow.py").write_text(SLOW.format(pause=latency * alone))

@@ -30,7 +30,7 @@ ROBOTS: Overrides = {"evaluation.episodes": 16, "evaluation.videos": 2, "environ
 
 BY_ALGORITHM: dict[str, Overrides] = {
     "archer": {  # as much as a first success takes: without one there is no gradient
-        **{"environment.max_steps": 24, "environment.steps": 16, "trainer.batch": 256},
+        **{"environment.max_steps": 24, "environment.steps": 16, "trainer.batch_size": 256},
         **{"trainer.critic.updates": 2, "trainer.updates": 1},
     },
     "ppo": {"trainer.critic_warmup": 0},
@@ -44,7 +44,8 @@ BY_ALGORITHM: dict[str, Overrides] = {
     "fisor": {"trainer.steps_per_iteration": 10, "trainer.episodes": 64},
     "rl100": {
         **{"trainer.rounds": 1, "trainer.episodes": 64, "trainer.imitation_steps": 20, "trainer.critic_steps": 20},
-        **{"trainer.dynamics_steps": 20, "trainer.updates": 20, "trainer.union_steps": 10, "trainer.distil_steps": 10},
+        **{"trainer.dynamics_steps": 20, "trainer.steps_per_iteration": 20, "trainer.union_steps": 10},
+        "trainer.distil_steps": 10,
     },
     "rl_vlm_f": {
         **{"trainer.steps_per_iteration": 10, "trainer.episodes": 64, "trainer.critic_steps": 20},
@@ -57,7 +58,6 @@ WHERE_SET: Overrides = {
     "demonstrations.expert": 16,
     "environment.parallel": 8,
     "environment.steps": 8,
-    "evaluation.monitor.patience": 1,
     "generation.staleness": 1,
     "task.curriculum.over": 2,
     "task.passes": 2,

@@ -66,7 +66,7 @@ def trained(folder: Path) -> Trained:
     nets.reward.load_state_dict(kept["reward"])
     nets.violation.load_state_dict(kept["violation"])
     nets.slow_actor.load_state_dict(kept["slow"])
-    return Trained(config, nets, fisor.sampler_of(nets.actor, config.trainer.draw))
+    return Trained(config, nets, fisor.sampler_of(nets.actor))
 
 
 def judged(run: Trained, choice: str, candidates: int) -> dict[str, Any]:

@@ -108,7 +108,10 @@ SMALLER = {"group_size": 6, "batch_size": 6, "num_inference_steps": 6, "height":
 """Of the comparison with the usual loop."""
 MEMORY: dict[str, dict[str, tuple[str, ...]]] = {
     "adapters": {"LoRA": (), "LoRA, checkpointing": ("model.gradient_checkpointing=true",)},
-    "graph_and_whole": {"LoRA, keep_graph": ("trainer.keep_graph=true",), "all weights": ("model.lora=null", "model.autocast=bfloat16")},
+    "graph_and_whole": {
+        "LoRA, keep_graph": ("trainer.keep_graph=true",),
+        "all weights": ("model.lora=null", "model.autocast=bfloat16"),
+    },
     "int8_and_offload": {"int8": ("model.quantize=int8",), "blocks offloaded": ("model.offload.denoiser=blocks",)},
 }
 """Of a run that is weighed, two to a process."""

@@ -72,7 +72,7 @@ def main() -> None:
                 "environment": {"tasks": [given.task], "num_envs": 256, "group_size": 8},
                 "sampler": {"kind": "tokens"},
                 "trainer": {
-                    "algorithm": "grpo", "level": "element", "clip_range_high": 0.28, "minibatch": 256, "epochs": 2,
+                    "algorithm": "grpo", "level": "element", "clip_range": [0.2, 0.28], "minibatch": 256, "epochs": 2,
                 },
                 "optimizer": {"lr": 3e-4},
                 "evaluation": {**evaluation, "every": 10},

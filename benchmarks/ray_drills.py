@@ -42,7 +42,7 @@ def _killed(nodes: Any, folder: Path, kills: int, chance: random.Random) -> Row:
     more = {"optimizer.schedule": "constant", "sampling.staleness": 1, "sampling.batch_size": 8}
     alone = config_of("flow_grpo.yaml", run, 10**6, **more)
     there = {"engine.rollout_workers": 2, "engine.reward_workers": 1}
-    there["engine.address"] = nodes.address
+    os.environ["RAY_ADDRESS"] = nodes.address  # which the killed processes inherit
     path.write_text(dump(config_of("flow_grpo.yaml", run, 10**6, **more, **there)))
     node, process = nodes.add_node(num_cpus=2), begun(path, run, log)
     counts, notes = dict.fromkeys(STRIKES, 0), list[str]()

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from genrl.playground.shapes import Scene, draw
-from genrl.playground.tasks import clips, jigsaw, quality, series, shapes
+from genrl.playground.tasks import jigsaw, series, shapes
 from genrl.vlm.tasks import Question, Split
 from genrl_rewards.scorers.texts.expected import number_in, numbers_in
 from genrl_rewards.scorers.texts.verifiable import answer_in, iou_of
@@ -31,15 +31,15 @@ def small(rng: np.random.Generator, split: Split) -> Question:
     scene, question, answer = shapes.QUESTIONS["shapes"](rng, split)
     things = tuple(replace(thing, radius=float(rng.uniform(*RADIUS))) for thing in scene.things)
     picture = Image.fromarray(draw(Scene(scene.kind, things), shapes.PICTURE))
-    return Question((quality.degraded(picture, "noise", NOISE, rng), question), answer, len(things))
+    return Question((shapes.degraded(picture, "noise", NOISE, rng), question), answer, len(things))
 
 
 MIXED: dict[str, Callable[[np.random.Generator, Split], Question]] = {
     "jigsaw": jigsaw.full,
     "box": jigsaw.box,
-    "quality": quality.rated,
+    "quality": shapes.rated,
     "series": series.which,
-    "key_frames": clips.keys,
+    "key_frames": shapes.keys,
 }
 
 
@@ -97,7 +97,7 @@ def agrees(completions: list[str]) -> list[float]:
 
 def better(rng: np.random.Generator, split: Split) -> Question:
     """`quality.better` with a column `key` that tells its question from others."""
-    found = quality.better(rng, split)
+    found = shapes.better(rng, split)
     return found._replace(columns={"key": int(rng.integers(2**31))})
 
 

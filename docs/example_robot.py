@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from genrl.playground.minitable import INSTRUCTIONS, PUT, render, task
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset, write_dataset
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.rollout.sampling import FlowSteps

@@ -115,7 +115,7 @@ def main() -> None:
     if given.what == "check":
         error = check(given.file)
     else:
-        from genrl_rewards.scorers.judges.lm import open_lm
+        from genrl_rewards.scorers.texts.answerer import open_lm
 
         if given.model is None:
             parser.error("write needs --model")

@@ -114,7 +114,7 @@ def best_of(run: Path | str) -> int:
 
 def is_policy(folder: Path) -> bool:
     """Whether a folder holds a policy in LeRobot's layout, or an OpenVLA."""
-    from genrl.vla.config.openvla import is_openvla
+    from genrl.vla.config.files import is_openvla
 
     config = _model_config(folder)
     return "output_features" in config or is_openvla(config)

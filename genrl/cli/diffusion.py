@@ -93,7 +93,7 @@ def summary(config: Config, *, ask: bool = False) -> list[RenderableType]:
 
 def cards(file: Path, overrides: Sequence[str], config: Config, card: float | None) -> list[RenderableType]:
     """Which cards the run fits on, with which changes; with `card`, in bytes, the changes one by one."""
-    from genrl.cli.cards import tables
+    from genrl.cli.tables import card_tables
     from genrl.diffusion.config.memory_estimate import changes, memory
 
     if not (components := components_of(config, ask=True)):
@@ -102,7 +102,9 @@ def cards(file: Path, overrides: Sequence[str], config: Config, card: float | No
     def peak(changed: Config) -> int:
         return sum(num_bytes for _, num_bytes in memory(changed, components))
 
-    return tables(file, overrides, changes(config), peak, card, "sample smaller pictures, or lower model.lora.rank")
+    return card_tables(
+        file, overrides, changes(config), peak, card, "sample smaller pictures, or lower model.lora.rank"
+    )
 
 
 def _plan_table(config: Config, cost: Plan) -> Table:

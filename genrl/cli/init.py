@@ -112,7 +112,7 @@ def _list() -> None:
 def _card(recipe: Recipe) -> str:
     """The smallest card on which it fits as it is, by the estimate of `genrl check`; empty where there is none."""
     from genrl.cli import diffusion, vla
-    from genrl.cli.cards import smallest
+    from genrl.cli.tables import smallest
     from genrl.config import load
     from genrl.diffusion.config.memory_estimate import memory
     from genrl.diffusion.config.schema import Config

@@ -83,8 +83,7 @@ def watch(
     Only this machine can open it. It reads run folders and changes nothing; Ctrl-C ends it. From another machine:
     `ssh -L 8400:localhost:8400 HOST genrl watch RUN --port 8400`.
     """
-    from genrl.runtime.show.pages.live import Live
-    from genrl.runtime.show.pages.server import Server
+    from genrl.runtime.show.pages.live import Live, Server
 
     server = Server(Live(runs), port)
     for run in runs:

@@ -47,7 +47,7 @@ def memory_of(config: VLAConfig, *, ask: bool = False) -> list[tuple[str, int]]:
 def cards(file: Path, overrides: Sequence[str], config: VLAConfig, card: float | None) -> list[RenderableType]:
     """The memory of one process, and which cards the run fits on; with `card`, in bytes, the changes one by one. Of a
     policy whose size is not known, why."""
-    from genrl.cli.cards import tables
+    from genrl.cli.tables import card_tables
     from genrl.vla.config.memory_estimate import changes, memory
 
     known, why = _known(config, ask=True)
@@ -61,7 +61,7 @@ def cards(file: Path, overrides: Sequence[str], config: VLAConfig, card: float |
     table = memory_table(memory(config, known, count))
     of = [f"of one of {count} processes"] if count > 1 else []
     otherwise = "train in several processes (distributed.fsdp), or act in fewer environment.num_envs"
-    return [table, *of, *tables(file, overrides, changes(config), peak, card, otherwise)]
+    return [table, *of, *card_tables(file, overrides, changes(config), peak, card, otherwise)]
 
 
 @cache
@@ -140,7 +140,7 @@ LOST = 0.05
 
 
 def _by_instruction(judged: Judged, title: str) -> Table:
-    from genrl.runtime.show.intervals import wilson
+    from genrl.runtime.show.compare.statistics import wilson
     from genrl.vla.evaluate import by_task
 
     table = scores_table(title, "instruction", "success", "95 % interval", "episodes")

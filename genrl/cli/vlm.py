@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from rich.table import Table
 
 from genrl.cli.arguments import default_device
-from genrl.cli.cards import SHARE, smallest
-from genrl.cli.tables import add_course, console, memory_table, safe, scores_table, size, write_scores
+from genrl.cli.tables import SHARE, add_course, console, memory_table, safe, scores_table, size, smallest, write_scores
 from genrl.vlm.config import schema
 from genrl_rewards.given import is_given
 
@@ -31,7 +30,7 @@ def summary(config: VLMConfig) -> list[RenderableType]:
     """What an iteration does, and what the method is made of. Raises ValueError for an environment that cannot be
     opened."""
     if config.environment is not None:
-        from genrl.vlm.environments.opening import open_environment
+        from genrl.vlm.environments.hosts import open_environment
 
         open_environment(config.environment).close()
     renderables: list[RenderableType] = []

@@ -118,11 +118,6 @@ class RunConfig(Section):
                 (at, "evaluation.every"),
                 "nothing is evaluated, so nothing can be watched; evaluate every 20 iterations",
             )
-            return
-        after = -(-self.iterations // every)  # besides the first, before training
-        if monitor.patience > after:
-            text = f"only {after} evaluations follow the first, so {monitor.patience} cannot lie lower; use {after}"
-            yield (f"{at}.patience", "evaluation.every", "iterations"), f"{text} or less"
 
     def file_problems(self, notes: list[str]) -> Iterator[FileFinding]:
         """What is wrong with the files that this kind of run names; remarks that stop nothing are put into `notes`."""

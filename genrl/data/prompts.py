@@ -153,14 +153,19 @@ def open_data_set(source: str) -> Dataset:
     if match is None:
         text = "a data set is written id:split or id:config:split, for example org/name:train"
         raise PromptError(f"{source}: {text}")
-    from datasets import load_dataset
+    from datasets import ClassLabel, load_dataset
     from datasets.exceptions import DatasetsError
 
     try:
-        return load_dataset(match["name"], match["config"], split=match["split"])
+        table = load_dataset(match["name"], match["config"], split=match["split"])
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # not found, no such split, no network, broken
         hint = "; for example `Dataset.to_parquet`, and then its folder" if "load_from_disk" in str(error) else ""
         raise PromptError(f"{source}: the data set cannot be loaded: {error.__cause__ or error}{hint}") from error
+    for name, kind in table.features.items():
+        if isinstance(kind, ClassLabel):
+            labels = ", ".join(kind.names[:4])
+            logger.warning("%s: the column %r gives labels (%s...) as their numbers, from 0", source, name, labels)
+    return table
 
 
 def open_picture_table(source: str, *columns: str) -> Dataset:
@@ -254,12 +259,8 @@ def _of_objects(found: Any, source: str, column: str, pictures: bool) -> Iterato
 def _of_data_set(table: Any, source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
     if column not in table.column_names:
         raise PromptError(f"{source}: {no_column(column, table.column_names)} (prompts.column names it)")
-    from datasets import ClassLabel, Image
+    from datasets import Image
 
-    for name, kind in table.features.items():
-        if isinstance(kind, ClassLabel):
-            labels = ", ".join(kind.names[:4])
-            logger.warning("%s: the column %r gives labels (%s...) as their numbers, from 0", source, name, labels)
     picture_columns = [name for name, kind in table.features.items() if _holds_pictures(name, kind)]
     # Undecoded: the bytes are written as they are, and decoding every picture to read the prompts would take hours.
     for name in picture_columns:

@@ -26,8 +26,7 @@ from genrl.diffusion.rollout.rollout import batch_inputs, to_bytes
 from genrl.diffusion.rollout.scoring import Scorers, check_rows, score
 from genrl.diffusion.sample import load, samples
 from genrl.playground.shapes import kind_of
-from genrl.runtime.show.compare.media import Media, encode
-from genrl.runtime.show.compare.page import Page, Pair, check_size
+from genrl.runtime.show.compare.page import Media, Page, Pair, check_size, encode
 from genrl.runtime.weights.devices import default_device, empty_cache
 
 INDEX = "model_index.json"

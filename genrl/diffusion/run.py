@@ -50,8 +50,8 @@ from genrl.diffusion.rollout.rollout import (
 from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.diffusion.sheet import drawn_now, of_evaluated, of_rollouts
 from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.hub import whole_folder
 from genrl.runtime.folder.run import read_metrics
-from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import economy
 from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.process import Process

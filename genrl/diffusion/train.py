@@ -129,7 +129,7 @@ def open_cluster(config: Config, process: Process, stack: ExitStack) -> Places |
     engine, accelerator = config.engine, process.accelerator
     if engine is None:
         return None
-    stack.enter_context(cluster(engine.address, accelerator))
+    stack.enter_context(cluster(accelerator))
     processes = accelerator.num_processes
     rollouts, scoring = engine.rollout_workers // processes, engine.reward_workers // processes
     options = stack.enter_context(room_for(rollouts + scoring, accelerator.device.type))

@@ -336,7 +336,7 @@ def export(
     ['README.md', 'pytorch_lora_weights.safetensors']
     """
     from genrl.diffusion.config.schema import Config
-    from genrl.runtime.folder.whole import whole_folder
+    from genrl.runtime.folder.hub import whole_folder
     from genrl.vla.config.schema import VLAConfig
     from genrl.vlm.config.schema import VLMConfig
 

@@ -193,11 +193,6 @@ def implicit_reward(velocity: Tensor, old_velocity: Tensor, target: Tensor, *, a
     return _scaled_error(old_velocity.detach(), target, adaptive) - new
 
 
-def crd_target(advantage: Tensor, *, clip: float = 5.0) -> Tensor:
-    """`a = clamp(A, -clip, clip) / (2 clip) + 1/2` in [0, 1]: the external reward that r_theta is to equal."""
-    return nft_reward_weight(advantage, clip)
-
-
 def group_centres(implicit: Tensor, target: Tensor, group: Tensor, *, temperature: float | None = None) -> list[Centre]:
     """Centres of each group: at its mean (None), or at two softmax means, of its best and of its worst samples.
 

@@ -1,4 +1,8 @@
-"""How good a policy is: seeded episodes without exploration, success per task with its interval, and films of some."""
+"""How good a policy is: seeded episodes without exploration, success per task with its interval, and films of some.
+
+Their sheet: what the policy is shown and told, whole episodes as films, and every dimension of states and actions as it
+comes and as the policy reads it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
+from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, dimensions, score_text
+from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.frames import normalised
 from genrl.vla.data.videos import Clip
-from genrl.vla.policies.policy import Batch, rows
-from genrl.vla.rollout.collect import observe
+from genrl.vla.policies.policy import ACTION, IMAGE, IMAGES, Batch, rows
+from genrl.vla.rollout.collect import ChunkRollout, episode_returns, observe
 from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.simulators.contract import Environment, Observation
 
@@ -207,3 +215,77 @@ def by_task(found: Judged) -> dict[str, tuple[float, int]]:
 def slug(text: str) -> str:
     """An instruction as part of a metric's name."""
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+DECISIONS = 16
+"""After so many the numbers of collected episodes are not shown: each costs a pass of the policy."""
+
+
+class Watched:
+    """What a policy was shown first, and the numbers of the first decisions; called as of `evaluate`."""
+
+    def __init__(self) -> None:
+        self.first: Batch = {}
+        self.frames: Batch = {}
+
+    def __call__(self, seen: Batch, actions: Tensor) -> None:
+        self.first = self.first or seen
+        if len(self.frames.get(ACTION, ())) < 1000:
+            numbers = {name: value for name, value in seen.items() if value.is_floating_point()}
+            now = numbers | {ACTION: actions[:, :1].cpu()}  # the first of a chunk is of what was seen
+            self.frames = {name: torch.cat([self.frames[name], v]) if self.frames else v for name, v in now.items()}
+
+
+def sheet_of(policy: Any, found: Judged, watched: Watched, imitated: Batch | None) -> ContactSheet:
+    """The sheet of evaluated episodes. imitated: frames, whose numbers are then in the table: these are learnt."""
+    looks = [Look(f"{found.lost} episodes were lost with their simulators", {})] if found.lost else []
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    for k, instruction in enumerate(found.instruction[:SHOWN]):
+        scores = {"success": str(found.success[k]) if found.measured else "not measured", "steps": str(found.steps[k])}
+        scores["return"] = score_text(found.returns[k])
+        pictures = []
+        if not (found.lost or several):  # else the numbers of slots here and of episodes differ
+            observation = {name: value[k] for name, value in watched.first.items() if name.startswith((IMAGE, IMAGES))}
+            pictures = [(f"{name}, at the start", _chw(value)) for name, value in observation.items()]
+        if len(found.clips) == len(found.instruction):  # else some were chosen
+            pictures.append(("film", _chw(torch.from_numpy(np.array(found.clips[k].frames)))))
+        looks.append(Look(instruction or "(no instruction)", scores, pictures))
+    raw = imitated or watched.frames
+    if not raw:  # all were lost
+        return ContactSheet(looks)
+    numbers = normalised(policy, raw)
+    flat = {name: raw[name].flatten(0, -2) for name in numbers if name != ACTION} | {ACTION: raw[ACTION][:, 0]}
+    return ContactSheet(looks, dimensions(flat, numbers))
+
+
+@torch.no_grad()
+def sheet_of_rollout(who: Acting, rollout: ChunkRollout, config: VLAConfig) -> ContactSheet:
+    """The sheet of an iteration's first episodes, of a run without evaluation: what was seen, and what the policy does
+    there without exploration."""
+    first = rollout.valid & (rollout.episode == 0)
+    slots = first.any(0).nonzero()[:SHOWN, 0].tolist()  # of the others the episode was lost with its simulator
+    won: list[bool] = (rollout.success & first).any(0)[slots].tolist()
+    steps: list[int] = (rollout.n_executed * first).sum(0)[slots].tolist()
+    said = [rollout.instruction[slot] for slot in slots]
+    films = [value[:-1] for name, value in rollout.observations.items() if name.startswith((IMAGE, IMAGES))][:1]
+    clips = [
+        Clip(film[first[:, slot], slot, ..., :3].numpy(), text, flag)
+        for film in films
+        for slot, text, flag in zip(slots, said, won, strict=True)
+    ]
+    watched = Watched()
+    watched.first = {name: value[0, slots] for name, value in rollout.observations.items()}
+    for t in range(min(len(first), DECISIONS)):
+        if first[t].any():
+            seen = {name: value[t, first[t]] for name, value in rollout.observations.items()}
+            shape = len(seen[next(iter(seen))]), who.policy.horizon, who.policy.action_dim
+            watched(seen, chunk(who, seen, torch.randn(shape, generator=generator(config.seed, "sheet", t))))
+    judged = Judged(said, won, steps, episode_returns(rollout)[slots].tolist(), clips).of(
+        config.environment.success_key
+    )
+    return sheet_of(who.policy, judged, watched, None)
+
+
+def _chw(picture: Tensor) -> Tensor:
+    """[..., H, W, 3] uint8 as [..., 3, H, W] in [0, 1]."""
+    return picture[..., :3].movedim(-1, -3).float() / 255

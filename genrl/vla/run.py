@@ -19,10 +19,9 @@ from torch import Tensor
 from genrl.mdp.noise import generator
 from genrl.objectives.episodes import normalise_advantages
 from genrl.runtime.folder.run import read_metrics
-from genrl.runtime.loop.ahead import Advance, Ahead
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.running import Groups, TrainingRun, of_all
+from genrl.runtime.loop.running import Advance, Ahead, Groups, TrainingRun, of_all
 from genrl.runtime.loop.updating import CAUSES, require_on_policy
 from genrl.runtime.show.pictures import save_png
 from genrl.runtime.show.sheet import SHOWN, ContactSheet
@@ -30,18 +29,16 @@ from genrl.runtime.weights.sharding import unsharded
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.videos import contact_sheet, write_clips
-from genrl.vla.evaluate import Judged, evaluate, success_rates
+from genrl.vla.evaluate import Judged, Watched, evaluate, sheet_of, sheet_of_rollout, success_rates
+from genrl.vla.methods.settings import Update
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
-from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, episode_returns, training_rows
 from genrl.vla.rollout.ray_rollout import RayRollouts
-from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting, Frozen
+from genrl.vla.rollout.scores import context_of, importance_figures, weighed
 from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
-from genrl.vla.sheet import Watched, of_episodes, of_rollout
 from genrl.vla.simulators.contract import Environment
-from genrl.vla.update.scores import context_of, importance_figures, weighed
-from genrl.vla.update.settings import Update
 
 FPS = 4
 """Of films, which have a frame for every decision."""
@@ -118,9 +115,11 @@ class VLARun(TrainingRun[VLAConfig]):
     def _collect(self, settings: Update) -> ChunkRollout:
         config, loop = self.config, self.loop
         one_episode = settings.first_episodes
-        decisions = settings.rollout_decisions or longest_episode(self.env)
+        decisions = longest_episode(self.env)
         if decisions is None and not one_episode:
-            raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
+            raise ValueError(
+                "trainer.episodes: with all, episodes need an end: this simulator has none; write environment.max_steps"
+            )
         loop.phase("acting", decisions or 0)
         plan = RolloutPlan(
             # With one episode per slot the rollout ends by itself; the number is never reached.
@@ -211,7 +210,7 @@ class VLARun(TrainingRun[VLAConfig]):
             spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
             if not self.config.evaluation.every and not self.frames:
                 who = self.acting._replace(frozen=self.frozen)
-                self.note_sheet(lambda: of_rollout(who, rollout, self.config))
+                self.note_sheet(lambda: sheet_of_rollout(who, rollout, self.config))
         row = dict(figures) | self.told
         row |= {
             "rollout/success": sum(success) / max(1, len(success)),
@@ -259,7 +258,7 @@ class VLARun(TrainingRun[VLAConfig]):
         return judged
 
     def _sheet(self, found: Judged, watched: Watched) -> ContactSheet:
-        return of_episodes(self.policy, found, watched, self.frames)
+        return sheet_of(self.policy, found, watched, self.frames)
 
     def _judged(self) -> tuple[Judged, Watched]:
         config, settings = self.config, self.config.evaluation

@@ -21,9 +21,8 @@ from genrl.runtime.folder.run import Run
 from genrl.runtime.weights.weights import put_back, result
 from genrl.vla.config.names import SAMPLERS
 from genrl.vla.config.schema import VLAConfig
-from genrl.vla.data.frames import frame_statistics
+from genrl.vla.data.frames import data_statistics, frame_statistics
 from genrl.vla.data.recordings import Steps
-from genrl.vla.data.spread import data_statistics
 from genrl.vla.policies.folder import FIRST_STEPS, load_policy, policy_class, save_policy
 from genrl.vla.policies.layers import is_adapter, merge, require_layers, with_lora
 from genrl.vla.policies.lerobot import Adapt

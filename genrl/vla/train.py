@@ -15,17 +15,16 @@ from accelerate import Accelerator
 from genrl.config.plugins import beside
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.loop import frame
-from genrl.runtime.loop.ahead import Ahead
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.progress import Progress
 from genrl.runtime.loop.replay import Reopened
+from genrl.runtime.loop.running import Ahead
 from genrl.runtime.weights.devices import default_device
-from genrl.runtime.weights.sharding import Sharding, in_step
-from genrl.runtime.weights.shares import check_torch
+from genrl.runtime.weights.sharding import Sharding, check_torch, in_step
 from genrl.runtime.weights.weights import Weights
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import frames_of, recorded
-from genrl.vla.data.spread import check_spread
+from genrl.vla.data.frames import check_spread
 from genrl.vla.evaluate import Judged, evaluate
 from genrl.vla.policies.folder import FIRST_STEPS, load_first_steps, save_policy
 from genrl.vla.policies.layers import compute_again, hold, require_layers

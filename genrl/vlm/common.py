@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from genrl.runtime.folder.hub import whole_folder
 from genrl.runtime.folder.run import read_metrics
-from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import Groups, TrainingRun
@@ -23,10 +23,9 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import weights_changed
 from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.methods.policy_loss import Estimate, estimate
-from genrl.vlm.methods.sharing import Update, batch_of_all, ours, updates_of
-from genrl.vlm.policies.folder import load_trained, open_policy, save_model
+from genrl.vlm.methods.updates import Update, batch_of_all, ours, updates_of
+from genrl.vlm.policies.folder import hold, load_trained, open_policy, save_model
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import hold
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.rollout.token_batch import TokenBatch

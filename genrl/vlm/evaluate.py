@@ -18,25 +18,27 @@ from torch import Tensor
 from genrl.config import load
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.loop.process import Process
-from genrl.runtime.show.compare.media import Media, as_wav, encode
-from genrl.runtime.show.compare.page import Page, Pair, check_pairs, check_size
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.page import Media, Page, Pair, as_wav, check_pairs, check_size, encode
+from genrl.runtime.show.compare.statistics import wilson
 from genrl.runtime.show.pictures import save_samples
+from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, score_text
 from genrl.runtime.weights.devices import default_device
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.contract import Sampled, SequencePolicy
 from genrl.vlm.policies.folder import load_trained, open_policy
 from genrl.vlm.policies.pictures import black, with_pictures
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.processor import open_image, without_clips
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import check_failed, failures_of, open_rewards, sample, score, text_of
 from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward
 from genrl_rewards.failures import Failure
+from genrl_rewards.rows import read_as
 
 TOGETHER = 64
 """Questions answered side by side."""
-SHOWN = 32
+SAVED = 32
 """Answers of an evaluation that are written into samples/."""
 
 
@@ -169,7 +171,7 @@ def save_answers(process: Process, found: Judged, shown: Shown, iteration: int) 
     samples = process.run.samples
     lines = [
         json.dumps({"question": name, "answer": text, **{label: v[k] for label, v in found.scores.items()}})
-        for k, (name, text) in enumerate(zip(found.names[:SHOWN], found.texts, strict=False))
+        for k, (name, text) in enumerate(zip(found.names[:SAVED], found.texts, strict=False))
     ]
     samples.mkdir(parents=True, exist_ok=True)
     for name, sound in shown.sounds.items():
@@ -261,3 +263,29 @@ def _made(
     if len(media) != len(questions):
         raise ValueError(f"{name}: its answers are neither pictures nor sounds, so a page cannot show them")
     return media, judged.scores
+
+
+def sheet_of(
+    opened: Mapping[str, Reward],
+    rows: Sequence[Row],
+    texts: Sequence[str],
+    scores: Mapping[str, Sequence[float] | Tensor],
+    images: Sequence[Tensor] = (),
+) -> ContactSheet:
+    """The sheet of the first of these questions, with an answer and scores of each. images: what was made in place of
+    texts, of the first ones."""
+    looks = []
+    for number, row in enumerate(rows[:SHOWN]):
+        facts = {"answer": texts[number]}
+        facts |= {f"reward {label}": score_text(float(values[number])) for label, values in scores.items()}
+        for label, reward in opened.items():
+            if read := read_as(reward, {**row.columns, "prompts": text_of(row)}):
+                facts[f"{label} expects"] = read
+        facts |= {f"column {name}": f"{value!r:.200}" for name, value in row.columns.items()}
+        parts: Any = [part for part in without_clips(row.prompt).parts if not isinstance(part, str)]
+        pictures = (
+            [("shown to the model", open_image(part, row.name)) for part in parts] if not row.prompt.broken else []
+        )
+        rendered = [("made, as rewards see it", image) for image in images[number : number + 1]]
+        looks.append(Look(f"{row.name}\n{text_of(row)}", facts, [*pictures, *rendered]))
+    return ContactSheet(looks)

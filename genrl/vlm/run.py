@@ -22,17 +22,16 @@ from genrl.runtime.show.sheet import SHOWN, ContactSheet
 from genrl.vlm.common import Estimated, VLMRun
 from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.engines.generation import answering, uses_engine
-from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, shows_pictures
+from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, sheet_of, shows_pictures
 from genrl.vlm.methods.extras import Average, computed
+from genrl.vlm.policies.folder import checkpoint_weights, gathered
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import checkpoint_weights, gathered
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.rollout.augment import augmented, gaps, leave_out
 from genrl.vlm.rollout.data import Questions, held_out_loss
 from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on, worths
 from genrl.vlm.rollout.server import Server
 from genrl.vlm.rollout.synthesis import Synthesis
-from genrl.vlm.sheet import of_answers
 from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward
 
@@ -67,7 +66,7 @@ class AnswersRun(VLMRun):
         self.questions = Questions(config, "train", counted=True)
         self.server: Server | None = None
         """Where the answers of coming iterations are drawn while one is trained."""
-        if self.versions is not None and self.sampler is not None and config.generation.vllm.url is not None:
+        if self.versions is not None and self.sampler is not None and config.generation.answers_ahead:
             self.server = Server(self.sampler, opened)
             stack.callback(self.server.close)
         self.synthesis: Synthesis | None = None
@@ -231,7 +230,7 @@ class AnswersRun(VLMRun):
         """The first answer to each question."""
         first = slice(None, None, max(1, answers.size))
         scores = {label: values[first] for label, values in answers.scores.items()}
-        return of_answers(self.opened, answers.rows, answers.texts[first], scores)
+        return sheet_of(self.opened, answers.rows, answers.texts[first], scores)
 
     def look(self) -> ContactSheet:
         """Questions of the training data, answered as in evaluations, and scored."""
@@ -243,7 +242,7 @@ class AnswersRun(VLMRun):
         with answering(self.policy):
             judged = judge(self.policy, config, opened, self.questions, numbers, shown=self.shown)
         rows = [self.questions.row(number) for number in numbers]
-        return of_answers(opened, rows, judged.texts, judged.scores, self.shown.images)
+        return sheet_of(opened, rows, judged.texts, judged.scores, self.shown.images)
 
     @property
     def needs_old(self) -> bool:
@@ -328,7 +327,7 @@ class AnswersRun(VLMRun):
             save_answers(self.process, judged, self.shown, iteration)
         questions = self._held_out(whole)
         rows = [questions.row(number) for number in range(min(SHOWN, len(questions)))] if iteration == 0 else []
-        self.note_sheet(lambda: of_answers(self.opened, rows, judged.texts, judged.scores, self.shown.images))
+        self.note_sheet(lambda: sheet_of(self.opened, rows, judged.texts, judged.scores, self.shown.images))
         return row
 
     def _held_out(self, whole: VLMConfig) -> Questions:

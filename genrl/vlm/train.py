@@ -18,11 +18,11 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.episodes import run as episodes
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.extras import Average
+from genrl.vlm.methods.updates import Asked
 from genrl.vlm.policies.folder import open_policy
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.rollout.data import Questions, tell
-from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import open_rewards
 from genrl.vlm.run import AnswersRun
 from genrl_rewards.rows import survey
@@ -51,7 +51,7 @@ def check_processes(config: VLMConfig, num_processes: int) -> None:
             )
     if config.synthesis is not None and num_processes > 1:
         raise ValueError("synthesis: descriptions that wait are kept by one process; start one, or write null")
-    if config.generation.staleness and config.generation.vllm.url is not None and num_processes > 1:
+    if config.generation.staleness and config.generation.answers_ahead and num_processes > 1:
         raise ValueError("generation.staleness: a server samples ahead for one process; start one, or write 0")
 
 
@@ -106,7 +106,7 @@ def open_answers(config: VLMConfig, process: Process, policy: Policy, stack: Exi
 
 def heads_of(config: VLMConfig, policy: Policy) -> dict[str, nn.Module]:
     """What the method trains beside the policy, by name: `heads(policy)` of its module, where it says so."""
-    if not config.trainer.with_heads:
+    if "heads" not in config.trainer.reads:
         return {}
     heads: dict[str, nn.Module] = vars(module_of(config.trainer))["heads"](policy)
     return heads

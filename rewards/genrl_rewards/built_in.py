@@ -82,7 +82,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "paco_group": BuiltIn("pictures.paco", "PacoGroup", "0 to 1"),
     "clap": BuiltIn("preference.clap", "ClapScore", "-1 to 1"),
     "music_preference": BuiltIn("preference.music", "MusicPreference", "unbounded"),
-    "preference_judge": BuiltIn("judges.preference_judge", "PreferenceJudge", "0, .5 or 1"),
+    "preference_judge": BuiltIn("judges.judge", "PreferenceJudge", "0, .5 or 1"),
     "table_progress": BuiltIn("objects.tabletop", "TableProgress", "-4 to 0"),
     "geneval": BuiltIn("objects.geneval", "GenEval", "0 to 1"),
     "edit_move": BuiltIn("objects.spatial_edit", "EditMove", "0 to 1"),

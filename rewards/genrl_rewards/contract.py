@@ -37,6 +37,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,6 +53,10 @@ from genrl_rewards.pictures import to_uint8 as to_uint8
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
+
+logger = logging.getLogger(__name__)
 
 Reward: TypeAlias = Callable[..., Any]
 Scored: TypeAlias = tuple[list[float], dict[str, list[float]]]
@@ -215,6 +220,11 @@ def _annotated(reward: Reward, name: str) -> str:
 def optional_columns(reward: Reward, known: Iterable[str]) -> list[str]:
     """Parameters with a default that have the name of one of the `known` columns and are set by nobody: they get it, as
     in TRL. Those of the rewards of this package are options."""
+    return [name for name in _options(reward) if name in known]
+
+
+def _options(reward: Reward) -> list[str]:
+    """Parameters with a default that are set by nobody; none of this package's own rewards."""
     fixed: set[str] = set()
     itself: Any = reward
     while (within := getattr(itself, "func", None) or getattr(itself, "reward", None)) and callable(within):
@@ -226,7 +236,7 @@ def optional_columns(reward: Reward, known: Iterable[str]) -> list[str]:
         return []
     parameters = inspect.signature(reward).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY]
-    return [name for name in options if name in known and name not in fixed and name not in FROM_SAMPLER]
+    return [name for name in options if name not in fixed and name not in FROM_SAMPLER]
 
 
 def call(reward: Reward, arguments: Mapping[str, Any]) -> Any:
@@ -274,6 +284,19 @@ def check_columns(reward: Reward, columns: Iterable[str], *, name: str = "") -> 
                 f"reward {name or name_of(reward)!r} asks for the column {column!r}, but the prompt file "
                 f"{have}.{nearest(column, [*available, *FROM_SAMPLER])}"
             )
+    for option in _options(reward):
+        if option not in available and (close := get_close_matches(option.lower(), map(str.lower, available), 1, 0.8)):
+            text = f"has its default, since no column is called so; the nearest is {close[0]!r}"
+            _warn_once(f"reward {name or name_of(reward)!r}: the parameter {option!r} {text}")
+    for option in _options(reward):
+        if option not in available and (close := get_close_matches(option.lower(), map(str.lower, available), 1, 0.8)):
+            text = f"has its default, since no column is called so; the nearest is {close[0]!r}"
+            _warn_once(f"reward {name or name_of(reward)!r}: the parameter {option!r} {text}")
+
+
+@functools.cache  # every call of a reward looks at its columns
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def check_row(reward: Reward, columns: Mapping[str, Any], *, row: str) -> None:

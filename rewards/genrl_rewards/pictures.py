@@ -247,7 +247,7 @@ def _in_srgb(picture: Image, name: str) -> Image:
     alpha = picture.convert("LA" if grey else "RGBA").getchannel("A") if clear else None
     colours = picture if picture.mode in ("CMYK", "LAB") else picture.convert("L" if grey else "RGB")
     try:
-        transform = _to_srgb(profile, colours.mode) if profile else _of_gamma(gamma)
+        transform: Any = _to_srgb(profile, colours.mode) if profile else _of_gamma(float(gamma or 0))
     except (ImageCms.PyCMSError, OSError, ImportError) as error:  # broken, of other colours, or no library here
         _remark("no profile", name, f"has a colour profile that is left out ({error}); its colours are read as sRGB")
         return picture
@@ -279,7 +279,7 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCmsTransform | None:
     if mode not in ("L", "RGB"):
         return transform
     # By what it does, not by its name: sRGB is written in dozens of ways.
-    levels = np.arange(0, 256, 15, np.uint8)
+    levels = np.arange(0, 256, 15, dtype=np.uint8)
     grid = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(18, -1, 3) if mode == "RGB" else levels[None]
     probe = Image.fromarray(np.ascontiguousarray(grid))
     difference = np.asarray(transform.apply(probe), np.int16) - np.asarray(probe.convert("RGB"), np.int16)

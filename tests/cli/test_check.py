@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from genrl.cli.plan import lines
+from genrl.cli.sample import lines
 from genrl.config import load
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from genrl.cli.rows import report
+from genrl.cli.check import report
 from genrl.config import load
 from genrl_rewards import pictures
 from tests.cli.commands import run

@@ -182,14 +182,15 @@ def test_tables_say_what_is_wrong_with_them(
 ) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+    for name in ("l", "shards"):
+        (folder / name).mkdir()
     named = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.ClassLabel(names=["cat", "dog"])})
-    with lending({"python:p": datasets.Dataset.from_dict({"prompt": ["a"], "answer": [1]}, features=named)}):
-        assert read("python:p").rows[0].columns == {"answer": 1}
+    datasets.Dataset.from_dict({"prompt": ["a"], "answer": [1]}, features=named).to_parquet(folder / "l" / "a.parquet")
+    assert read(f"{folder / 'l'}:train").rows[0].columns == {"answer": 1}
     assert "the column 'answer' gives labels (cat, dog...) as their numbers" in caplog.text
     with lending({"python:p": datasets.Dataset.from_dict({"prompt": [b"a"]})}):
         with pytest.raises(PromptError, match="must be text, found bytes"):
             read("python:p")
-    (folder / "shards").mkdir()
     for name, x in (("0", 1), ("1", "text")):
         datasets.Dataset.from_dict({"prompt": ["a"], "x": [x]}).to_parquet(folder / "shards" / f"train-{name}.parquet")
     with pytest.raises(PromptError, match="cannot be loaded: .*'text' as a scalar"):

@@ -16,6 +16,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
+from genrl.runtime.loop import collapse
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import equal
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("unproven")
 
 SCORES = [0.5, 0.7, 0.4, 0.69, 0.3, 0.2, 0.9, 0.9]  # of the evaluations after 0, 1, ... iterations
 TINY_LM = Path(__file__).resolve().parents[2] / "assets" / "tiny-lm"
-WATCH = {"reward": "redness", "tolerance": 0.05, "patience": 2}
+WATCH = {"reward": "redness", "tolerance": 0.05}
 
 
 def script(patch: pytest.MonkeyPatch) -> None:
@@ -87,17 +88,23 @@ def test_what_cannot_be_watched(folder: Path, model: Path) -> None:
     for changes, message in (
         ({"monitor": {"reward": "rednes"}}, "no held-out figure is called 'rednes'; did you mean 'redness'"),
         ({"monitor": {"reward": "brightness"}}, "is trained on, and so no witness"),
-        ({"monitor": {"patience": 8}}, "only 7 evaluations follow the first"),
         ({"evaluation": {"every": 0, "monitor": WATCH}}, "nothing is evaluated, so nothing can be watched"),
     ):
         with pytest.raises(ConfigError, match=message):
             config(folder, model, **changes)
 
 
-BACK: dict[str, Any] = {"evaluation": {"every": 1, "monitor": {**WATCH, "patience": 1}, "on_collapse": "back"}}
+BACK: dict[str, Any] = {"evaluation": {"every": 1, "monitor": WATCH, "on_collapse": "back"}}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lower evaluation is enough."""
+    monkeypatch.setattr(collapse, "PATIENCE", 1)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
 def test_a_run_with_older_samples_goes_on_after_it_has_gone_back(folder: Path, model: Path) -> None:
     """The versions that draw are not put back: the number of iterations is not either."""
     older = BACK | {"sampling": {"staleness": 1}, "ema": None, "iterations": 4}

@@ -143,7 +143,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "awm": {"timesteps_per_sample": 2, "kl_weight": 1e-3},
     "dgpo": {"timesteps_per_sample": 2, "first_steps": 3},
     "crd": {"updates_per_iteration": 1},
-    "dpo": {"timesteps_per_pair": 2},
+    "dpo": {"timesteps_per_sample": 2},
     "d3po": {"kernel": "flow_sde", "noise_level": 0.7},
     "prdp": {"kernel": "flow_sde", "noise_level": 0.7, "beta": 0.1, "clip_range": 1e-3},
     "grpo_guard": {"clip_range": 4e-6},
@@ -210,7 +210,7 @@ def test_pairs_of_which_some_are_ties_learn_on_shards(folder: Path, model: Path)
         "def ties(images, prompts):\n"
         "    return [float(images[i].mean()) if len(text) % 2 else 0.0 for i, text in enumerate(prompts)]\n"
     )
-    trainer = {"algorithm": "dpo", "timesteps_per_pair": 2, "guidance_in_training": True}
+    trainer = {"algorithm": "dpo", "timesteps_per_sample": 2, "guidance_in_training": True}
     sampling = {"prompts_per_iteration": 4, "group_size": 2, "batch_size": 4, "guidance_scale": 4.0}
     changes: dict[str, Any] = {"trainer": trainer, "sampling": sampling, "iterations": 1}
     changes["rewards"] = [{"name": f"{folder / 'ties.py'}:ties"}]

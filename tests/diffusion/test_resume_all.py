@@ -18,7 +18,7 @@ from genrl.diffusion.config.sections import Model
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.loop.loop import Loop
-from genrl.runtime.weights.kept import Stateful
+from genrl.runtime.loop.state import Stateful
 from tests.diffusion import runs
 from tests.diffusion.rollout import far_here
 

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from genrl.cli.app import app
-from genrl.cli.plan import lines
+from genrl.cli.sample import lines
 from genrl.config import ConfigError, load
 from genrl.config.plugins import import_file
 from genrl.diffusion.config.estimate import plan

@@ -14,7 +14,7 @@ from genrl.playground.cards import GAMES, Cards, Game
 from genrl.playground.grid import Grid
 from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.discrete import Misuse
-from genrl.vlm.environments.opening import open_environment
+from genrl.vlm.environments.hosts import open_environment
 
 
 def opened(game: str, seed: int = 0, **options: Any) -> Cards:

@@ -25,7 +25,7 @@ from genrl.playground.minitable.demonstrations import (
     minitable_rest,
     write_minitable,
 )
-from genrl.playground.minitable.render import THINGS, cloud
+from genrl.playground.minitable.env import THINGS, cloud
 from genrl.vla.data.frames import ACTION_IS_PAD, chunks, dataset_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.offline.imitation import imitate

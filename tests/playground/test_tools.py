@@ -11,7 +11,7 @@ from genrl.playground.crop import Crop, Index
 from genrl.playground.watch import Watch
 from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.contract import Question
-from genrl.vlm.environments.opening import open_environment
+from genrl.vlm.environments.hosts import open_environment
 
 
 def opened(name: str, seed: int = 3, split: Any = "train", **options: Any) -> Any:

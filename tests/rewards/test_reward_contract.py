@@ -275,6 +275,18 @@ def test_a_default_is_replaced_by_the_column_of_its_name() -> None:
     assert genrl_rewards.score(Calls(fixed, cache=4), **TWO, columns=columns).values == [2.0, 6.0]
 
 
+def test_a_default_that_was_meant_to_be_a_column_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def near(images: Any, answers: Any = None, scale: float = 1.0, target: Any = None) -> list[float]:
+        return [float(answers is None)] * len(images)
+
+    columns = {"Answer": ["x", "y"], "colour": [1, 2]}
+    for _ in range(3):
+        assert genrl_rewards.score(near, **TWO, columns=columns).values == [1.0, 1.0]
+    genrl_rewards.score(functools.partial(near, answers="given"), **TWO, columns=columns)
+    assert caplog.text.count("the parameter 'answers' has its default, since no column is called so") == 1
+    assert "the nearest is 'answer'" in caplog.text and "scale" not in caplog.text
+
+
 def test_an_async_reward_is_waited_for_within_a_loop_too() -> None:
     async def slow(images: Any) -> list[float]:
         await asyncio.sleep(0)

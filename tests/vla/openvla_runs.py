@@ -13,7 +13,7 @@ SFT: dict[str, Any] = {
     "trainer": {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 6},
 }
 PPO = {"algorithm": "ppo", "epochs": 1, "minibatch": 8, "critic_warmup": 0, "kl_stop": None}
-GRPO = {"algorithm": "grpo", "level": "element", "clip_range_high": 0.28, "epochs": 1, "minibatch": 8}
+GRPO = {"algorithm": "grpo", "level": "element", "clip_range": [0.2, 0.28], "epochs": 1, "minibatch": 8}
 
 
 def config(place: Path, *, head: bool = False, **changes: Any) -> VLAConfig:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from genrl.playground.minitable import INSTRUCTIONS
 from genrl.runtime.folder.metrics import document
 from genrl.runtime.loop.progress import Progress
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from genrl.vla import train
 from genrl.vla.data.videos import Clip
 from genrl.vla.evaluate import Judged, balanced, by_task, evaluate, slug, success_rates

@@ -124,7 +124,7 @@ def test_what_cannot_be_held_in_shards(tmp_path: Path, monkeypatch: pytest.Monke
     for changes, message in wrong:
         with pytest.raises(ConfigError, match=message):
             published_runs.config(tmp_path, "pi0", **{**FSDP, **changes})
-    monkeypatch.setattr("genrl.runtime.weights.shares.HuggingFaceStorageWriter", object)
+    monkeypatch.setattr("genrl.runtime.weights.sharding.HuggingFaceStorageWriter", object)
     with pytest.raises(ValueError, match="cannot save weights that are trained in shards"):
         check_processes(config, 2)
     check_processes(published_runs.config(tmp_path, "pi0", **LORA, **FSDP), 2)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from genrl.vla.rollout.rollout import ChunkRollout
+from genrl.vla.rollout.collect import ChunkRollout
 from genrl.vla.run import VLARun
 from tests.vla import vla_runs
 

@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from genrl.vlm.engines.generation import Sampling, generate
+from genrl.vlm.policies.folder import checkpoint_weights
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Tokens
-from genrl.vlm.policies.shards import checkpoint_weights
 
 BaseModelLoader = object
 

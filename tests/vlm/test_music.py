@@ -16,7 +16,7 @@ from genrl.cli.app import app
 from genrl.config import load
 from genrl.config.errors import ConfigError
 from genrl.runtime.loop.process import Process
-from genrl.runtime.show.compare.media import as_wav
+from genrl.runtime.show.compare.page import as_wav
 from genrl.vlm.common import Headed
 from genrl.vlm.methods.music_preference import train as music_preference
 from genrl.vlm.methods.music_preference.train import loss, piece, recorded

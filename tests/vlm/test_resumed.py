@@ -165,7 +165,7 @@ def test_what_cannot_be_quantised(tmp_path: Path) -> None:
         ({"vlm": {"quantize": "int4", "lora": {"rank": 2}}}, r"vlm.quantize.*packed four-bit"),
         ({"vlm": {"quantize": "nf4"}}, r"vlm.quantize, vlm.lora|quantised weights cannot be trained"),
         ({"vlm": {"quantize": "nf4", "lora": {}}, "distributed": {"fsdp": True}}, "cannot be divided"),
-        ({"vlm": {"quantize": "int8", "lora": {}}, "generation": {"engine": "vllm"}}, "vLLM is sent merged weights"),
+        ({"vlm": {"quantize": "int8", "lora": {}}, "generation": {"vllm": {}}}, "vLLM is sent merged weights"),
     ):
         with pytest.raises(ConfigError, match=match):
             vlm_runs.config(tmp_path, **more)

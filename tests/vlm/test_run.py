@@ -73,7 +73,7 @@ def test_an_engine_with_weights_of_its_own_evaluates_the_average(
     config = vlm_runs.config(
         tmp_path,
         trainer={"preset": "grpo", "weights": []},
-        generation={"engine": "vllm", "vllm": {"sleep": False}},
+        generation={"vllm": {"args": {"enable_sleep_mode": False}}},
         evaluation=EVALUATED,
         **AVERAGED,
     )
@@ -149,7 +149,7 @@ def test_a_run_whose_answers_get_worse_is_stopped_with_its_best_beside_it(
         return {"eval/tag_format_mean": SCORES[iteration]}
 
     monkeypatch.setattr(AnswersRun, "evaluate", scripted)
-    watched = {"reward": "tag_format", "tolerance": 0.05, "patience": 2}
+    watched = {"reward": "tag_format", "tolerance": 0.05}
     changes = {**AVERAGED, "iterations": 4, "evaluation": {**EVALUATED, "monitor": watched, "on_collapse": "stop"}}
     run = train(vlm_runs.config(tmp_path, **changes))
     assert [row["eval/below_best"] for row in rows(run)] == pytest.approx([0.0, 0.0, 0.3, 0.4])
@@ -163,12 +163,11 @@ def test_what_cannot_be_watched(tmp_path: Path) -> None:
     for monitor, every, message in (
         ({"reward": "exakt"}, 1, "did you mean 'exact'.* exact, tag_format, accuracy"),
         ({"reward": "accuracy"}, 0, "nothing can be watched"),
-        ({"reward": "exact", "patience": 3}, 1, "only 2 evaluations follow the first"),
     ):
         evaluation = {**EVALUATED, "every": every, "monitor": {"tolerance": 0.1, **monitor}}
         with pytest.raises(ConfigError, match=message):
             vlm_runs.config(tmp_path, iterations=2, evaluation=evaluation)
-    episodes = {"every": 1, "monitor": {"reward": "success", "tolerance": 0.1, "patience": 1}}
+    episodes = {"every": 1, "monitor": {"reward": "success", "tolerance": 0.1}}
     agent_runs.config(tmp_path, "grpo", evaluation=episodes)
     episodes["monitor"] = {**episodes["monitor"], "reward": "exact"}
     with pytest.raises(ConfigError, match="they are: success"):

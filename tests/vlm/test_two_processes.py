@@ -52,7 +52,7 @@ def test_two_processes_do_what_one_does(name: str, tmp_path: Path) -> None:
 
 
 def test_where_the_environments_of_one_process_die_no_other_waits(tmp_path: Path) -> None:
-    dies = {"parallel": 2, "steps": 2, "processes": True}
+    dies = {"parallel": 2, "steps": 2, "timeout_s": 60.0}
     agent_runs.config(tmp_path, "vl_dac", environment={**dies, "name": f"{tmp_path / 'pays.py'}:Pays"})
     own = "        if os.environ['RANK'] == '1': os._exit(7)\n        self.left -= 1\n"
     text = agent_runs.PAYS.replace("import numpy", "import os, numpy").replace("        self.left -= 1\n", own)

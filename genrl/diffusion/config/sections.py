@@ -255,9 +255,6 @@ class Engine(Section):
     score, at most one per CPU of the cluster."""
     reward_workers: Whole = 0
     """Actors that score, each with all rewards that are on no server; 0 = the processes that train score."""
-    address: Text | None = None
-    """HOST:PORT of a Ray cluster that this machine has joined; null = RAY_ADDRESS, or one that is started
-    here and ends with the run."""
 
 
 class Rewriter(Section):

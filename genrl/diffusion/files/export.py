@@ -42,8 +42,8 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments
 from genrl.runtime.folder import checkpoint
-from genrl.runtime.folder.cards import THIS_FOLDER, as_code
-from genrl.runtime.folder.cards import table as table_of
+from genrl.runtime.folder.hub import THIS_FOLDER, as_code
+from genrl.runtime.folder.hub import table as table_of
 from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 from genrl.runtime.weights.weights import result
 from genrl_rewards.models.accounts import collected

@@ -89,9 +89,9 @@ def learn(run: DiffusionRun, settings: DiffusionDPO, rollouts: Rollouts, sign: T
         return batch, tensors
 
     def count(slots: list[int]) -> int:
-        return int((sign[slots] > 0).sum()) * settings.timesteps_per_pair
+        return int((sign[slots] > 0).sum()) * settings.timesteps_per_sample
 
-    pairs = settings.timesteps_per_pair
+    pairs = settings.timesteps_per_sample
     update(run, settings, rollouts, pairs, prepare, loss, meter, count=count)
     return meter.result()
 

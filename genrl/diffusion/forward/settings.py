@@ -141,7 +141,7 @@ class DiffusionDPO(Preference):
     reference_every: Count | None = None
     """The trained model becomes the reference every so many optimiser steps (Flow-GRPO's online DPO: 40); null = never
     (Diffusion-DPO)."""
-    timesteps_per_pair: Count = 1
+    timesteps_per_sample: Count = 1
     """Noise levels trained per pair, each sampled separately (Diffusion-DPO: 1)."""
     guidance_in_training: GuidanceInTraining = False
     """Train with the guidance of sampling (other trainers: false); detached = without a gradient through its
@@ -158,8 +158,8 @@ class DiffusionDPO(Preference):
     def calls(self, config: Config, guided: Guided) -> Calls:
         """The policy and the reference, for both pictures of each pair; all pairs decided."""
         guidance = guided(config.sampling.guidance_scale) if self.guidance_in_training else 1
-        states = 2.0 * config.sampling.prompts_per_iteration * self.timesteps_per_pair * guidance
-        trained = float(self.timesteps_per_pair)
+        states = 2.0 * config.sampling.prompts_per_iteration * self.timesteps_per_sample * guidance
+        trained = float(self.timesteps_per_sample)
         return matching_calls(self, config, guided, trained=trained, states=states, train=states * 2.0 * self.epochs)
 
     def snapshots(self, config: Config) -> list[str]:

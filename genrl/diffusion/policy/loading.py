@@ -25,7 +25,7 @@ from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler
 from genrl.diffusion.config.sections import Model, Sampling
 from genrl.diffusion.files.single_file import load_single_file
 from genrl.diffusion.policy.interfaces import Pipeline
-from genrl.runtime.weights.quantization import quantization_config
+from genrl.runtime.weights.low_rank import quantization_config
 from genrl_rewards.given import is_given, take
 from genrl_rewards.models.accounts import accounted
 

@@ -4,8 +4,7 @@
 per decision (80,000 pictures; 23,000 of 64 pixels).
 """
 
-from genrl.playground.minitable.env import MiniTable
-from genrl.playground.minitable.render import render
+from genrl.playground.minitable.env import MiniTable, render
 from genrl.playground.minitable.task import (
     INSTRUCTIONS,
     PUT,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from genrl.playground import minitable
 from genrl.playground.minitable import task
-from genrl.playground.minitable.render import cloud
+from genrl.playground.minitable.env import cloud
 from genrl.vla.data.frames import Shown
 from genrl.vla.data.lerobot_dataset import Dataset, Episode, write_dataset
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE

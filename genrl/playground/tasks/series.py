@@ -1,4 +1,6 @@
-"""Plots of time series: which kind is shown (TimeMaster). A quarter of the pairs of cycles and phase is held out."""
+"""Tasks without shapes: plots of time series, of which kind is shown (TimeMaster), and sums of two numbers from 0 to 9
+without any picture (the text-only stage of LMM-R1). A quarter is held out, of the pairs of cycles and phase as of
+the sums."""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def values(kind: str, cycles: int, phase: float, points: int) -> np.ndarray:
     raise ValueError(f"no series {kind!r}: {', '.join(KINDS)}")
 
 
-def held_out(cycles: int, phase: int) -> bool:
+def held_out_series(cycles: int, phase: int) -> bool:
     """Whether series of these are for evaluation only. phase: 0 to 7, in eighths."""
     return (cycles + phase) % 4 == 0
 
@@ -45,7 +47,7 @@ def which(rng: np.random.Generator, split: Split) -> Question:
     """A noisy series as a black line; the answer is its kind, which is one of `KINDS`."""
     while True:
         cycles, phase = int(rng.integers(2, 5)), int(rng.integers(PHASES))
-        if held_out(cycles, phase) == (split == "eval"):
+        if held_out_series(cycles, phase) == (split == "eval"):
             break
     kind, noise = KINDS[rng.integers(len(KINDS))], rng.uniform(0.05, 0.25)
     side = SCALE * PICTURE
@@ -56,3 +58,16 @@ def which(rng: np.random.Generator, split: Split) -> Question:
     ImageDraw.Draw(canvas).line(points, fill="black", width=2 * SCALE, joint="curve")
     question = f"which kind of series is this , {' '.join(KINDS)} ?"
     return Question((canvas.reduce(SCALE), question), kind, round(float(noise), 3))
+
+
+def held_out_sum(first: int, second: int) -> bool:
+    """Whether this sum is for evaluation only."""
+    return (first + 2 * second) % 4 == 0
+
+
+def plus(rng: np.random.Generator, split: Split) -> Question:
+    """What two numbers make together."""
+    while True:
+        first, second = (int(k) for k in rng.integers(10, size=2))
+        if held_out_sum(first, second) == (split == "eval"):
+            return Question((f"what is {first} plus {second} ?",), str(first + second), first + second)

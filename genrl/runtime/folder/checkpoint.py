@@ -1,13 +1,13 @@
 """Checkpoints which survive a crash at any instant. The only module that writes or reads them.
 
-A checkpoint is a folder `step-000123/`: `<stem>.safetensors`, `state.json`, whatever `extra` wrote, and
-`manifest.json` with the size and sha256 of every other file. What processes hold in shares (FSDP) is in
-`shards/<stem>/`, where each has written its own (`runtime/shares.py`). It is written as `step-000123.tmp-<pid>/`,
-every file and folder is synced, the folder is renamed, its parent is synced, and only then are older ones
-deleted, which begins with renaming them back. So at every instant there is a complete checkpoint under its final name,
-once there has been one, and a folder under a final name that is not complete was damaged by something else: it is
-never deleted. A folder is *complete* when its manifest is there, has the checksum that it says and the step of the
-folder's name, and every listed file has the listed size and hash.
+A checkpoint is a folder `step-000123/`: `<stem>.safetensors`, `state.json`, whatever `extra` wrote, and `manifest.json`
+with the size and sha256 of every other file. What processes hold in shares (FSDP) is in `shards/<stem>/`, where each
+has written its own (`runtime/weights/sharding.py`). It is written as `step-000123.tmp-<pid>/`, every file and folder is
+synced, the folder is renamed, its parent is synced, and only then are older ones deleted, which begins with renaming
+them back. So at every instant there is a complete checkpoint under its final name, once there has been one, and a
+folder under a final name that is not complete was damaged by something else: it is never deleted. A folder is
+*complete* when its manifest is there, has the checksum that it says and the step of the folder's name, and every listed
+file has the listed size and hash.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from genrl.runtime.weights import shares
+from genrl.runtime.weights import sharding
 from genrl.runtime.weights.sharding import local
 
 FORMAT = 2
@@ -87,7 +87,7 @@ def save(
     assert keep >= 1 and step >= 0
     final = of_step(folder, step)
     temporary = folder / f"{final.name}.tmp-{os.getpid()}"
-    shared = shares.shares_of(tensors)
+    shared = sharding.shares_of(tensors)
     try:
         with _telling(shared) as folders:
             _make_folder(folder)
@@ -124,7 +124,7 @@ def save_shares(tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
 
     Raises CheckpointError in all processes where one of them could not write.
     """
-    shared = shares.shares_of(tensors)
+    shared = sharding.shares_of(tensors)
     if not shared:
         return
     folders: list[Path | None] = [None]
@@ -237,7 +237,7 @@ def problem(path: Path, *, hashes: bool = True) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != entry["bytes"]:
                 return f"{name} has {file.stat().st_size} bytes, {entry['bytes']} were written"
-            if hashes and shares.sha256(file) != entry["sha256"]:
+            if hashes and sharding.sha256(file) != entry["sha256"]:
                 return f"{name} was altered: its sha256 is not the one in {MANIFEST}"
         except OSError as error:
             return f"{name} cannot be read: {error}"
@@ -275,7 +275,7 @@ def _loaded(path: Path, in_shares: bool) -> Loaded:
     }
     parents = [PurePosixPath(name).parent for name in manifest["files"]]
     for folder in sorted({parent for parent in parents if parent.is_relative_to(SHARDS)}):
-        stem, shared_tensors = str(folder.relative_to(SHARDS)), shares.read(path / folder)
+        stem, shared_tensors = str(folder.relative_to(SHARDS)), sharding.read(path / folder)
         tensors.setdefault(stem, {}).update((n, one if in_shares else one.whole()) for n, one in shared_tensors.items())
     state = json.loads((path / STATE).read_text(encoding="utf-8"))
     return Loaded(path, manifest["step"], tensors, state)
@@ -329,16 +329,16 @@ def _other_version(path: Path) -> str | None:
     return None
 
 
-def _write_shares(folder: Path, shared: Mapping[str, Mapping[str, Any]]) -> shares.Entries:
+def _write_shares(folder: Path, shared: Mapping[str, Mapping[str, Any]]) -> sharding.Entries:
     """All processes together. Returns, to the main one, the entries of the manifest."""
     return {
         f"{SHARDS}/{stem}/{name}": entry
         for stem, named in shared.items()
-        for name, entry in shares.write(folder / SHARDS / stem, named, _fault).items()
+        for name, entry in sharding.write(folder / SHARDS / stem, named, _fault).items()
     }
 
 
-def _seal(folder: Path, step: int, written: shares.Entries) -> None:
+def _seal(folder: Path, step: int, written: sharding.Entries) -> None:
     """Sync every file, write the manifest, sync every folder from the deepest up. written: entries of files that those
     who wrote them have synced."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -347,7 +347,7 @@ def _seal(folder: Path, step: int, written: shares.Entries) -> None:
         name = file.relative_to(folder).as_posix()
         if name not in written:
             _sync(file)
-        entries[name] = written.get(name) or shares.entry(file)
+        entries[name] = written.get(name) or sharding.entry(file)
     manifest = {"format": IN_SHARES if written else FORMAT, "step": step, "files": entries}
     _write_text(folder / MANIFEST, json.dumps(manifest | {"checksum": _checksum(manifest)}, indent=1))
     _sync(folder / MANIFEST)

@@ -1,21 +1,130 @@
-"""The hub, by huggingface_hub: an exported model goes there with its card, a configuration comes from there."""
+"""An exported model: its folder, which appears under its name when it is complete, its card, and the hub (by
+huggingface_hub) that it goes to and configurations come from.
+
+Parts of its card that all kinds of runs share are here, in Markdown.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
+from genrl import __version__
 from genrl.config import RunConfig
 from genrl.config.folders import is_hub_id, looks_local
 from genrl.config.weight_files import hub_errors
-from genrl.runtime.folder import cards
-from genrl.runtime.folder.run import Run, read_metrics
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 from genrl.runtime.show import pictures
 from genrl_rewards.given import is_given
+
+
+@contextmanager
+def whole_folder(final: Path) -> Iterator[Path]:
+    """A folder to write into, whose content is under `final` when the block ends without an error, and not before.
+
+    What was there gives way to it. Where the block ends by an error, or the process is killed, it is as it was.
+    """
+    final = final.absolute()
+    is_empty = final.is_dir() and not any(final.iterdir())  # it may be where somebody works, or another disk
+    beside = final if is_empty else final.parent
+    temporary, old = (beside / f".{final.name}{end}.tmp-{os.getpid()}" for end in ("", "-old"))
+    for path in list(beside.iterdir()) if beside.is_dir() else []:
+        if path.name.startswith((f".{final.name}.tmp-", f".{final.name}-old.tmp-")):  # of a process that was killed
+            shutil.rmtree(path, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):  # a full disk may say so only here
+            if file.is_file():
+                _sync(file)
+        if is_empty:
+            for path in list(temporary.iterdir()):
+                path.rename(final / path.name)
+        else:
+            if final.exists():
+                final.rename(old)
+            try:
+                temporary.rename(final)
+            except OSError:
+                if old.exists():
+                    old.rename(final)
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def own_files(folder: Path) -> list[Path]:
+    """The files of a folder, in order of their names, but for links that lead out of it. In the hub's cache all are
+    links into `blobs`, which is the same repository's."""
+    inside = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        inside.append(folder.parent.parent.resolve() / "blobs")
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if file.is_file() and any(file.resolve().is_relative_to(place) for place in inside)
+    ]
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+THIS_FOLDER = "THIS_FOLDER"
+"""Where the code of a card names the folder that it lies in; in the place of the hub's repository, once it is there."""
+
+
+def as_code(text: str) -> str:
+    """Write text as code in Markdown, which shows it as it is: HTML, links and backticks too."""
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
+
+
+def table(rows: Sequence[Mapping[str, float | None]]) -> str:
+    """The last evaluation, beside that of step 0 where there is one. rows: evaluations, by step."""
+    last = rows[-1] if rows else {}
+    first = rows[0] if len(rows) > 1 and rows[0].get("step") == 0 else None
+    titles = ["held-out metric", *([] if first is None else ["before"]), "value" if first is None else "after"]
+    lines = [titles, ["---"] * len(titles)]
+    for name, value in sorted(last.items()):
+        if name.startswith("eval/") and value is not None:
+            numbers = [value] if first is None else [first.get(name), value]
+            cells = ["-" if number is None else f"{number:.4g}" for number in numbers]
+            lines.append([as_code(name).replace("|", "\\|"), *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_plain(folder: Path, config: RunConfig, base: str | None, rows: Sequence[Mapping[str, float | None]]) -> None:
+    """README.md of an exported policy or vision-language model. base: what it was trained from, None = from nothing."""
+    base_model = "" if base is None else f"base_model: {json.dumps(base, ensure_ascii=False)}\n"
+    what = "A model" if base is None else as_code(base)
+    text = f"""---
+{base_model}library_name: {config.library}
+tags: [reinforcement-learning, genrl, {json.dumps(config.trainer.algorithm)}]
+---
+
+# {what} trained by {as_code(config.trainer.algorithm)}
+
+Trained by reinforcement learning with genrl {__version__}, {config.iterations} iterations.
+
+{table(rows)}
+"""
+    write_atomic(folder / "README.md", text)
+
 
 PREFIX = "hub:"
 FORM = f"{PREFIX}org/name/path/to/config.yaml, or {PREFIX}org/name@revision/config.yaml"
@@ -70,13 +179,13 @@ def _accompany(run: Path, folder: Path, repo: str) -> None:
     readme = folder / "README.md"
     if not readme.exists():
         rows = [row for row in read_metrics(Run(run).metrics) if "eval/total_mean" in row or _evaluates(row)]
-        cards.write_plain(folder, config, base_of(config), rows)
+        write_plain(folder, config, base_of(config), rows)
     picture = pictures.before_after(Run(run).samples) or _last_grid(run)
     text = f"\nThe run's settings are in `config.yaml`: `genrl train {PREFIX}{repo}/config.yaml`.\n"
     if picture is not None:
         pictures.save_png(picture, folder / "samples.png")
         text += "\n## Samples\n\n![held-out prompts, at the first and the last evaluation](samples.png)\n"
-    card = readme.read_text(encoding="utf-8").replace(cards.THIS_FOLDER, repo)
+    card = readme.read_text(encoding="utf-8").replace(THIS_FOLDER, repo)
     if text not in card:  # of a push before, which failed
         readme.write_text(card + text, encoding="utf-8")
     _complete_front_matter(readme, base_of(config))

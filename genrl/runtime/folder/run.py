@@ -30,8 +30,7 @@ from filelock import FileLock, Timeout
 
 from genrl.config import ConfigError, dump, load
 from genrl.config.yaml_source import plain
-from genrl.runtime.folder.contents import changed, config_edits, contents, is_model, leaves
-from genrl.runtime.folder.software import git_commit, versions
+from genrl.runtime.folder.contents import changed, config_edits, contents, git_commit, is_model, leaves, versions
 from genrl_rewards.given import is_given
 
 EDITABLE = (

@@ -1,12 +1,12 @@
 """Collapse of a run, whatever its kind: its best is remembered, and what falls or leaves its history is said.
 
-    evaluation: {on_collapse: back, monitor: {reward: clipscore, tolerance: 0.01, patience: 2}}
+    evaluation: {on_collapse: back, monitor: {reward: clipscore, tolerance: 0.01}}
 
 Two things are watched. The held-out figure (that of a second scorer where there is a monitor; without evaluation the
-trained reward's running mean) falls where it lies below its best for some evaluations in a row. Loss, gradient norm and
-KL leave their own history. All of it is in the loop's memory, and so in every checkpoint; all
-processes have the same figures, and decide alike. What was noticed is logged as `collapse/<figure>`, which is what the
-live page and the report read.
+trained reward's running mean) falls where it lies below its best for some evaluations in a row: `on_collapse` acts on
+it. Loss, gradient norm and KL leave their own history: that is said alone. All of it is in the loop's memory, and so
+in every checkpoint; all processes have the same figures, and decide alike. What was noticed is logged as
+`collapse/<figure>`, which is what the live page and the report read.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def note(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     _say(loop, logged)
     evaluated = any(name.startswith("eval/") for name in state["figures"])
     # At checkpoints alone: going back needs one of that moment.
-    if not evaluated and loop.iteration % loop.config.checkpoint.every == 0:
-        logged |= _without_evaluation(loop, histories)
-    return logged | _acted(loop, logged)
+    judged = not evaluated and loop.iteration % loop.config.checkpoint.every == 0
+    fallen = _without_evaluation(loop, histories) if judged else {}
+    # A history that was left is said and no more: a policy that sharpens has larger gradients and no worse pictures.
+    return logged | fallen | _acted(loop, fallen)
 
 
 def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
@@ -97,8 +98,7 @@ def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     watched = figure_of(row, HELD_OUT if monitor is None else [f"eval/{monitor.reward}"])
     if watched is None:
         return {}
-    tolerance, patience = (None, PATIENCE) if monitor is None else (monitor.tolerance, monitor.patience)
-    found = _judged(loop, *watched, tolerance, patience)
+    found = _judged(loop, *watched, None if monitor is None else monitor.tolerance)
     return found | _acted(loop, found)
 
 
@@ -164,11 +164,11 @@ def _without_evaluation(loop: State, histories: Mapping[str, Any]) -> dict[str, 
         if history is not None and len(history["newest"]) == RECENT:
             newest = history["newest"]
             score = Score(fmean(newest), stdev(newest) / math.sqrt(RECENT))
-            return _judged(loop, name, score, None, PATIENCE)
+            return _judged(loop, name, score, None)
     return {}
 
 
-def _judged(loop: State, name: str, score: Score, tolerance: float | None, patience: int) -> dict[str, float]:
+def _judged(loop: State, name: str, score: Score, tolerance: float | None) -> dict[str, float]:
     """Compare a figure with its best, which it may become; what to log of it."""
     state = _state(loop)
     before = state["figures"].get(name)
@@ -183,7 +183,7 @@ def _judged(loop: State, name: str, score: Score, tolerance: float | None, patie
     figures = state["figures"] | {name: {"best": before["best"], "low": low}}
     loop.memory[KEY] = state | {"figures": figures, "best": before["best"][0], "judge": name}
     row = {"eval/below_best": top.mean - score.mean} if name.startswith("eval/") else {}
-    if low == patience:  # said once: again only after it has recovered
+    if low == PATIENCE:  # said once: again only after it has recovered
         key = f"{KEY}/{SHORT.get(name) or name.partition('/')[2]}"
         row[key] = top.mean - score.mean
         _say(loop, {key: row[key]})
@@ -212,9 +212,9 @@ def _say(loop: State, found: Mapping[str, float]) -> None:
 def _go_back(loop: State, step: int) -> None:
     """The model, its optimiser and what is kept beside it are those of the best; the iterations, their prompts and the
     schedule go on. Figures are watched anew, from the histories of then."""
-    from genrl.runtime.loop import saving  # here, for the pages use this module, and do without torch
+    from genrl.runtime.loop import state  # here, for the pages use this module, and do without torch
 
-    then, now = saving.go_back(loop, step)[KEY], _state(loop)
+    then, now = state.go_back(loop, step)[KEY], _state(loop)
     # Halved each time: from the same weights with the same rate it would come to the same end.
     rate, histories = now["rate"] / 2, then["histories"]
     figures = {name: figure | {"low": 0} for name, figure in now["figures"].items()}

@@ -19,16 +19,16 @@ from accelerate.utils import set_seed
 from genrl.config import RunConfig
 from genrl.config.method import code_of, methods_of
 from genrl.runtime.folder import checkpoint
+from genrl.runtime.folder.hub import whole_folder
 from genrl.runtime.folder.run import Run, Script, unchanged_where_refused
 from genrl.runtime.folder.trackers import check_trackers
-from genrl.runtime.folder.whole import whole_folder
 from genrl.runtime.loop import collapse
 from genrl.runtime.loop.guards import StoppedTogether
 from genrl.runtime.loop.loop import Interrupted, Loop, MemoryRanOut
 from genrl.runtime.loop.process import Claim, Process, begin, claim, make_accelerator
+from genrl.runtime.loop.progress import tolerant_streams
 from genrl.runtime.loop.running import TrainingRun
 from genrl.runtime.loop.signals import killed_ranks
-from genrl.runtime.loop.streams import tolerant_streams
 from genrl.runtime.show.report import write_report
 from genrl.runtime.show.sheet import ContactSheet
 from genrl.runtime.weights.devices import empty_cache, tf32

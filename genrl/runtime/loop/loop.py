@@ -2,10 +2,14 @@
 
 A `Loop` is one process of one run. It knows what is trained as one object (`Trained`) and no algorithm: a method takes
 `loop.iterations()`, makes its updates by `updating.descend`, and ends each iteration by `loop.finish`.
+
+Runs that train nothing: a warning at each iteration of this kind, and an end with the reason after some.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,12 +23,13 @@ from accelerate.utils import gather_object, set_seed
 from genrl.config.sections import Optimizer
 from genrl.mdp.noise import derive_seed
 from genrl.runtime.folder.run import truncate_metrics
-from genrl.runtime.loop import collapse, idle, saving
-from genrl.runtime.loop.global_settings import GlobalSettings
-from genrl.runtime.loop.guards import any_rank, any_ranks
-from genrl.runtime.loop.process import peak_memory_mb
+from genrl.runtime.loop import collapse, state
+from genrl.runtime.loop.guards import StoppedTogether, any_rank, any_ranks
+from genrl.runtime.loop.process import GlobalSettings, peak_memory_mb
 from genrl.runtime.loop.state import State, Undo
 from genrl.runtime.weights.optimization import Schedule
+
+logger = logging.getLogger(__name__)
 
 
 class Interrupted(Exception):
@@ -192,7 +197,7 @@ class Loop(State):
             # The fullest process decides whether a run fits.
             "memory/peak_mb": max(gather_object([peak_memory_mb(self.process.accelerator.device)])),
         }
-        idle.note(self, row)
+        _note_idle(self, row)
         row |= collapse.note(self, row)
         # Evaluation and saving change nothing: from here on the process may leave without undoing the iteration.
         self.optimization.updates = self.optimization.other_updates = 0
@@ -205,7 +210,7 @@ class Loop(State):
         self.process.log.log(self.iteration, row | _timing_row(self, elapsed))
         self.unfinished_row = None
         self.process.progress.finish_iteration(self.iteration, row)
-        idle.check(self, row)
+        _check_idle(self, row)
         if self.on_iteration is not None:
             self._tell({"step": self.iteration} | row | _timing_row(self, elapsed))
         if self.iteration % self.config.checkpoint.every == 0 or last or collapse.to_be_saved(self):
@@ -234,12 +239,60 @@ class Loop(State):
 
     def save(self) -> None:
         """Write a checkpoint of this moment: between two iterations, all that decides the rest of the run."""
-        saving.save(self)
+        state.save(self)
 
     def restore(self, path: Path) -> None:
         """Go back to the moment of a checkpoint that was verified. Raises ValueError where it is another model's."""
-        saving.restore(self, path)
+        state.restore(self, path)
 
 
 def _timing_row(loop: Loop, elapsed: float) -> dict[str, float]:
     return {f"timing/{phase}_s": s for phase, s in loop.timings.items()} | {"timing/iteration_s": elapsed}
+
+
+IDLE = "idle"
+"""In the loop's memory: iterations in a row, up to now, that changed no weight."""
+
+
+def _note_idle(loop: State, row: Mapping[str, float]) -> None:
+    """Count the iteration that ends, before its updates are forgotten."""
+    stepped = loop.optimization.updates or loop.optimization.other_updates
+    # A step along a gradient of 0 moves weights by decay and momentum alone.
+    still = not stepped or row.get("grad_norm") == 0.0
+    if loop.is_main and (still or math.isnan(row.get("reward/total_mean", 0.0))):
+        logger.warning("iteration %d taught nothing: %s", loop.iteration, _idle_reason(row))
+    if stepped:
+        loop.memory.pop(IDLE, None)
+    else:
+        loop.memory[IDLE] = loop.memory.get(IDLE, 0) + 1
+
+
+def _check_idle(loop: State, row: Mapping[str, float]) -> None:
+    """Raise StoppedTogether after `idle_iterations` of them."""
+    most, count = loop.config.idle_iterations, loop.memory.get(IDLE, 0)
+    if most is not None and count >= most:
+        raise StoppedTogether(
+            f"stopped: the last {count} iterations changed no weight: {_idle_reason(row)}. Where that may happen for a "
+            f"while (rare success, a critic that is trained elsewhere), go on by `genrl resume "
+            f"{loop.process.run.folder} idle_iterations=null`, or with a larger number."
+        )
+
+
+def _idle_reason(row: Mapping[str, float]) -> str:
+    """Why nothing was learnt, as far as the figures of an iteration tell."""
+    failed = [
+        name.removeprefix("reward/").removesuffix("_failed")
+        for name, n in row.items()
+        if name.endswith("_failed") and n
+    ]
+    if math.isnan(row.get("reward/total_mean", 0.0)):
+        return f"no sample had a score; {', '.join(failed) or 'a reward'} gave none, and the log says why"
+    if row.get("zero_std_ratio") == 1.0:
+        some = f", and {', '.join(failed)} gave some no score" if failed else ""
+        same = f"in every group all samples have the same reward (zero_std_ratio 1){some}"
+        return f"{same}; try easier or harder prompts, or larger groups"
+    if not row.get("updates", 1.0):
+        return "its method made no optimiser step"
+    if row.get("grad_norm") == 0.0:
+        return "the gradient was 0"
+    return "look at the metrics of advantages, loss and gradient"

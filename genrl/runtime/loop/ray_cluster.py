@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from genrl.runtime.folder.software import DISTRIBUTIONS
+from genrl.runtime.folder.contents import DISTRIBUTIONS
 from genrl_rewards.extras import install
 
 PATIENCE_S = 60.0
@@ -40,16 +40,18 @@ def connected(address: str | None = None) -> Any:
         raise ValueError(f"Ray is not installed: {install('ray')}") from error
     if is_connected():
         return ray
-    key, address_asked = ("engine.address", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS"))
+    address_asked = address or os.environ.get("RAY_ADDRESS")
     if address_asked is not None and ":" in address_asked and "://" not in address_asked:
-        _must_answer(key, address_asked)
+        _must_answer(address_asked)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of clusters that are started here: nothing is sent anywhere
     before = signal.getsignal(signal.SIGTERM)
     try:
         with seeing(gpus_of_workers()):
             ray.init(address=address_asked, include_dashboard=False, log_to_driver=False, configure_logging=False)
     except Exception as error:  # of no kind of its own; of another version of Ray or Python it names both
-        raise ValueError(f"{key}: {address_asked or 'no cluster could be started on this machine'}: {error}") from error
+        raise ValueError(
+            f"RAY_ADDRESS: {address_asked or 'no cluster could be started on this machine'}: {error}"
+        ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)  # Ray's own would end the run without saving
@@ -61,7 +63,7 @@ def is_connected() -> bool:
     return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
-def _must_answer(key: str, address: str) -> None:
+def _must_answer(address: str) -> None:
     """Raise ValueError where no cluster answers; in another process, since Ray waits for long and then ends its own."""
     host, _, port = address.rpartition(":")
     command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
@@ -76,18 +78,19 @@ def _must_answer(key: str, address: str) -> None:
         problem = f"silent for {PATIENCE_S:g} s"
     if problem:
         raise ValueError(
-            f"{key}: no Ray cluster answers at {address} ({problem}); start one there by `ray start --head --port "
-            f"{port}`, and join it on this machine by `ray start --address {address}`; or write null: one is started"
+            f"RAY_ADDRESS: no Ray cluster answers at {address} ({problem}); start one there by `ray start "
+            f"--head --port {port}`, and join it on this machine by `ray start --address {address}`; "
+            "or unset it: one is started"
         )
 
 
 @contextmanager
-def cluster(address: str | None, accelerator: Accelerator) -> Iterator[Any]:
-    """Within the block all processes of a run are connected to one cluster: at HOST:PORT, or RAY_ADDRESS, or one that
-    the main process starts and ends. Who is connected before stays it."""
+def cluster(accelerator: Accelerator) -> Iterator[Any]:
+    """Within the block all processes of a run are connected to one cluster: at RAY_ADDRESS, or one that the main
+    process starts and ends. Who is connected before stays it."""
     leaves = not is_connected()
-    if address is None and "RAY_ADDRESS" not in os.environ:
-        address = "local"  # a new one, whatever else runs on this machine
+    # without an address a new one, whatever else runs on this machine
+    address = None if "RAY_ADDRESS" in os.environ else "local"
     if accelerator.is_main_process:
         address = connected(address).get_runtime_context().gcs_address
     if accelerator.num_processes > 1:

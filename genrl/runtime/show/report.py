@@ -14,9 +14,8 @@ from PIL import Image
 
 from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 from genrl.runtime.show import sheet
-from genrl.runtime.show.pages import media, render, views
-from genrl.runtime.show.pages.followed import Followed
-from genrl.runtime.show.pages.state import over, warnings
+from genrl.runtime.show.pages import render, views
+from genrl.runtime.show.pages.state import Followed, over, warnings
 from genrl.runtime.show.pictures import before_after
 
 _PAGE_BYTES = 4_900_000
@@ -43,7 +42,7 @@ def _values(run: Followed) -> dict[str, Any]:
     """What the template shows beside pictures."""
     state = "finished" if over(run) else "stopped or still running"
     done = f"{run.done} iterations" if run.planned is None else f"{run.done} of {run.planned} iterations, {state}"
-    table, left_out = media.prompt_table(run.run, _MOST_PROMPTS)
+    table, left_out = views.prompt_table(run.run, _MOST_PROMPTS)
     return {
         "name": run.name,
         "facts": [done, *views.facts(run)],
@@ -81,7 +80,7 @@ def _pictures(run: Run, room: int) -> Pictures:
     pictures = Pictures()
     pair = before_after(run.samples)
     captioned: list[tuple[str, Image.Image]] = [("Before and after", pair)] if pair is not None else []
-    for name, path in media.pictures(run):
+    for name, path in views.pictures(run):
         try:
             with Image.open(path) as file:
                 captioned.append((name, file.convert("RGB")))
@@ -94,7 +93,7 @@ def _pictures(run: Run, room: int) -> Pictures:
             pictures.notes.append(f"{len(captioned) - i} more pictures are in samples/.")
             break
         pictures.sheets.append((name, _source(kind, data), image.width))
-    for path in media.films(run):
+    for path in views.films(run):
         data = path.read_bytes()
         room -= len(data) * 4 // 3 + 500
         if room < 0:

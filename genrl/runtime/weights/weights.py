@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from genrl.config.sections import LARGEST_COPY
-from genrl.runtime.weights.sharding import like
-from genrl.runtime.weights.shares import Shares
+from genrl.runtime.weights.sharding import Shares, like
 
 AVERAGE = "average"
 REFERENCE = "reference"

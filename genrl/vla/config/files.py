@@ -1,21 +1,23 @@
-"""Checks of a policy's run against the disk: its folder, its demonstrations, its simulator, files of your own."""
+"""Checks of a policy's run against the disk: its folder, its demonstrations, its simulator, files of your own.
+
+What an OpenVLA's folder says of the data sets that it was trained on. No torch.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from genrl.config.folders import is_hub_id
+from genrl.config.folders import is_hub_id, read_json
 from genrl.config.plugins import names
 from genrl.config.run_config import FileFinding
 from genrl.config.weight_files import file_problem, weights_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.vla.config.names import PREDICTS, SAMPLERS, SIMULATORS
-from genrl.vla.config.openvla import data_set, data_sets, is_openvla
 from genrl.vla.config.schema import VLAConfig, not_trained
 from genrl.vla.config.sections import OFT
 from genrl_rewards.extras import install
@@ -199,3 +201,32 @@ def _json(file: Path) -> dict[str, Any]:
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
+
+
+STATISTICS = "dataset_statistics.json"
+"""Of a fine-tuned model; a pretrained one has them in config.json, as `norm_stats`."""
+
+
+def is_openvla(config: dict[str, Any]) -> bool:
+    """Whether a folder's config.json is that of an OpenVLA."""
+    return config.get("model_type") == "openvla"
+
+
+def data_sets(folder: Path) -> dict[str, dict[str, Any]]:
+    """Statistics by name of the data set."""
+    return (read_json(folder / "config.json").get("norm_stats") or {}) | read_json(folder / STATISTICS)
+
+
+def data_set(names: Iterable[str], key: str | None, folder: Path) -> str:
+    """The name that `unnorm_key` means: itself, itself with _no_noops, as RLinf and SimpleVLA-RL read it, or the only
+    one. Raises ValueError naming the nearest ones."""
+    available = sorted(names)
+    if key is None and len(available) == 1:
+        return available[0]
+    for name in (key, f"{key}_no_noops"):
+        if name in available:
+            return str(name)
+    listed = get_close_matches(key or "", available, n=3, cutoff=0.0) if key else available[:3]
+    problem = f"found {key!r}" if key else "nothing is written"
+    text = f"must name one of the {len(available)} data sets that {folder} has statistics of, {problem}"
+    raise ValueError(f"policy.oft.unnorm_key: {text}; the nearest: {', '.join(listed) or 'none'}")

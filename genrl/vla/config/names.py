@@ -35,12 +35,12 @@ SIMULATORS = Group(
     "simulator",
     {
         "minitable": "genrl.playground.minitable.env:describe",
-        "metaworld": "genrl.vla.simulators.metaworld.env:describe",
+        "metaworld": "genrl.vla.simulators.metaworld:describe",
         "maniskill": "genrl.vla.simulators.maniskill:describe",
         "libero": "genrl.vla.simulators.libero.env:describe",
-        "point_maze": "genrl.vla.simulators.robotics.point_maze:describe",
-        "fetch": "genrl.vla.simulators.robotics.fetch:describe",
-        "reacher": "genrl.vla.simulators.robotics.reacher:describe",
+        "point_maze": "genrl.vla.simulators.robotics.families:describe_point_maze",
+        "fetch": "genrl.vla.simulators.robotics.families:describe_fetch",
+        "reacher": "genrl.vla.simulators.robotics.families:describe_reacher",
     },
     "genrl.simulators",
 )
@@ -50,11 +50,11 @@ EXPERTS = Group(
     "scripted expert",
     {
         "minitable": "genrl.playground.minitable.demonstrations:minitable_expert",
-        "metaworld": "genrl.vla.simulators.metaworld.env:demonstrate",
+        "metaworld": "genrl.vla.simulators.metaworld:demonstrate",
         "libero": "genrl.vla.simulators.libero.expert:demonstrate",
-        "point_maze": "genrl.vla.simulators.robotics.point_maze:demonstrate",
-        "fetch": "genrl.vla.simulators.robotics.fetch:demonstrate",
-        "reacher": "genrl.vla.simulators.robotics.reacher:demonstrate",
+        "point_maze": "genrl.vla.simulators.robotics.families:demonstrate_point_maze",
+        "fetch": "genrl.vla.simulators.robotics.families:demonstrate_fetch",
+        "reacher": "genrl.vla.simulators.robotics.families:demonstrate_reacher",
     },
     "",
 )

@@ -235,22 +235,19 @@ class FlowNoise(Sampler):
     """Which sampler."""
     steps: Count = 4
     """Denoising steps K."""
-    low: Positive = 0.2
-    """Least standard deviation (pi_RL: 0.08; a small policy needs 0.2)."""
-    high: Positive = 0.6
-    """Greatest standard deviation (pi_RL: 0.16; a small policy needs 0.6)."""
+    std: tuple[Positive, Positive] = (0.2, 0.6)
+    """Least and greatest standard deviation (pi_RL: [0.08, 0.16]; a small policy needs [0.2, 0.6])."""
 
     def made(self, policy: Any, *, whole_chain: bool) -> Any:
         """The sampler of these settings; the mean of the chain's terms is pi_RL's as released, its equation sums."""
         from genrl.vla.rollout.sampling import LearnedNoise
 
-        return LearnedNoise(self.steps, self.low, self.high)
+        return LearnedNoise(self.steps, *self.std)
 
     def problems(self) -> Iterator[Finding]:
         """Bounds in the wrong order."""
-        if self.low > self.high:
-            text = "the standard deviation lies between them; low must be the smaller"
-            yield ("sampler.low", "sampler.high"), text
+        if self.std[0] > self.std[1]:
+            yield ("sampler.std",), "the standard deviation lies between them; the first must be the smaller"
 
 
 class ReinFlow(FlowNoise):
@@ -262,17 +259,15 @@ class ReinFlow(FlowNoise):
     """Which sampler."""
     steps: Count = 4
     """Denoising steps K (ReinFlow: 4 from states, 1 from pictures)."""
-    low: Positive = 0.08
-    """Least standard deviation (ReinFlow: 0.05 to 0.10)."""
-    high: Positive = 0.24
-    """Greatest standard deviation (ReinFlow: 0.10 to 0.24)."""
+    std: tuple[Positive, Positive] = (0.08, 0.24)
+    """Least and greatest standard deviation (ReinFlow: 0.05 to 0.10, and 0.10 to 0.24)."""
 
     def made(self, policy: Any, *, whole_chain: bool) -> Any:
         """The sampler of these settings, with ReinFlow's clips."""
         from genrl.vla.rollout.sampling import LearnedNoise
 
         clips: dict[str, Any] = {"mean_clip": 1.0, "noise_clip": 3.0, "last_clip": 1.0}
-        return LearnedNoise(self.steps, self.low, self.high, reduction="sum", **clips)
+        return LearnedNoise(self.steps, *self.std, reduction="sum", **clips)
 
 
 class Diffusion(Sampler):

@@ -29,8 +29,7 @@ from genrl.vla.policies.policy import (
     rows,
     tokenise,
 )
-from genrl.vla.rollout.collect import ENVIRONMENT_NAMES, dropped_episodes
-from genrl.vla.rollout.rollout import ChunkRollout
+from genrl.vla.rollout.collect import ENVIRONMENT_NAMES, ChunkRollout, dropped_episodes
 from genrl.vla.rollout.sampling import Denoising
 from genrl.vla.simulators.contract import Environment
 

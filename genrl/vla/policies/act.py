@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from genrl.vla.policies import lerobot
 from genrl.vla.policies.encoder import DEPTHS, TORCHVISION, WIDTHS, FrozenBatchNorm, pretrained, resnet
+from genrl.vla.policies.folder import PublishedPolicy
 from genrl.vla.policies.lerobot import Adapt, Folder
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, Batch, Errors, Statistics
-from genrl.vla.policies.published import PublishedPolicy
 from genrl.vla.policies.robot import Robot
 
 if TYPE_CHECKING:

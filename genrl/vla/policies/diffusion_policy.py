@@ -21,9 +21,9 @@ from torch.nn import functional
 from genrl.mdp.ddpm import cosine_alpha_bars
 from genrl.vla.policies import lerobot
 from genrl.vla.policies.encoder import DEPTHS, group_norm, resnet
+from genrl.vla.policies.folder import HeadSizes, PublishedPolicy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE, Batch
-from genrl.vla.policies.published import HeadSizes, PublishedPolicy
 from genrl.vla.policies.robot import Robot
 
 

@@ -25,10 +25,10 @@ from genrl.vla.policies.encoder import (
     sinusoidal,
     value_head,
 )
+from genrl.vla.policies.folder import critic_of
 from genrl.vla.policies.lerobot import Adapt, existing, write
 from genrl.vla.policies.normalise import normalise, unnormalise
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, Batch, Inputs, NoiseHead, Statistics
-from genrl.vla.policies.published import critic_of
 
 if TYPE_CHECKING:
     from genrl.vla.config.sections import NewPolicy

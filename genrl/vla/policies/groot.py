@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from genrl.mdp.forward import flow_times
 from genrl.vla.policies import lerobot
+from genrl.vla.policies.folder import HeadSizes, PublishedFlow, vocabulary_size
 from genrl.vla.policies.groot_folder import (
     BACKBONE,
     Eye,
@@ -34,7 +35,6 @@ from genrl.vla.policies.groot_folder import (
 )
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import Batch, Errors
-from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_size
 from genrl.vla.policies.robot import tokens_of
 from genrl.vla.policies.transformer import attend, heads, masked_mean
 

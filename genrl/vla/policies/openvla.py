@@ -22,14 +22,13 @@ from torch.nn import functional
 
 from genrl.mdp import categorical
 from genrl.vla.policies import lerobot, openvla_folder
+from genrl.vla.policies.folder import HeadSizes, PublishedPolicy
 from genrl.vla.policies.layers import merged_state
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.openvla_folder import Robot, Source, own_name
 from genrl.vla.policies.policy import STATE, TOKENS, Batch, Errors
-from genrl.vla.policies.published import HeadSizes, PublishedPolicy
 from genrl.vla.policies.robot import tokens_of
-from genrl.vla.policies.timm_vit import VITS, Featurizer
-from genrl.vla.policies.transformer import ROTARY_BASE, Layer, final_norm, positions_of
+from genrl.vla.policies.transformer import ROTARY_BASE, VITS, Featurizer, Layer, final_norm, positions_of
 
 BINS = 256
 PROMPT = "In: What action should the robot take to {}?\nOut:"

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from genrl.vla.config.openvla import data_set, data_sets
+from genrl.vla.config.files import data_set, data_sets
 from genrl.vla.policies.lerobot import Adapt, Layout, existing, stored, write
 from genrl.vla.policies.policy import ACTION, IMAGE, STATE, Batch, Statistics
 from genrl.vla.policies.robot import entry, picture

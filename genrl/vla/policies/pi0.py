@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.vla.policies import lerobot
+from genrl.vla.policies.folder import HeadSizes, PublishedFlow, vocabulary_size
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE, TOKENS, Batch
-from genrl.vla.policies.published import HeadSizes, PublishedFlow, vocabulary_size
 from genrl.vla.policies.robot import Prompts, Robot, letterbox, tokens_of, with_newline
 from genrl.vla.policies.transformer import (
     AdaptiveNorm,

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from genrl.runtime.loop import ray_cluster
 from genrl.runtime.loop.ray_cluster import connected
 from genrl.runtime.weights.devices import use_tf32, without_cudnn_attention
-from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.rollout import ChunkRollout, joined
+from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, joined
 from genrl.vla.simulators.contract import Description, Fault, Simulation
 from genrl.vla.simulators.ray_workers import Actor
 from genrl.vla.simulators.ray_workers import actors as room

@@ -16,8 +16,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from genrl.vla.simulators.batch import Batch, Flags
-from genrl.vla.simulators.contract import Description, Misuse, Observation, Reading
+from genrl.vla.simulators.contract import Batch, Description, Flags, Misuse, Observation, Reading
 from genrl.vla.simulators.simulator import SlotHost, as_picture, seed_of
 
 MAX_STEPS = 80

@@ -17,7 +17,7 @@ from genrl.config.weight_files import arguments_problems, tokenizer_problem, wei
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts
-from genrl.vlm.config.names import FORMATS, OUTPUTS, TASKS
+from genrl.vlm.config.names import FORMATS, OUTPUTS, SHAPE_FILES, TASKS
 from genrl.vlm.config.schema import VLMConfig, columns_of
 from genrl.vlm.config.sections import Synthesis, Task
 from genrl_rewards.contract import nearest
@@ -42,9 +42,9 @@ FURTHER = {
 def file_problems(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
     """What is wrong, each with its key; remarks that stop nothing go to `notes`."""
     yield from _model(config, notes)
-    if config.generation.engine == "vllm" and config.generation.vllm.url is None and find_spec("vllm") is None:
+    if (vllm := config.generation.vllm) is not None and vllm.url is None and find_spec("vllm") is None:
         text = f"vLLM is not installed: {install('vllm')}, or name a server by generation.vllm.url"
-        yield ("generation", "engine"), text
+        yield ("generation", "vllm"), text
     if config.vlm.kernels == "liger" and find_spec("liger_kernel") is None:
         yield ("vlm", "kernels"), "Liger is not installed: pip install liger-kernel, or write null"
     if config.vlm.quantize is not None and (lacking := missing_quantizer(config.vlm.quantize)):
@@ -99,7 +99,7 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
         else:
             yield ("task", name), f"{source}: questions are a .jsonl file, or a data set as id:split"
     yield from _rewards(config, columns, notes)
-    column = config.trainer.recipe(config).advantage.column if "task" in config.trainer.reads else ""
+    column = config.trainer.recipe(config).advantage.task if "task" in config.trainer.reads else ""
     for name, names in columns if column else ():
         if column not in names and name in ("name", "train"):
             asks = f"{config.trainer.name} compares the answers of a task, which the column {column} is to name"
@@ -129,9 +129,10 @@ def _further(task: str, notes: list[str]) -> tuple[str, ...]:
     try:
         first_row = task_made("train")[0] if isinstance(task_made, type) else task_made(default_rng(0), "train")
     except Exception as error:  # a user's code
-        raise ValueError(f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks") from error
+        text = f"{task} gives no question: {type(error).__name__}: {error}; see genrl/vlm/tasks.py"
+        raise ValueError(text) from error
     if not isinstance(first_row, tuple) or len(first_row) not in (3, 4):
-        raise ValueError(f"{task} gives no question but a {type(first_row).__name__}; see genrl/vlm/tasks")
+        raise ValueError(f"{task} gives no question but a {type(first_row).__name__}; see genrl/vlm/tasks.py")
     return tuple(first_row[3]) if len(first_row) == 4 else ()
 
 
@@ -177,13 +178,13 @@ def _model(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
 def _codec(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
     if config.vlm.codec is None:
         return
-    key, path = ("vlm", "codec", "path"), Path(config.vlm.codec.path).expanduser()
-    if path.is_dir() and not any((path / name).is_file() for name in config.vlm.codec.files):
-        yield key, f"{path} has no {' or '.join(config.vlm.codec.files)}"
-    elif not path.exists() and looks_local(config.vlm.codec.path):
+    key, path = ("vlm", "codec"), Path(config.vlm.codec).expanduser()
+    if path.is_dir() and not any((path / name).is_file() for name in SHAPE_FILES):
+        yield key, f"{path} has no {' or '.join(SHAPE_FILES)}"
+    elif not path.exists() and looks_local(config.vlm.codec):
         yield key, f"no such file or folder: {path}{nearest_folder(path)}"
     elif not path.exists():
-        notes.append(f"vlm.codec.path: {config.vlm.codec.path} is loaded from the hub when training starts")
+        notes.append(f"vlm.codec: {config.vlm.codec} is loaded from the hub when training starts")
 
 
 def _given_model(config: VLMConfig) -> Iterator[FileFinding]:
@@ -196,8 +197,8 @@ def _given_model(config: VLMConfig) -> Iterator[FileFinding]:
         return
     if config.vlm.output != "text":
         yield key, f"a model that makes {config.vlm.output} is loaded here; give its hub id or folder"
-    if config.generation.engine == "vllm":
-        yield ("generation", "engine"), "vLLM loads the model itself; give its hub id or folder"
+    if config.generation.vllm is not None:
+        yield ("generation", "vllm"), "vLLM loads the model itself; give its hub id or folder"
     if config.vlm.quantize is not None:
         yield (
             ("vlm", "quantize"),

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from genrl.config.plugins import Group
 
+SHAPE_FILES = ("3DVQVAE.bin", "3DVQVAE.safetensors")
+"""Where ShapeLLM-Omni's codec of bodies lies: `vlm.codec`."""
+BODY = 1024
+"""Codes of one of its bodies, of four cells each: 16 x 16 x 16."""
+
 OUTPUTS = Group(
     "output",
     {
@@ -21,12 +26,12 @@ OUTPUTS = Group(
 FORMATS = Group(
     "format",
     {
-        name: f"genrl.vlm.tasks.formats:{name}"
+        name: f"genrl.vlm.tasks:{name}"
         for name in ("chartqa", "clevr", "docvqa", "inversion", "mathvista", "refcoco", "scienceqa")
     },
     "genrl.formats",
 )
-"""Functions from a row of a data set to the columns of a question, as `genrl.vlm.tasks.formats` says."""
+"""Functions from a row of a data set to the columns of a question, as `genrl.vlm.tasks` says."""
 TASKS = Group(
     "task",
     {
@@ -37,22 +42,22 @@ TASKS = Group(
         "jigsaw_pair": "genrl.playground.tasks.jigsaw:pair",
         "box": "genrl.playground.tasks.jigsaw:box",
         "point": "genrl.playground.tasks.jigsaw:point",
-        "quality": "genrl.playground.tasks.quality:rated",
-        "better": "genrl.playground.tasks.quality:better",
+        "quality": "genrl.playground.tasks.shapes:rated",
+        "better": "genrl.playground.tasks.shapes:better",
         "series": "genrl.playground.tasks.series:which",
-        "key_frames": "genrl.playground.tasks.clips:keys",
-        "what": "genrl.playground.tasks.clips:what",
-        "scenes": "genrl.playground.tasks.scenes:number",
+        "key_frames": "genrl.playground.tasks.shapes:keys",
+        "what": "genrl.playground.tasks.shapes:what",
+        "scenes": "genrl.playground.tasks.pairs:number",
         "emoji": "genrl.playground.tasks.emoji:mixed",
         "emoji_category": "genrl.playground.tasks.emoji:category",
         "emoji_count": "genrl.playground.tasks.emoji:count",
         "emoji_place": "genrl.playground.tasks.emoji:place",
         "emoji_combination": "genrl.playground.tasks.emoji:combination",
         "pairs": "genrl.playground.tasks.pairs:Consistent",
-        "sums": "genrl.playground.tasks.sums:plus",
-        "captions": "genrl.playground.tasks.captions:text",
-        "bodies": "genrl.playground.tasks.bodies:text",
-        "tunes": "genrl.playground.tasks.tunes:text",
+        "sums": "genrl.playground.tasks.series:plus",
+        "captions": "genrl.playground.tasks.making:picture",
+        "bodies": "genrl.playground.tasks.making:body",
+        "tunes": "genrl.playground.tasks.making:tune",
     },
     "genrl.tasks",
 )

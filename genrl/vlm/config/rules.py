@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from genrl.config.errors import Finding
 from genrl.config.plugins import Group, find
 from genrl.config.sections import NO_INT4
-from genrl.vlm.config.names import OUTPUTS, TASKS
+from genrl.vlm.config.names import BODY, OUTPUTS, TASKS
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
@@ -43,8 +43,6 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.name",), wrong
     if task.name is not None and task.eval is not None:
         yield ("task.eval", "task.name"), "a generated task has its own held-out questions; leave eval out"
-    if task.min_pixels is not None and task.max_pixels is not None and task.min_pixels > task.max_pixels:
-        yield ("task.min_pixels", "task.max_pixels"), "the least is more than the most"
     if task.train is not None and task.eval is None and config.evaluation.every:
         yield ("task.eval", "evaluation.every"), "held-out data is needed; write it, or evaluation.every: 0"
     if task.train is not None and task.train == task.eval:
@@ -77,18 +75,16 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
         yield (key, "vlm.output"), f"only models that answer with text have it, not output {output}; leave it out"
     for key in [key for key in UNSHARED if config.vlm.prefix_attention is not None and _value(config, key)]:
         yield ("vlm.prefix_attention", key), "with it answers share no prompts; write one of them"
-    if (codec := config.vlm.codec) is not None:
+    if config.vlm.codec is not None:
         if output != "voxels":
             yield ("vlm.codec", "vlm.output"), f"decodes bodies, and this model makes {output}; write voxels, or null"
-        elif config.generation.max_new_tokens != codec.longest:
-            text = f"two thoughts of {codec.thoughts} and two bodies of {codec.length} are {codec.longest} tokens"
-            yield ("generation.max_new_tokens", "vlm.codec"), f"{text} with their marks; write {codec.longest}"
+        elif config.generation.max_new_tokens < (least := 2 * (BODY + 3)):
+            text = f"two bodies of {BODY} codes with their marks leave no token for thoughts; write {least + 254}"
+            yield ("generation.max_new_tokens", "vlm.codec"), text
     if config.vlm.lora is not None and makes == "masked_text":
         yield ("vlm.lora",), "all weights of this model are trained (output); leave it out"
-    if config.generation.engine == "vllm" and makes:
-        yield ("generation.engine", "vlm.output"), f"vLLM answers with text, not {makes}; write transformers"
-    if config.generation.engine == "transformers" and config.generation.vllm != type(config.generation.vllm)():
-        yield ("generation.vllm", "generation.engine"), "these settings are read with engine: vllm; write it, or none"
+    if config.generation.vllm is not None and makes:
+        yield ("generation.vllm", "vlm.output"), f"vLLM answers with text, not {makes}; write null"
     if (output == "text" or makes not in (None, "image", "music")) and config.generation.guidance_scale is not None:
         text = "only pictures and MusicGen's music are sampled with guidance; leave it out"
         yield ("generation.guidance_scale", "vlm.output"), text
@@ -110,8 +106,8 @@ def _quantized(config: VLMConfig) -> Iterator[Finding]:
         yield (key, "vlm.lora"), text
     if config.distributed.fsdp:
         yield (key, "distributed.fsdp"), "quantised weights cannot be divided; write null, or fsdp: false"
-    if config.generation.engine == "vllm":
-        yield (key, "generation.engine"), "vLLM is sent merged weights, which quantised ones cannot be; write null"
+    if config.generation.vllm is not None:
+        yield (key, "generation.vllm"), "vLLM is sent merged weights, which quantised ones cannot be; write null"
 
 
 def _unknown(name: str, group: Group) -> str:
@@ -138,7 +134,7 @@ def _shards(config: VLMConfig) -> Iterator[Finding]:
     if trainer.fit_batch:
         text = "a process that leaves a pass for want of memory leaves the others waiting; find micro_batch by hand"
         yield ("trainer.fit_batch", key), text
-    if trainer.with_heads:
+    if "heads" in trainer.reads:
         yield (key, "trainer.algorithm"), f"{trainer.name} trains modules beside the model; write false"
     if config.trains_shards and "ema" in trainer.reads:
         text = f"{trainer.name} reads a moving average, which of all weights is not held in shards; give vlm.lora"
@@ -156,7 +152,7 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
     for name in ("stages", "synthesis"):
         if getattr(config, name):
             yield (name, at), "was not tried with it; leave it out, or write 0"
-    if config.generation.engine == "vllm" and config.generation.vllm.url is not None:
+    if config.generation.answers_ahead:
         if config.environment is not None:
             yield ("generation.vllm.url", at), "a server samples answers ahead, not episodes; leave it out, or write 0"
         unsupported = {

@@ -71,9 +71,6 @@ class VLMMethod(Method):
     """Answers to the questions of `task` that the model samples and rewards score; episodes in `environment`; or what
     the data gives."""
 
-    with_heads: ClassVar[bool] = False
-    """It trains modules beside the model, those that `heads(policy)` of its train.py makes, by name."""
-
     fit_batch: Flag = False
     """Where memory runs out in training, do the iteration again with half the micro_batch."""
 
@@ -88,7 +85,8 @@ class VLMMethod(Method):
         of the model before training, without LoRA a second copy in memory; ema, of a moving average of the weights;
         greedy, the reward of the most probable answer to each question, which is sampled in addition; bound: samples of
         a bound stand for the log-probabilities of tokens (masked diffusion models); task: the column of its recipe's
-        advantage, which names a question's task."""
+        advantage, which names a question's task; heads: modules trained beside the model, those that `heads(policy)` of
+        its train.py makes, by name."""
         return frozenset()
 
     @property
@@ -328,7 +326,7 @@ class VLMConfig(RunConfig):
                     changed = [key for key in ("task", "trainer", "optimizer") if getattr(stage, key)]
                     yield tuple(f"{at}.{key}" if key.split(".")[0] in changed else key for key in keys), text
                 continue
-            if part.trainer.with_heads:
+            if "heads" in part.trainer.reads:
                 text = f"{part.trainer.name} trains modules beside the model; start a run from this one's model"
                 yield (f"{at}.trainer.algorithm",), text
 

@@ -22,25 +22,6 @@ class VLMLoRA(Section):
     """Last parts of the names of the layers to adapt; null = the attention projections."""
 
 
-class ShapeCodec(Section):
-    """ShapeLLM-Omni's codes of bodies (`<mesh0>`, `<mesh1>` ... between `<mesh-start>` and `<mesh-end>`) and their
-    decoder."""
-
-    files: ClassVar[tuple[str, ...]] = ("3DVQVAE.bin", "3DVQVAE.safetensors")
-
-    path: Text
-    """Folder or hub id with its VQVAE, 3DVQVAE.bin or .safetensors (yejunliang23/3DVQVAE), or that file."""
-    length: Count = 1024
-    """Codes of a body (ShapeLLM-Omni: 1024)."""
-    thoughts: Count = 128
-    """Tokens of a thought at most. An answer has two thoughts and two bodies: generation.max_new_tokens."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest answer: the two marks round a body count, too."""
-        return 2 * (self.thoughts + self.length + 2)
-
-
 class VLM(Section):
     """Which vision-language model is trained, and what of it."""
 
@@ -52,8 +33,10 @@ class VLM(Section):
     or audio, by the codes of a causal language model with a codec; music, by MusicGen; music_reward: no answer but a
     score of pieces, by MusicGen; or a policy of your own, path/file.py:Name (genrl/vlm/policies/contract.py says what
     it is)."""
-    codec: ShapeCodec | None = None
-    """output voxels: ShapeLLM-Omni's codec; null = codec.safetensors beside the weights."""
+    codec: Text | None = None
+    """output voxels: ShapeLLM-Omni's codec, the folder or hub id with its VQVAE, 3DVQVAE.bin or .safetensors
+    (yejunliang23/3DVQVAE), or that file; null = codec.safetensors beside the weights. An answer has two bodies of 1,024
+    codes, and two thoughts that fill generation.max_new_tokens."""
     lora: VLMLoRA | None = None
     """Low-rank adapters; null = all weights are trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -98,7 +81,7 @@ class Task(Section):
     """The questions: a generated task, or data."""
 
     name: Annotated[Text, Field(examples=sorted(TASKS.built_in))] | None = None
-    """A task that needs no download (docs/vlm_tasks.md), or one of your own, path/file.py:Name (genrl/vlm/tasks says
+    """A task that needs no download (docs/vlm_tasks.md), or one of your own, path/file.py:Name (genrl/vlm/tasks.py says
     what it is); null = `train`."""
     rows: Count = 4096
     """Training questions of a generated task."""
@@ -142,22 +125,18 @@ class VLLMEngine(Section):
     GPU."""
     weights: Text | None = None
     """Folder in which a server gets new weights as a file, the same path for both; null = in the run folder."""
-    sleep: Flag = True
-    """In this process: leave the memory to training after sampling, and copy the weights before. Needs a GPU."""
     args: dict[str, Any] = {}
-    """In this process: further arguments of vllm.LLM, for example {max_model_len: 4096, enforce_eager: true}; of the
-    GPU's memory it has the share gpu_memory_utilization, 0.4 where that is not written."""
+    """In this process: further arguments of vllm.LLM, for example {max_model_len: 4096, enforce_eager: true}. Of the
+    GPU's memory it has the share gpu_memory_utilization, 0.4 where that is not written; after sampling it leaves it to
+    training, unless enable_sleep_mode is false (which a CPU needs)."""
 
 
 class Generation(Section):
     """How answers are sampled for training."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """What samples: transformers' generate on the model that is trained, or vLLM (the extra
-    vllm), whose rounding the weight engine_mismatch then corrects unless trainer.weights says otherwise."""
-    vllm: VLLMEngine = VLLMEngine()
-    """vLLM as the sampler; read with engine: vllm."""
-
+    vllm: VLLMEngine | None = None
+    """What samples: vLLM (the extra vllm; {} as it stands), whose rounding the weight engine_mismatch then corrects
+    unless trainer.weights says otherwise; null = transformers' generate on the model that is trained."""
     prompts_per_iteration: Count = 8
     """Different questions in one iteration, over all processes."""
     group_size: Count = 8
@@ -180,6 +159,11 @@ class Generation(Section):
     """BGPO: estimates of the bound that stands for an answer's log-probability (BGPO: 16)."""
     denoising_steps: Count | None = None
     """BGPO: steps in which an answer's places are filled; null = one place at a step."""
+
+    @property
+    def answers_ahead(self) -> bool:
+        """Whether a server answers, which may do so for coming iterations."""
+        return self.vllm is not None and self.vllm.url is not None
 
 
 class VLMReward(Section):
@@ -288,7 +272,6 @@ class Environment(Section):
     steps: Count = 16
     """With a critic: steps in each of them in an iteration (VL-DAC: 128 to 256 steps together). Unfinished episodes
     continue in the next iteration."""
-    processes: Flag = False
-    """Run each environment in its own process, which is killed and restarted if it hangs."""
-    timeout_s: Positive = 60.0
-    """With `processes`: longest that a step may take."""
+    timeout_s: Positive | None = None
+    """Run each environment in its own process, which is killed and restarted where a step takes longer than so many
+    seconds; null = all in this process."""

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from genrl.mdp.noise import generator
+from genrl.vlm.policies.folder import gathered
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
-from genrl.vlm.policies.shards import gathered
 
 Finish = Literal["stop", "length"]
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import save_file
 
-from genrl.vlm.policies.shards import Stream
+from genrl.vlm.policies.folder import Stream
 
 
 class Asked(NamedTuple):

@@ -26,8 +26,8 @@ from genrl.runtime.loop.process import Process
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
 from genrl.vlm.engines.server import Asked, Drawn, Engine, Reply, Server, Shared, Version
+from genrl.vlm.policies.folder import Stream, stream_of
 from genrl.vlm.policies.policy import Encoded, Policy
-from genrl.vlm.policies.shards import Stream, stream_of
 
 
 class InProcess:
@@ -39,13 +39,13 @@ class InProcess:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         import vllm
 
-        settings = config.generation.vllm
-        self.params, self.forgets, self.asleep = vllm.SamplingParams, settings.sleep, False
+        assert config.generation.vllm is not None, "it is what samples"
+        args = {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True} | config.generation.vllm.args
+        self.params, self.forgets, self.asleep = vllm.SamplingParams, bool(args["enable_sleep_mode"]), False
         self.llm = vllm.LLM(
             model=config.vlm.path,
             dtype=config.vlm.dtype,
             seed=config.seed,
-            enable_sleep_mode=settings.sleep,
             # one engine in each of `torchrun`'s processes, which takes its device and leaves the process group as it is
             distributed_executor_backend="external_launcher" if several else None,
             load_format=_without_weights(),  # the trained ones come before the first question
@@ -53,7 +53,7 @@ class InProcess:
             enable_chunked_prefill=None if torch.cuda.is_available() else False,
             generation_config="vllm",  # not the makers' temperature and top-p
             logprobs_mode="processed_logprobs",  # after temperature and forbidden ids, as the trainer's
-            **({"gpu_memory_utilization": 0.4} | settings.args),
+            **args,
         )
 
     def load(self, weights: Stream, version: Version) -> None:
@@ -246,14 +246,14 @@ class Given(Sampler):
 
 
 def use_vllm(config: VLMConfig, policy: Policy, process: Process, optimizer: Optimizer) -> Sampler | None:
-    """Let vLLM answer for this policy from here on, where `generation.engine` says so; the optimiser's steps tell it of
+    """Let vLLM answer for this policy from here on, where `generation.vllm` says so; the optimiser's steps tell it of
     new weights.
 
     Raises RuntimeError where there is no such server.
     """
-    if config.generation.engine != "vllm":
+    if (settings := config.generation.vllm) is None:
         return None
-    settings, accelerator = config.generation.vllm, process.accelerator
+    accelerator = process.accelerator
     engine: Engine
     if settings.url is None:
         engine = InProcess(config, several=accelerator.num_processes > 1)

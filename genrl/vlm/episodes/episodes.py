@@ -16,8 +16,7 @@ from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.environments.contract import Observation, Question, Split, Told
 from genrl.vlm.environments.discrete import Misuse
-from genrl.vlm.environments.hosts import Begin, Draw, Host, Outcome, Say, Work
-from genrl.vlm.environments.opening import open_environment
+from genrl.vlm.environments.hosts import Begin, Draw, Host, Outcome, Say, Work, open_environment
 from genrl.vlm.policies.pictures import black, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Prompt, Turn, placeholder_tokens

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate.utils import gather_object
 from PIL import Image
 
 from genrl.mdp.noise import derive_seed
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
+from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, score_text
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, play
@@ -51,7 +53,7 @@ def judge(
     judged = Judged([], [])
     sampling = Sampling(config.generation.max_new_tokens, temperature=0.0)
     # environments in processes cost memory each; those in this one are objects
-    together = table.settings.parallel if table.settings.processes else TOGETHER
+    together = table.settings.parallel if table.settings.timeout_s is not None else TOGETHER
     for begin in range(0, len(numbers), together):
         some = numbers[begin : begin + together]
         # Without the run's seed: all runs are judged by the same episodes.
@@ -159,3 +161,17 @@ def acted_figures(
     if episodes:
         row |= summary(episodes, "rollout")
     return row
+
+
+def sheet_of(episodes: Sequence[Episode]) -> ContactSheet:
+    """The sheet of the first episodes: what was said in the first steps, and the pictures that are still remembered."""
+    looks = []
+    for episode in episodes[:SHOWN]:
+        facts = {f"said, step {k + 1}": text for k, text in enumerate(episode.said[:SHOWN])}
+        facts |= {"steps": str(len(episode.said)), "success": str(episode.success), "return": score_text(episode.total)}
+        observations = enumerate(episode.seen)
+        pictures: Any = [
+            (f"shown, step {k + 1}", part) for k, parts in observations for part in parts if not isinstance(part, str)
+        ]
+        looks.append(Look(asked(episode), facts, pictures[-SHOWN:]))
+    return ContactSheet(looks)

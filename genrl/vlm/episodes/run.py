@@ -24,16 +24,14 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, answering
 from genrl.vlm.environments.hosts import open_host
-from genrl.vlm.episodes.critic import ValueHead, credit_of, explained_variance
+from genrl.vlm.episodes.critic import Rows, ValueHead, credit_of, explained_variance, replay, rows_of, spread, turns_of
 from genrl.vlm.episodes.episodes import Decision, Episode, Table, Walk, play, walk
-from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge
-from genrl.vlm.episodes.rows import Rows, replay, rows_of, spread, turns_of
+from genrl.vlm.episodes.evaluate import SEEDS, Judged, acted_figures, figures_of, judge, sheet_of
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
+from genrl.vlm.policies.folder import gathered
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.sheet import of_episodes
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ class EpisodesRun(VLMRun):
                     played=played,
                 )
         loop.check_stop()
-        self.note_sheet(lambda: of_episodes(ended or list(self.table.episodes.values())))
+        self.note_sheet(lambda: sheet_of(ended or list(self.table.episodes.values())))
         before, seconds = loop.memory.get("env_steps", 0.0), loop.timings["rollout"]
         return acted, acted_figures(decisions, ended, before, seconds)
 
@@ -180,7 +178,7 @@ class EpisodesRun(VLMRun):
         seeds = {slot: derive_seed(self.config.seed, "look", slot) % SEEDS for slot in range(SHOWN)}
         with answering(self.policy):
             play(self.policy, self.table, seeds, "train", sampling, (self.config.seed, "look"))
-        return of_episodes([self.table.episodes[slot] for slot in seeds])
+        return sheet_of([self.table.episodes[slot] for slot in seeds])
 
     def _check_alive(self, left: int) -> None:
         """left: steps or episodes of this process that were not lost. Raises RuntimeError, in all processes alike,

@@ -16,11 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from genrl.mdp.noise import derive_seed, generator
 from genrl.objectives.token_weights import min_p_log_prob
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.policies.folder import gathered
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import answer_ids
-from genrl.vlm.policies.shards import gathered
 from genrl.vlm.recipe.surrogates import LowProbability
 from genrl.vlm.rollout.rollout import Answers, greedy_label, totals
 from genrl_rewards.scorers.texts.expected import number_in
@@ -167,7 +167,7 @@ def counted(answers: Answers, reads: Set[str], config: VLMConfig, iteration: int
         tensors["right"] = right.masked_fill(first.isnan(), math.nan)
     if "task" in reads:
         # numbers by name, which are the same in every process
-        column = config.trainer.recipe(config).advantage.column
+        column = config.trainer.recipe(config).advantage.task
         names = [str(row.columns[column]) for row in answers.rows]
         tensors["task"] = torch.tensor([derive_seed("task", name) for name in names])[answers.group]
     if "greedy" in reads:

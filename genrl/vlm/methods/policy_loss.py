@@ -24,12 +24,12 @@ from genrl.objectives.token_advantages import Visits
 from genrl.objectives.token_regularisers import sampled_entropy
 from genrl.objectives.tokens import aggregate, log_ratio, masked, token_mean
 from genrl.runtime.loop.recorded import Recorded
+from genrl.vlm.methods.updates import token_batch
 from genrl.vlm.recipe.advantages import WhitenedReturns
-from genrl.vlm.recipe.group_losses import GroupLoss
+from genrl.vlm.recipe.losses import GroupLoss
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.shaping import KlInReward
 from genrl.vlm.recipe.weights import EngineMismatch
-from genrl.vlm.rollout.recorded import token_batch
 from genrl.vlm.rollout.token_batch import TokenBatch
 
 

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.utils.hub import cached_file
 
+from genrl.vlm.config.names import BODY
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.config.sections import ShapeCodec, VLMLoRA
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.contract import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
@@ -77,13 +78,15 @@ def read_codec(path: str) -> Codec:
     return Codec(**config, table=tensors["table"], palette=tensors.get("palette"))
 
 
-def shape_codec(settings: ShapeCodec) -> Codec:
-    """ShapeLLM-Omni's, with its decoder; bodies are grey."""
-    decoder = load_decoder(settings)
+def shape_codec(path: str, longest: int) -> Codec:
+    """ShapeLLM-Omni's, with its decoder; bodies are grey. longest: tokens of an answer; what two bodies and the
+    marks round them leave is of two thoughts."""
+    decoder = load_decoder(path, BODY)
+    thoughts = longest // 2 - BODY - 2
     codes = [f"<mesh{number}>" for number in range(len(decoder.table))]
     palette = torch.tensor([[255, 255, 255], [200, 200, 200]], dtype=torch.uint8)
     marks = ("<mesh-start>", "<mesh-end>")
-    return Codec("voxels", settings.length, 2, settings.thoughts, *marks, codes, 0, decoder, palette)
+    return Codec("voxels", BODY, 2, thoughts, *marks, codes, 0, decoder, palette)
 
 
 class CodePolicy(Adapted):
@@ -102,7 +105,7 @@ class CodePolicy(Adapted):
     @classmethod
     def open(cls, config: VLMConfig, device: str | torch.device, path: str) -> Self:
         """The model in `path` as a run trains it. Raises ValueError where it makes something else than the run asks."""
-        codec = None if config.vlm.codec is None else shape_codec(config.vlm.codec)
+        codec = None if config.vlm.codec is None else shape_codec(config.vlm.codec, config.generation.max_new_tokens)
         policy = cls(path, codec=codec, lora=config.vlm.lora, dtype=dtype_of(config), device=device, seed=config.seed)
         if policy.codec.kind != config.vlm.output:
             raise ValueError(f"vlm.output: {config.vlm.output}, but {path} makes {policy.codec.kind}")

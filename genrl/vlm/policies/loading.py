@@ -12,8 +12,7 @@ import transformers
 from peft import LoraConfig, PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from genrl.runtime.weights.low_rank import adapted
-from genrl.runtime.weights.quantization import computed_one_way, quantization_config
+from genrl.runtime.weights.low_rank import adapted, computed_one_way, quantization_config
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.processor import load_processor
 from genrl_rewards.models.checkpoints import pretrained

@@ -116,7 +116,7 @@ class Policy(Adapted):
         policy.shares_prompts = not config.distributed.fsdp
         policy.pixels = Pixels(config.task.min_pixels, config.task.max_pixels)
         check_pixels(policy.pixels, policy.processor)
-        policy.videos &= config.generation.engine != "vllm"  # which is given pictures
+        policy.videos &= config.generation.vllm is None  # which is given pictures
         if config.vlm.gradient_checkpointing:
             policy.checkpoint_blocks()
         if config.vlm.packing:

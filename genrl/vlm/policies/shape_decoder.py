@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from genrl.vlm.config.sections import ShapeCodec
+from genrl.vlm.config.names import SHAPE_FILES
 from genrl_rewards.models.checkpoints import fill, find, read_weights
 
 Weights = dict[str, Tensor]
@@ -104,11 +104,11 @@ def _blocks(weights: Weights, part: str) -> list[nn.Module]:
     return blocks
 
 
-def load_decoder(settings: ShapeCodec) -> ShapeDecoder:
-    """Raises ValueError where there is none, or bodies of so many codes are no cubes."""
-    path = Path(settings.path).expanduser()
-    file = find(str(path) if path.exists() else settings.path, settings.files, "vlm.codec.path")
+def load_decoder(place: str, length: int) -> ShapeDecoder:
+    """Raises ValueError where there is none, or bodies of `length` codes are no cubes."""
+    path = Path(place).expanduser()
+    file = find(str(path) if path.exists() else place, SHAPE_FILES, "vlm.codec")
     decoder = ShapeDecoder(read_weights(file), str(file))
-    if round((total := settings.length * decoder.cells) ** (1 / 3)) ** 3 != total:
-        raise ValueError(f"vlm.codec.length: {settings.length} codes of {decoder.cells} cells are no cube; 1024 are")
+    if round((total := length * decoder.cells) ** (1 / 3)) ** 3 != total:
+        raise ValueError(f"vlm.codec: {length} codes of {decoder.cells} cells are no cube; 1024 are")
     return decoder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.section import Flag, NonNegative, Number, Text
-from genrl.vlm.recipe.choice import Choice, Factor, lazily
+from genrl.config.section import NonNegative, Number, Text
+from genrl.vlm.recipe import Choice, Factor, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,38 +86,51 @@ class WhitenedReturns(Estimator):
     REINFORCE++ (`token_advantages.token_returns`, `whitened`)."""
 
     by_token: ClassVar[bool] = True
+    needs_group: ClassVar[bool] = False
+    ddof: ClassVar[int] = 1
+    """What is taken off the number of tokens under the variance (REINFORCE++'s code: 1)."""
     name: Literal["whitened_returns"] = "whitened_returns"
-    baseline: Flag = False
-    """Subtract the group's mean from the row's reward first (REINFORCE++-baseline)."""
     gamma: Factor = 1.0
     """Discount per token."""
     eps: NonNegative = 1e-8
     """Added to the variance."""
-    population: Flag = False
-    """Variance over all tokens (StableReinforce), not over the tokens less one (REINFORCE++'s code)."""
-
-    @property
-    def needs_group(self) -> bool:
-        return self.baseline
 
     def estimate(self, batch: TokenBatch) -> Tensor:
         mask = batch.mask
         if "token_rewards" in batch.extra:
-            if self.baseline:
+            if self.needs_group:
                 raise ValueError(
                     "a group baseline is subtracted from rewards [B]; this batch has extra['token_rewards']"
                 )
             per_step = masking.masked(batch.extra["token_rewards"].double(), mask)
         else:
             rewards, mask = batch.scores(self.name), batch.scored  # a row without a score takes no part
-            scores = groups.group_advantages(rewards, batch.group, scale="none") if self.baseline else rewards.double()
+            scores = (
+                groups.group_advantages(rewards, batch.group, scale="none") if self.needs_group else rewards.double()
+            )
             # the whole reward comes with the token that ends the answer, and is discounted back from there
             last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
             per_step = masking.masked(scores.nan_to_num(nan=0.0)[:, None].expand(mask.shape), last)
         if "kl_reward" in batch.extra:  # `KlInReward` pays tokens here, since a return adds up what comes after one
             per_step = masking.masked(per_step + batch.extra["kl_reward"], mask)
         returns = token_advantages.token_returns(per_step, mask, gamma=self.gamma)
-        return token_advantages.whitened(returns, mask, eps=self.eps, ddof=0 if self.population else 1)
+        return token_advantages.whitened(returns, mask, eps=self.eps, ddof=self.ddof)
+
+
+class WhitenedGroups(WhitenedReturns):
+    """`whitened_returns` of the row's reward less the mean of its group: REINFORCE++-baseline."""
+
+    needs_group: ClassVar[bool] = True
+    name: Literal["whitened_groups"] = "whitened_groups"  # type: ignore[assignment]
+
+
+class WhitenedPopulation(WhitenedReturns):
+    """`whitened_returns` over the variance of all tokens, without an addend: StableReinforce."""
+
+    ddof: ClassVar[int] = 0
+    name: Literal["whitened_population"] = "whitened_population"  # type: ignore[assignment]
+    eps: NonNegative = 0.0
+    """Added to the variance."""
 
 
 class VirtualReward(Estimator):
@@ -147,20 +160,19 @@ class SmoothedAdvantage(Estimator):
 
 class RankQuantiles(Estimator):
     """Standard normal quantiles of ranks within a group or a task: G2RPO (`token_advantages.rank_quantiles`). With
-    scope task it reads [task] [B]."""
+    a column of tasks it reads [task] [B]."""
 
     name: Literal["rank_quantiles"] = "rank_quantiles"
-    scope: Literal["group", "task"] = "group"
-    """Ranked are the answers to a question, or all of the iteration to the questions of a task."""
-    column: Text = "task"
-    """With scope task: the column that names a question's task (generated tasks: `question`)."""
+    task: Text | None = None
+    """Column that names a question's task (generated tasks: `question`): ranked are all answers of the iteration to the
+    questions of one task; null = the answers to one question."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return ("task",) if self.scope == "task" else ()
+        return ("task",) if self.task is not None else ()
 
     def estimate(self, batch: TokenBatch) -> Tensor:
-        ranked = batch.group if self.scope == "group" else batch.read("task", self.name)
+        ranked = batch.group if self.task is None else batch.read("task", self.name)
         return token_advantages.rank_quantiles(batch.scores(self.name), ranked)
 
 
@@ -261,18 +273,15 @@ class Signed(Estimator):
     tensors = ("right",)
     needs_group: ClassVar[bool] = False
     name: Literal["signed"] = "signed"
-    right: Number = 0.0
-    """Of right answers (W-REINFORCE: .1); those of 0 are left out of a mean over tokens."""
-    wrong: Number = -1.0
-    """Of the others."""
+    pays: tuple[Number, Number] = (0.0, -1.0)
+    """Advantages of right answers (W-REINFORCE: .1) and of the others; rows of 0 are left out of a mean over tokens."""
 
     def estimate(self, batch: TokenBatch) -> Tensor:
         right, tokens = batch.read("right", self.name), masking.token_count(batch.mask)
         scored = ~batch.scores(self.name).isnan()  # the others are neither right nor wrong
         advantage = right.new_zeros(len(right)).double()
-        advantage[scored] = token_advantages.signed(
-            right[scored], tokens[scored], positive=self.right, negative=self.wrong
-        )
+        positive, negative = self.pays
+        advantage[scored] = token_advantages.signed(right[scored], tokens[scored], positive=positive, negative=negative)
         return advantage
 
 
@@ -292,6 +301,8 @@ Advantage = (
     | LengthWeighted
     | GreedyBaseline
     | WhitenedReturns
+    | WhitenedGroups
+    | WhitenedPopulation
     | VirtualReward
     | SmoothedAdvantage
     | RankQuantiles

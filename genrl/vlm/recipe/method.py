@@ -13,12 +13,11 @@ from genrl.config.section import AnyOf, Count
 from genrl.objectives.bounds import LARGEST_STALENESS_WEIGHT
 from genrl.vlm.config.names import OUTPUTS
 from genrl.vlm.config.schema import Row, VLMMethod
+from genrl.vlm.recipe import Choice
 from genrl.vlm.recipe.advantages import Advantage, GreedyBaseline, Hierarchical, SmoothedAdvantage
-from genrl.vlm.recipe.choice import Choice
-from genrl.vlm.recipe.group_losses import GroupLoss, Regression
+from genrl.vlm.recipe.losses import EntropyBonus, GroupLoss, Regression, Regulariser
 from genrl.vlm.recipe.preset import Aggregation, Contradiction, Preset
 from genrl.vlm.recipe.presets import PRESETS, PresetName
-from genrl.vlm.recipe.regularisers import EntropyBonus, Regulariser
 from genrl.vlm.recipe.shaping import RewardTerm, Transform
 from genrl.vlm.recipe.surrogates import KlCov, LinearBound, Surrogate
 from genrl.vlm.recipe.weights import EngineMismatch, TokenWeight
@@ -122,7 +121,7 @@ class RecipeMethod(VLMMethod):
             return replace(preset, weights=(*preset.weights, decoupling(preset)))
         # Two programs never round alike, so what an engine sampled is off policy from the start. Whoever writes
         # `weights` decides.
-        if config.generation.engine == "vllm" and not corrected and preset.group_loss is None:
+        if config.generation.vllm is not None and not corrected and preset.group_loss is None:
             preset = replace(preset, weights=(*preset.weights, EngineMismatch()))  # TRL's default
         return preset
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from genrl.vlm.recipe import Choice
 from genrl.vlm.recipe.advantages import Advantage
-from genrl.vlm.recipe.choice import Choice
-from genrl.vlm.recipe.group_losses import GroupLoss
-from genrl.vlm.recipe.regularisers import Regulariser
+from genrl.vlm.recipe.losses import GroupLoss, Regulariser
 from genrl.vlm.recipe.shaping import RewardTerm, Transform
 from genrl.vlm.recipe.surrogates import Surrogate
 from genrl.vlm.recipe.weights import OffPolicyMask, TokenWeight

@@ -24,11 +24,23 @@ from genrl.vlm.recipe.advantages import (
     TokenStatistics,
     TurnLeaveOneOut,
     VirtualReward,
+    WhitenedGroups,
+    WhitenedPopulation,
     WhitenedReturns,
 )
-from genrl.vlm.recipe.group_losses import Classification, Preference, Regression, RightAnswers
+from genrl.vlm.recipe.losses import (
+    Classification,
+    EntropyBand,
+    EntropyBonus,
+    EntropyPenalty,
+    Kl,
+    Perception,
+    Preference,
+    Regression,
+    RightAnswers,
+    ValueLoss,
+)
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Kl, Perception, ValueLoss
 from genrl.vlm.recipe.shaping import (
     Asymmetry,
     BatchNormalise,
@@ -54,6 +66,7 @@ from genrl.vlm.recipe.surrogates import (
     ProbabilityMask,
     Quadratic,
     Reinforce,
+    RowClip,
     Sapo,
     SequenceClip,
     SequenceTokenClip,
@@ -67,6 +80,7 @@ from genrl.vlm.recipe.weights import (
     StepMeans,
     TopDependency,
     TopEntropy,
+    TopEntropyOfRow,
 )
 
 _Z = GroupAdvantage()  # TRL and the trainers made from R1-V: std + 1e-4
@@ -129,7 +143,7 @@ PRESETS: dict[str, Preset] = {
         notes="beta is TRL's default",
     ),
     "reinforce_pp": _REINFORCE_PP,
-    "reinforce_pp_baseline": replace(_REINFORCE_PP, advantage=WhitenedReturns(baseline=True)),
+    "reinforce_pp_baseline": replace(_REINFORCE_PP, advantage=WhitenedGroups()),
     "gdpo": Preset(
         NormaliseThenSum(),
         Clip(),
@@ -159,9 +173,9 @@ PRESETS: dict[str, Preset] = {
         _Z,
         Clip(),
         "seq_mean",
-        weights=(OffPolicyMask(threshold=0.5),),
+        weights=(OffPolicyMask(high=0.5),),
         source="DeepSeek-V3.2; TRL",
-        notes="threshold inferred",
+        notes="high inferred",
     ),
     "gmpo": Preset(
         _Z, GeometricMean(), "seq_mean", source="arXiv 2507.20673", notes="several updates per rollout; no KL"
@@ -211,11 +225,11 @@ PRESETS: dict[str, Preset] = {
         notes="wrong answers alone are learnt from; right = first reward >= evaluation.right_at; no groups are needed",
     ),
     "w_reinforce": Preset(
-        Signed(right=0.1),
+        Signed(pays=(0.1, -1.0)),
         Clip(),
         "token_mean_global",
         source="arXiv 2506.01347 and code",
-        notes="as nsr, with right answers at a tenth; the paper's PSR is {name: signed, right: 1, wrong: 0}",
+        notes="as nsr, with right answers at a tenth; the paper's PSR is {name: signed, pays: [1, 0]}",
     ),
     "a_grae": Preset(
         _Z_VERL,
@@ -289,14 +303,13 @@ PRESETS: dict[str, Preset] = {
         transforms=(Uncertainty(),),
         regularisers=(Kl(beta=0.04), Perception()),
         source="Q-Hawkeye, paper and code",
-        notes="gamma falls to 0 over 5 epochs (objectives.matching.cosine); G = 4; reward_shaping.score_reward + .8 "
-        "format",
+        notes="its weight falls to 0 over 5 epochs (objectives.matching.cosine); G = 4; score_reward + .8 format",
     ),
     "g2rpo": Preset(
         RankQuantiles(),
         Clip(),
         "seq_mean",
-        regularisers=(EntropyBand(coefficient=0.01, low=0.2, high=0.9),),
+        regularisers=(EntropyBand(coefficient=0.01, band=(0.2, 0.9)),),
         source="OpenVLThinkerV2",
         notes="band and its coefficient inferred (they are per task); without the paper's reward of length; ranks are "
         "within the group",
@@ -308,7 +321,7 @@ PRESETS: dict[str, Preset] = {
         reward_terms=(ConsistencyBonus(),),
         source="arXiv 2506.16141",
         notes="on policy, one update per rollout; reference is the policy's moving average, decay .995, every 10 "
-        "steps; margin .01 for general video",
+        "steps; without the margin of .01 for general video",
     ),
     "rlpr": Preset(
         _Z,
@@ -319,7 +332,7 @@ PRESETS: dict[str, Preset] = {
         notes="no verifier: rewards are of the form alone, .1; G = 8; its filter by the spread of rewards is left out",
     ),
     "stable_reinforce": Preset(
-        WhitenedReturns(eps=0.0, population=True),
+        WhitenedPopulation(),
         LogClamp(),
         "seq_mean",
         reward_terms=(KlInReward(beta=1e-3),),
@@ -331,8 +344,8 @@ PRESETS: dict[str, Preset] = {
         _Z,
         Clip(),
         "seq_mean",
-        weights=(TopEntropy(share=0.2, scope="row"),),
-        regularisers=(EntropyBand(coefficient=0.01, low=0.25, high=0.75, bounds="quantile"),),
+        weights=(TopEntropyOfRow(share=0.2),),
+        regularisers=(EntropyBand(coefficient=0.01, band=(0.25, 0.75), bounds="quantile"),),
         source="abstract",
         notes="reward: majority vote of the group, no labels; share, quantiles and coefficient inferred",
     ),
@@ -388,7 +401,7 @@ PRESETS: dict[str, Preset] = {
     # --- agents with a critic: advantages come from genrl.objectives.token_credit, run over episodes
     "vl_dac": Preset(
         CriticAdvantage(level="step", gamma=0.95, lam=0.95),
-        Clip(low=0.1, high=0.1, drop_above=10.0),
+        RowClip(low=0.1, high=0.1),
         "seq_mean",
         transforms=(BatchNormalise(),),
         regularisers=(Kl(beta=0.04), ValueLoss(coefficient=0.5, clip=0.1)),
@@ -459,7 +472,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "patho_r1": replace(_SEQ_KL, source="Patho-R1", notes="pretraining, SFT, then this or DAPO; aggregation inferred"),
     "lmm_r1": Preset(
-        WhitenedReturns(baseline=True),
+        WhitenedGroups(),
         Clip(),
         "seq_mean",
         reward_terms=(KlInReward(beta=1e-3),),

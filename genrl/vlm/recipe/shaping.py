@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive
-from genrl.vlm.recipe.choice import Choice, lazily
+from genrl.vlm.recipe import Choice, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,16 +53,11 @@ class ConsistencyBonus(Term):
     name: Literal["consistency"] = "consistency"
     coefficient: Number = 0.5
     """Bonus of an accuracy of 1."""
-    margin: Number = 0.0
-    """How far below the mean of the group's right answers the likelihood may lie (general video: .01)."""
 
     def reward(self, batch: TokenBatch) -> Tensor:
         likely, answer, accuracy = (batch.read(name, self.name) for name in ("ema", "answer_mask", "accuracy"))
-        confidence, constants = (
-            token_regularisers.answer_confidence(likely, answer),
-            {"coefficient": self.coefficient, "margin": self.margin},
-        )
-        return token_regularisers.consistency_bonus(accuracy, confidence, batch.group, **constants)
+        confidence = token_regularisers.answer_confidence(likely, answer)
+        return token_regularisers.consistency_bonus(accuracy, confidence, batch.group, coefficient=self.coefficient)
 
 
 class ReferenceProbability(Term):

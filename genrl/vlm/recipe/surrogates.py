@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.section import NonNegative, Positive, Share
-from genrl.vlm.recipe.choice import Choice, lazily
+from genrl.vlm.recipe import Choice, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,8 @@ class Clip(Rule):
     """PPO's clip of the ratio of each token: GRPO, DAPO."""
 
     near = True
+    drop_above: ClassVar[float | None] = None
+    """Rows with a ratio above it keep the clipped branch alone; None: none do."""
     name: Literal["clip"] = "clip"
     low: NonNegative = 0.2
     """The ratio is clipped below 1 - low."""
@@ -48,13 +50,18 @@ class Clip(Rule):
     """Largest ratio where the clip does not bind (INTELLECT-2's two-sided clip); null = none."""
     dual: Positive | None = None
     """Negative advantages: the objective is at least dual * A (verl: 3); null = unbounded."""
-    drop_above: Positive | None = None
-    """Rows with a ratio above it keep the clipped branch alone (VL-DAC: 10); null = none do."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
         return token_surrogates.clip_surrogate(
             *batch.terms, low=self.low, high=self.high, cap=self.cap, dual=self.dual, drop_above=self.drop_above
         )
+
+
+class RowClip(Clip):
+    """`clip` in which rows with a ratio above 10 keep the clipped branch alone: VL-DAC."""
+
+    drop_above: ClassVar[float | None] = 10.0
+    name: Literal["row_clip"] = "row_clip"  # type: ignore[assignment]
 
 
 class SequenceClip(Rule):
@@ -217,16 +224,16 @@ class LinearBound(Rule):
 
 
 class ProbabilityMask(Rule):
-    """The plain ratio; no gradient away from the old policy for tokens whose probability has moved by more than delta:
+    """The plain ratio; no gradient away from the old policy for tokens whose probability has moved by more than width:
     DPPO (`token_weights.probability_mask_surrogate`)."""
 
     near = True
     name: Literal["probability_mask"] = "probability_mask"
-    delta: Positive = 0.15
+    width: Positive = 0.15
     """Largest change of a token's probability."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        return token_weights.probability_mask_surrogate(*batch.terms, delta=self.delta)
+        return token_weights.probability_mask_surrogate(*batch.terms, delta=self.width)
 
 
 class CumulativeMask(Rule):
@@ -235,11 +242,11 @@ class CumulativeMask(Rule):
 
     near = True
     name: Literal["cumulative_mask"] = "cumulative_mask"
-    delta: Positive = 0.2
+    width: Positive = 0.2
     """Largest change of a token's probability."""
 
     def loss(self, batch: TokenBatch) -> SurrogateOutput:
-        return token_weights.cumulative_mask_surrogate(*batch.terms, delta=self.delta)
+        return token_weights.cumulative_mask_surrogate(*batch.terms, delta=self.width)
 
 
 class Quadratic(Rule):
@@ -301,6 +308,7 @@ class EntropyAdaptive(Rule):
 
 Surrogate = (
     Clip
+    | RowClip
     | SequenceClip
     | SequenceTokenClip
     | DynamicClip

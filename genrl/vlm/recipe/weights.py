@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from genrl.config.section import NonNegative, Number, Positive, Share
-from genrl.vlm.recipe.choice import Choice, lazily
+from genrl.vlm.recipe import Choice, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,18 +29,25 @@ class Weight(Choice):
 
 
 class TopEntropy(Weight):
-    """1 for the tokens of highest [entropy], 0 for the others: forking tokens, SPINE."""
+    """1 for the tokens of the batch of highest [entropy], 0 for the others: forking tokens
+    (`token_weights.top_entropy`)."""
 
     tensors = ("entropy",)
     name: Literal["top_entropy"] = "top_entropy"
     share: Share = 0.2
     """Share of the tokens that are trained."""
-    scope: Literal["batch", "row"] = "batch"
-    """Of the tokens of the batch (`token_weights.top_entropy`), or of each row (`token_weights.top_of_row`)."""
 
     def factor(self, batch: TokenBatch) -> Tensor:
-        rule = token_weights.top_entropy if self.scope == "batch" else token_weights.top_of_row
-        return rule(batch.read("entropy", self.name), batch.mask, share=self.share)
+        return token_weights.top_entropy(batch.read("entropy", self.name), batch.mask, share=self.share)
+
+
+class TopEntropyOfRow(TopEntropy):
+    """The same within each row: SPINE (`token_weights.top_of_row`)."""
+
+    name: Literal["top_entropy_of_row"] = "top_entropy_of_row"  # type: ignore[assignment]
+
+    def factor(self, batch: TokenBatch) -> Tensor:
+        return token_weights.top_of_row(batch.read("entropy", self.name), batch.mask, share=self.share)
 
 
 class TopDependency(Weight):
@@ -118,13 +125,13 @@ class OffPolicyMask(Weight):
     (`token_weights.off_policy_mask`, for each update anew)."""
 
     name: Literal["off_policy_mask"] = "off_policy_mask"
-    threshold: Number
+    high: Number
     """Mean of l_sampler - l above which a row is left out."""
 
     def factor_now(self, batch: TokenBatch) -> Tensor:
         log_prob, _, advantage, mask = batch.terms
         sampler = batch.read("sampler_log_prob", self.name)
-        return token_weights.off_policy_mask(log_prob, sampler, advantage, mask, threshold=self.threshold)
+        return token_weights.off_policy_mask(log_prob, sampler, advantage, mask, threshold=self.high)
 
 
 class StepMeans(Weight):
@@ -143,4 +150,6 @@ class StepMeans(Weight):
         return factor
 
 
-TokenWeight = TopEntropy | TopDependency | Divergence | ClipCov | EngineMismatch | OffPolicyMask | StepMeans
+TokenWeight = (
+    TopEntropy | TopEntropyOfRow | TopDependency | Divergence | ClipCov | EngineMismatch | OffPolicyMask | StepMeans
+)

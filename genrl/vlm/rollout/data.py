@@ -4,8 +4,10 @@ their columns teach, as the tokens that the model would have to sample."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from mimetypes import guess_type
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,8 @@ from genrl.vlm.rollout.turns import clip_of, prompt_of
 from genrl.vlm.tasks import Generated, Row, Split
 from genrl_rewards.given import given, is_given
 
+MEDIA = re.compile(r"(?:image|img|pic|picture|photo|video|clip)s?(?:_(?:path|file|name)s?)?", re.IGNORECASE)
+"""Names that columns of pictures and clips have."""
 Opener = Callable[[str, Any], tuple[Any, ...]]
 """What the model is shown of one picture or clip of a row, whose name comes first."""
 
@@ -158,6 +162,8 @@ class Questions:
         if self.format is not None:
             columns = self._formatted(columns, where)
         question = columns.pop(task.prompt)
+        if self.sees and task.image is not None and columns.keys().isdisjoint({task.image, task.video}):
+            _require_none_unnamed(columns, task.image, where)
         media = {"image": self._cells(columns, task.image, where), "video": self._cells(columns, task.video, where)}
         if not self.sees:  # what is asked for is made, not looked at
             return Row(where, Prompt((question,), system=task.system, where=where), columns)
@@ -217,6 +223,21 @@ class Questions:
             raise ValueError(f"{where}: the picture {name!r} is a relative path, and the data set is no folder here")
         inside, beside = folder / name, folder.parent / name
         return beside if beside.is_file() and not inside.is_file() else inside
+
+
+def _require_none_unnamed(columns: Mapping[str, Any], image: str, where: str) -> None:
+    """Raise ValueError for a row whose pictures are in a column of another name: it would be asked without them."""
+    for name, cell in columns.items():
+        first = cell[0] if isinstance(cell, list) and cell else cell
+        held = isinstance(first, bytes | Mapping | Image.Image)
+        if isinstance(first, str):
+            held = Path(first).suffix.lower() in SUFFIXES or (guess_type(first)[0] or "").startswith("video/")
+        if held and MEDIA.fullmatch(name):
+            key = "video" if name.lower().startswith(("video", "clip")) else "image"
+            raise ValueError(
+                f"{where}: there is no column {image!r}, and {name!r} holds what the model is not shown: write "
+                f"task.{key}: {name}, or task.image: null to ask without"
+            )
 
 
 def _unopened(where: str, held: Any) -> tuple[Any]:

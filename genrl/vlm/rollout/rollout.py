@@ -21,7 +21,7 @@ from genrl.objectives.token_regularisers import over_views
 from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
-from genrl.vlm.methods.sharing import padded
+from genrl.vlm.methods.updates import padded
 from genrl.vlm.policies.contract import Sampled, SequencePolicy
 from genrl.vlm.policies.pictures import blank
 from genrl.vlm.policies.policy import Encoded, Policy

@@ -11,7 +11,7 @@ from threading import Lock
 
 from torch import Tensor
 
-from genrl.runtime.loop.ahead import Advance, Ahead
+from genrl.runtime.loop.running import Advance, Ahead
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.vllm import Given, Sampler
 from genrl.vlm.rollout.rollout import Answers, Part, drawn, joined, scored

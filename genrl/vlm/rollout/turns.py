@@ -48,6 +48,8 @@ def prompt_of(
     system: of a question without a system message. Raises ValueError, naming the row, for messages of another form, and
     where places and pictures differ in number.
     """
+    if not isinstance(asked, str | list):
+        raise ValueError(f"{where}: a question is a text or a list of messages, found {type(asked).__name__}")
     messages = (
         [("user", _parts(asked, where))] if isinstance(asked, str) else [_message(message, where) for message in asked]
     )

@@ -58,7 +58,7 @@ def config(**sections: Any) -> Config:
         ("trainer: {algorithm: awm, kl_weight: 0, ema_kl_weight: 0}", 60, 72, 72),
         ("trainer: {algorithm: dgpo, first_steps: 5}, sampling: {guidance_scale: 4.0}", 120, 144, 48),
         ("trainer: {algorithm: crd, kl_weight: 0, timesteps_per_sample: 2}", 60, 48, 24),
-        ("trainer: {algorithm: dpo, timesteps_per_pair: 3}", 60, 36, 18),  # 3 pairs
+        ("trainer: {algorithm: dpo, timesteps_per_sample: 3}", 60, 36, 18),  # 3 pairs
         ("trainer: {algorithm: dpo_offline}, sampling: {prompts_per_iteration: 6, group_size: 2}", 0, 24, 12),
         ("trainer: {algorithm: d3po}", 60, 96, 48),
         ("trainer: {algorithm: draft, steps: 3}, sampling: {guidance_scale: 4.0}", 120, 144, 72),

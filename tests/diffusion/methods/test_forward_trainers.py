@@ -28,7 +28,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "awm": {"algorithm": "awm", "timesteps_per_sample": 2, "kl_weight": 0.3, "ema_kl_weight": 0.2, **TWO},
     "dgpo": {"algorithm": "dgpo", "first_steps": 3, "timesteps_per_sample": 2, "clip_range": 0.5, **KL, **TWO},
     "crd": {"algorithm": "crd", **KL, **TWO},
-    "dpo": {"algorithm": "dpo", "timesteps_per_pair": 2, **TWO},
+    "dpo": {"algorithm": "dpo", "timesteps_per_sample": 2, **TWO},
     "d3po": {"algorithm": "d3po", "kernel": "flow_sde", "noise_level": 0.7, "beta": 2.0, **TWO},
     "diffusion_nft": {"algorithm": "diffusion_nft", "beta": 0.5, "advantage_scale": "global", **KL, **TWO},
 }

@@ -53,10 +53,10 @@ def test_the_share_stays_within_its_bounds() -> None:
     settings, share = Gate(rewards=("a",)), 0.1
     for mean in range(1, 30):
         share = gardo.next_share(settings, share, float(mean), [0.0, mean - 0.5])
-    assert share == settings.high
+    assert share == settings.between[1]
     for mean in range(1, 60):
         share = gardo.next_share(settings, share, -float(mean), [0.0])
-    assert share == settings.low and gardo.next_share(settings, 0.1, 1.0, [0.0, 2.0]) == 0.1
+    assert share == settings.between[0] and gardo.next_share(settings, 0.1, 1.0, [0.0, 2.0]) == 0.1
 
 
 def test_unlike_samples_gain_and_bad_ones_do_not() -> None:

@@ -53,7 +53,7 @@ def taught(folder: Path, model: Path) -> dict[str, Any]:
     (folder / "routed.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     teachers = [{"name": name, "lora": str(folder / name / "lora")} for name in "ab"]
     prompts = {"train": str(folder / "routed.jsonl")}
-    return {"trainer": {**OWN, "teachers": teachers, "route": "teacher"}, "prompts": prompts}
+    return {"trainer": {**OWN, "teachers": teachers}, "prompts": prompts}
 
 
 def test_each_row_has_its_own_teacher(folder: Path, model: Path, taught: dict[str, Any]) -> None:
@@ -77,9 +77,6 @@ def test_a_run_goes_on_with_the_same_teachers_alone(folder: Path, model: Path, t
 
 
 def test_what_cannot_be_taught_is_said_before(folder: Path, model: Path, taught: dict[str, Any]) -> None:
-    several = {**taught["trainer"], "route": None}
-    with pytest.raises(ConfigError, match="which of 2 teaches a row"):
-        runs.config(folder, model, **{**taught, "trainer": several})
     with pytest.raises(ConfigError, match="adapters beside the one that is trained"):
         runs.config(folder, model, lora=None, **taught)
     (folder / "routed.jsonl").write_text('{"prompt": "a cat", "teacher": "c"}', encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.cli.plan import lines
+from genrl.cli.sample import lines
 from genrl.config import ConfigError
 from genrl.diffusion.config.kernels import find_kernel
 from genrl.diffusion.train import train

@@ -96,7 +96,7 @@ ROWS: list[tuple[str, Tree, Tree, str]] = [
     ("gardo", {"diversity": "unlike"}, {}, "no reward is called 'unlike'"),
     ("gardo", {"gate": {"rewards": ["other"]}}, {}, "no reward is called 'other'"),
     ("gardo", {"gate": {"rewards": []}}, {}, "name one reward or more"),
-    ("gardo", {"gate": {"rewards": ["warmth"], "share": 0.5}}, {}, "low <= share <= high"),
+    ("gardo", {"gate": {"rewards": ["warmth"], "share": 0.5}}, {}, "a share that lies between"),
     ("gardo", {"kl_weight": 0.0}, {}, "nothing is gated"),
     ("prdp", {}, {"sampling": {"num_inference_steps": 1}}, "nothing is trained"),
     ("prdp", {}, {"sampling": {"group_size": 1}}, "group of 2 or more"),

@@ -119,7 +119,7 @@ def centres_of(implicit: Tensor, target: Tensor, temperature: float) -> list[Cen
 def test_golden_crd(golden) -> None:
     a = Arrays(golden("trainers_crd"), double=True)
     bound, beta, kl_weight = (a.number(f"in_{name}") for name in ("adv_clip_max", "crd_beta", "kl_beta"))
-    target = matching.crd_target(a.given("in_advantage"), clip=bound)
+    target = matching.nft_reward_weight(a.given("in_advantage"), bound)
     implicit = a.given("in_r_theta").requires_grad_()
     a.near("out_adv01", target)
     for found in a.matches(r"out_crd_loss_((mse|bce)_temp(.*))"):

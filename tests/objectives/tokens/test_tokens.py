@@ -13,13 +13,15 @@ from genrl.objectives import token_regularisers as tr
 from genrl.objectives import token_weights as tc
 from genrl.objectives import tokens
 from genrl.objectives.policy_losses import kl_k2, kl_k3
+from genrl.objectives.token_advantages import whitened
 from genrl.objectives.token_credit import semi_online_advantages, semi_online_returns
 from genrl.objectives.token_surrogates import clip_surrogate, linear_bound_loss
 from genrl.objectives.tokens import aggregate, masked
 from genrl.vlm.methods.music_rl.train import music_rl_loss
-from genrl.vlm.methods.opd.teaching import gap_advantage, generalised_divergence, with_rest
+from genrl.vlm.methods.opd.train import gap_advantage, generalised_divergence, with_rest
 from genrl.vlm.methods.rlfr.train import flow_returns, unlikely_tokens, velocity_deviation, velocity_error
 from genrl.vlm.recipe import presets
+from genrl.vlm.recipe.advantages import WhitenedReturns
 from genrl.vlm.recipe.surrogates import Clip
 from tests.golden_cases import Arrays
 
@@ -437,3 +439,15 @@ def test_just_grpo_is_the_mean_of_each_answers_own_tokens() -> None:
         torch.testing.assert_close(ours, wanted)
         theirs = -advantage[:, None].expand(4, 4) / 4 / 2  # every place, two answers that teach
         assert torch.allclose(ours * 2, theirs) == same
+
+
+def test_dcpo_does_not_grow_with_the_batch_and_reinforce_pp_takes_the_unbiased_variance() -> None:
+    """As their programs have it: a mean over all tokens, not the paper's sum of the answers' means; N - 1 tokens."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    terms = torch.tensor([[1.0, 2.0, 3.0], [6.0, 0.0, 0.0]], dtype=torch.float64)
+    rule = presets.PRESETS["dcpo"].aggregation
+    assert aggregate(terms, mask, rule) == aggregate(terms.repeat(2, 1), mask.repeat(2, 1), rule) == 3.0
+    recipe = presets.PRESETS["reinforce_pp"].advantage
+    assert isinstance(recipe, WhitenedReturns) and not recipe.population and recipe.eps < 1e-6
+    scores = whitened(torch.tensor([[1.0], [2.0], [3.0]]), torch.ones(3, 1), eps=0.0)
+    torch.testing.assert_close(scores, torch.tensor([[-1.0], [0.0], [1.0]], dtype=torch.float64))

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from genrl.config import dump, load
 from genrl.runtime.folder import run as runs
 from genrl.runtime.folder.contents import WHOLE, changed, contents, fingerprint, is_model
+from genrl.runtime.folder.hub import own_files, whole_folder
 from genrl.runtime.folder.run import Run
-from genrl.runtime.folder.whole import own_files, whole_folder
 from genrl.runtime.loop.frame import train
 from tests.run_folders import differences
 from tests.vla import vla_runs

@@ -16,7 +16,7 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics, truncate_metrics
 from genrl.runtime.loop import collapse
 from genrl.runtime.loop.loop import Interrupted
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from tests.run_folders import differences
 from tests.runtime.loop.loops import Evaluation, Settings, loop, moved, values
 from tests.runtime.loop.test_loop import Counter, learn, train
@@ -113,7 +113,7 @@ def judged(folder: Path, settings: Settings, scores: list[float] | None = None) 
     return one, found
 
 
-MONITOR = Monitor(reward="success", tolerance=0.05, patience=2)
+MONITOR = Monitor(reward="success", tolerance=0.05)
 
 
 class TestActing:
@@ -175,7 +175,9 @@ class TestActing:
             assert again.seen == counter.seen
             assert differences(one.process.run.folder, run.folder) == []
 
-    def test_an_evaluation_that_was_left_acts_on_the_resume(self, tmp_path: Path) -> None:
+    def test_an_evaluation_that_was_left_acts_on_the_resume(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """So the checkpoint that was saved before it is written anew."""
         scores, asked = {0: 0.9, 1: 0.1}, []
 
@@ -185,7 +187,8 @@ class TestActing:
                 raise Interrupted
             return {"eval/r_mean": scores[iteration]}
 
-        watched = Monitor(reward="r", tolerance=0.05, patience=1)
+        monkeypatch.setattr(collapse, "PATIENCE", 1)
+        watched = Monitor(reward="r", tolerance=0.05)
         settings = Settings(iterations=4, evaluation=Evaluation(1, watched, "back"))
         one = loop(tmp_path, settings, evaluate=judge)
         before = values(one)

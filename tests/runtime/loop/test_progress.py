@@ -13,9 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from genrl.runtime.loop.global_settings import _SETTINGS, GlobalSettings
-from genrl.runtime.loop.progress import Progress, duration
-from genrl.runtime.loop.streams import Tolerant, tolerant_streams
+from genrl.runtime.loop.process import _SETTINGS, GlobalSettings
+from genrl.runtime.loop.progress import Progress, Tolerant, duration, tolerant_streams
 from tests.runtime.loop.loops import loop
 
 
@@ -95,7 +94,7 @@ def test_durations_and_markup_in_what_is_said() -> None:
 TALKS = """
 import sys, time
 from genrl.runtime.loop.progress import Progress
-from genrl.runtime.loop.streams import tolerant_streams
+from genrl.runtime.loop.progress import tolerant_streams
 with tolerant_streams(), Progress(3) as progress:
     sys.stdin.readline()
     for step in range(3):

@@ -72,7 +72,7 @@ def replay_of(
     file = ROOT / "configs" / name
     tree = brief_runs.load(file)
     small = brief_runs.overrides(tree, 2) | smaller(tree) | (changes or {})
-    if "evaluation.monitor.patience" not in small:  # which watches evaluations
+    if not tree.get("evaluation", {}).get("monitor"):  # which watches evaluations
         small["evaluation.every"] = 0
     config = load(file, [*(f"{key}={value}" for key, value in small.items()), f"output={tmp_path}", "trackers=[]"])
     replayed(config, monkeypatch)

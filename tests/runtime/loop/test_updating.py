@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.runtime.loop import ahead
-from genrl.runtime.loop.ahead import Advance, Ahead
+from genrl.runtime.loop import running
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.running import Advance, Ahead
 from genrl.runtime.loop.updating import Meter, deal, descend, require_on_policy
 from tests.runtime.loop.loops import METHOD, loop, model
 
@@ -104,7 +104,7 @@ def test_what_is_not_on_policy_stops_before_the_first_update(off: float) -> None
 
 # -- Samples that a second thread makes: in their order, told of here, raised here, and ended
 def test_in_their_order_and_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "POLL_S", 0.001)
+    monkeypatch.setattr(running, "POLL_S", 0.001)
     coming: Ahead[int] = Ahead()
     heard, order = threading.Event(), []
     told: list[tuple[int, str]] = []
@@ -153,5 +153,5 @@ def test_closing_ends_what_is_on_its_way() -> None:
     assert begun.wait(10)
     first, second = coming.underway[0].work, coming.underway[1].work
     coming.close()
-    assert first is not None and isinstance(first.exception(), ahead.Closed)
+    assert first is not None and isinstance(first.exception(), running.Closed)
     assert second is not None and second.cancelled()

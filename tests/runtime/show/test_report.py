@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from html import escape
+from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,8 +13,8 @@ import torch
 from genrl.runtime.folder import run as runs
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
+from genrl.runtime.show.compare.statistics import Z_95, wilson
 from genrl.runtime.show.curves import chart, labels, thin, ticks
-from genrl.runtime.show.intervals import Z_95, wilson
 from genrl.runtime.show.pictures import save_samples
 from genrl.runtime.show.report import write_report
 
@@ -50,7 +50,8 @@ def test_a_whole_report(tmp_path: Path) -> None:
     assert not any(name.startswith("on") for name, _ in attributes)
     points = {"src", "href", "srcset", "action", "xlink:href", "style"}
     assert all(value.startswith("data:image/") for name, value in attributes if name in points)
-    assert text.count(escape(HOSTILE)) >= 2 and HOSTILE not in text  # the command and the prompt, as text
+    texts = [unescape(one) for one in re.findall(">([^<]*)<", text)]
+    assert texts.count(HOSTILE) >= 2 and HOSTILE not in text  # the command and the prompt, as text
     assert "30 of 30 iterations, finished" in text and "+0.300" in text
     assert names.count("svg") == 4  # headline; reward, eval, loss; timings are constant, and so is the rate
     assert "1 without a value" in text and "lr = 0.0003" in text
@@ -86,7 +87,7 @@ def test_of_a_run_whatever_is_there_is_shown_and_a_collapse(tmp_path: Path) -> N
     rows = [{"step": 2, "eval/total_mean": 0.7}, {"step": 3, "eval/total_mean": 0.5, "collapse/total": 0.2}]
     (tmp_path / "metrics.jsonl").write_text("".join(map(runs.json_line, rows)))
     text = write_report(tmp_path).read_text()
-    (warning,) = re.findall("collapse: [^<]*", text)
+    (warning,) = re.findall(">(collapse: [^<]*)<", text)
     assert "total lies 0.2 below its best at iteration 3; it helps: a lower optimizer.lr" in warning
     assert "3 of 9 iterations, stopped or still running" in text
 

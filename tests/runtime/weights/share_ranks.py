@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from genrl.runtime.folder import checkpoint
-from genrl.runtime.weights import shares
+from genrl.runtime.weights import sharding
 from genrl.runtime.weights.sharding import like
 from tests.run_folders import group
 
@@ -47,7 +47,7 @@ def save_step(folder: Path, step: int, *, groups: int = 1, replace: bool = False
 
 def saves(folder: str, steps: list[int], groups: int, file_bytes: int, replace: bool) -> None:
     """Checkpoints after these steps."""
-    shares.FILE_BYTES = file_bytes
+    sharding.FILE_BYTES = file_bytes
     with group():
         for step in steps:
             save_step(Path(folder), step, groups=groups, replace=replace)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.checkpoint import CheckpointError, latest, load, problem, steps
-from genrl.runtime.weights import shares
+from genrl.runtime.weights import sharding
 from genrl.runtime.weights.state import pack, unpack
 from tests.run_folders import start_ranks, wait
 from tests.runtime.weights import share_ranks
@@ -143,14 +143,14 @@ def test_a_process_that_fails_or_dies_leaves_a_complete_checkpoint(tmp_path: Pat
 
 
 def test_files_of_another_machine_and_an_old_torch_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = shares._Writer(tmp_path, {}, lambda _: None)
+    writer = sharding._Writer(tmp_path, {}, lambda _: None)
     (tmp_path / "mine").write_text("x")
     with pytest.raises(OSError, match="theirs, which another one wrote: all have to share the file system"):
-        writer.finish(None, [[("mine", shares.entry(tmp_path / "mine"))], [("theirs", {"bytes": 1})]])  # type: ignore
-    shares.check_torch()
-    monkeypatch.setattr(shares, "HuggingFaceStorageWriter", object)
+        writer.finish(None, [[("mine", sharding.entry(tmp_path / "mine"))], [("theirs", {"bytes": 1})]])  # type: ignore
+    sharding.check_torch()
+    monkeypatch.setattr(sharding, "HuggingFaceStorageWriter", object)
     with pytest.raises(ValueError, match=r"distributed\.fsdp: torch .* cannot save weights"):
-        shares.check_torch()
+        sharding.check_torch()
     assert checkpoint.FORMAT == 2
 
 

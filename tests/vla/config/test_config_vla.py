@@ -50,7 +50,7 @@ class TestShipped:
         validator = schema_validator()
         assert validator.is_valid(tree(NEW)) and validator.is_valid(tree(TRAINED))
         assert not validator.is_valid(tree(TRAINED, model={"path": "org/model"}))
-        assert not validator.is_valid(tree(TRAINED, sampler={"kind": "flow_sde", "low": 0.1}))
+        assert not validator.is_valid(tree(TRAINED, sampler={"kind": "flow_sde", "std": [0.1, 0.2]}))
         assert not validator.is_valid(tree(TRAINED, policy=None))  # of a pipeline then, which has no environment
         asker = {"vlm": {"path": "some/model"}, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}
         assert validator.is_valid(asker) and not validator.is_valid({**asker, "sampler": {"kind": "flow_sde"}})
@@ -128,8 +128,7 @@ RULES: list[tuple[dict[str, Any], str, str, str]] = [
     (TRAINED, ppo("weighting: episodes, episodes: all"), "trainer.weighting, trainer.episodes", "episodes: first"),
     (TRAINED, ppo("values: action, discount: smdp"), "trainer.level (default), trainer.values", "level: action, or"),
     (TRAINED, ppo("values: action, level: action"), "trainer.discount (default), trainer.values", "discount: smdp"),
-    (TRAINED, "sampler: {kind: flow_noise, low: 0.7}", "sampler.low, sampler.high (default)", "must be the smaller"),
-    (TRAINED, "sampler: {kind: reinflow, high: 0.01}", "sampler.low (default), sampler.high", "must be the smaller"),
+    (TRAINED, "sampler: {kind: flow_noise, std: [0.7, 0.6]}", "sampler.std", "must be the smaller"),
     (
         *(TRAINED, "sampler: {kind: diffusion, steps: 5}"),
         *("sampler.ft_denoising_steps (default), sampler.steps", "10 of 5 steps"),
@@ -175,7 +174,7 @@ def test_what_cannot_work_is_refused(base: dict[str, Any], changes: str, keys: s
         (TRAINED, ppo("clip_base: 0.1, denoising_gamma: 0.9", "sampler: {kind: diffusion}")),
         (TRAINED, "sampler: {kind: diffusion, steps: 5, ft_denoising_steps: 5}"),
         (TRAINED, "trainer: {algorithm: grpo, success_filter: [0.1, 0.9]}, " + GROUPS),
-        (TRAINED, "sampler: {kind: reinflow, low: 0.1, high: 0.1}"),
+        (TRAINED, "sampler: {kind: reinflow, std: [0.1, 0.1]}"),
     ],
 )
 def test_their_neighbours_are_accepted(base: dict[str, Any], changes: str, tmp_path: Path) -> None:
@@ -189,7 +188,7 @@ def test_their_neighbours_are_accepted(base: dict[str, Any], changes: str, tmp_p
         ("environment: {name: minitable, num_env: 3}", "environment.num_env", "environment.num_envs?"),
         (ppo("gama: 0.9"), "trainer.gama", "did you mean trainer.gamma?"),
         (flow("noise_levl: 1.0"), "sampler.noise_levl", "sampler.noise_level?"),
-        (flow("low: 0.1"), "sampler.low", "it belongs to another sampler.kind than 'flow_sde'"),
+        (flow("std: [0.1, 0.2]"), "sampler.std", "it belongs to another sampler.kind than 'flow_sde'"),
         ("trainer: {algorithm: grpo, gamma: 0.9}, " + GROUPS, "trainer.gamma", "another trainer.algorithm than 'grpo'"),
         ("model: {path: org/model}", "model", "unknown key"),
         ("learning_rate: 0.1", "learning_rate", "did you mean optimizer.lr?"),
@@ -239,7 +238,7 @@ def test_overrides_and_base_files(tmp_path: Path) -> None:
     config = load(tmp_path / "b.yaml", ["environment.num_envs=8", "trainer.clip_range=0.01"])
     assert isinstance(config, VLAConfig) and isinstance(config.trainer, methods.PPO)
     assert (config.trainer.gamma, config.trainer.clip_range, config.environment.num_envs) == (0.5, 0.01, 8)
-    error = refused(tmp_path, TRAINED, ["sampler={kind: flow_sde, low: 1.0}"])
+    error = refused(tmp_path, TRAINED, ["sampler={kind: flow_sde, std: [0.1, 1.0]}"])
     assert "belongs to another sampler.kind" in only(error)[1] and "override" in str(error)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from genrl.vla.config.schema import VLAConfig
+from genrl.vla.data.frames import check_spread
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset, write_dataset
-from genrl.vla.data.spread import check_spread
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.normalise import normalise, statistics, with_least_spread

@@ -13,14 +13,15 @@ from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.runtime.show import sheet
+from genrl.vla.evaluate import sheet_of_rollout
 from genrl.vla.methods.grpo import train as grpo
 from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
-from genrl.vla.rollout.rollout import ChunkRollout, episode_returns
+from genrl.vla.methods.ppo.train import learn
+from genrl.vla.rollout.collect import ChunkRollout, episode_returns
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.rollout.scores import decisions, score
 from genrl.vla.run import VLARun
-from genrl.vla.update.learn import learn
-from genrl.vla.update.scores import decisions, score
 from tests.vla import vla_runs
 
 Opened = Callable[..., AbstractContextManager[VLARun]]
@@ -263,6 +264,8 @@ def test_the_row_says_what_the_rollout_was(opened: Opened, monkeypatch: pytest.M
     assert [look["text"] for look in seen["looks"]] == rollouts[0].instruction[:4]
     assert [look["facts"]["success"] for look in seen["looks"]] == [str(bool(flag)) for flag in won[:4]]
     assert {row[0] for row in seen["numbers"]} >= {"observation.environment_state[0]", "action[0]"}
+    lost = rollouts[0]._replace(valid=torch.zeros_like(rollouts[0].valid))
+    assert sheet_of_rollout(run.acting, lost, run.config) == sheet.ContactSheet([])
 
 
 # -- GRPO on chunks: the advantage of an episode within its group, and what has none

@@ -49,14 +49,13 @@ def test_the_critic_of_the_released_trainer(golden: Callable[[str], Any]) -> Non
     np.testing.assert_allclose(recap.expected(logits).detach().numpy(), told["value_mean"], atol=1e-6)
 
 
-@pytest.mark.parametrize("positive_only", [True, False])
-def test_who_is_told_what(golden: Callable[[str], Any], positive_only: bool) -> None:
-    told, name = golden("recap"), "positive_only" if positive_only else "both"
+def test_who_is_told_what(golden: Callable[[str], Any]) -> None:
+    told = golden("recap")
     positive, uniform = (torch.from_numpy(told[key]) for key in ("positive", "route_uniform"))
-    which = recap.told_of(positive, uniform, float(told["route_drop"]), positive_only).numpy()
+    which = recap.told_of(positive, uniform, float(told["route_drop"])).numpy()
     for place, part in enumerate(("positive_conditional", "negative_conditional")):
-        assert np.array_equal(which == place, told[f"route_{name}_{part}_mask"])
-    assert np.array_equal(which != 2, told[f"route_{name}_conditional_mask"])
+        assert np.array_equal(which == place, told[f"route_both_{part}_mask"])
+    assert np.array_equal(which != 2, told["route_both_conditional_mask"])
 
 
 def test_an_advantage_does_not_depend_on_whether_anyone_succeeded() -> None:
@@ -102,7 +101,7 @@ def recorded(folder: Path, *, wins: tuple[bool, ...] = (True, False, True), pict
     return folder
 
 
-TINY = ("trainer.value_steps=3", "trainer.steps_per_iteration=2", "trainer.batch_size=8", "iterations=1")
+TINY = ("trainer.critic_steps=3", "trainer.steps_per_iteration=2", "trainer.batch_size=8", "iterations=1")
 
 
 def test_it_learns_from_a_data_set_and_moves_the_critic_before_the_policy_alone(root: Path, tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_all_steps_positive_and_told_is_supervised_training(root: Path, tmp_path
     assert isinstance(all_of_them, RECAP)
     advantage = torch.randn(50, generator=torch.Generator().manual_seed(0))
     positive = advantage >= recap.threshold(advantage, all_of_them.positive)
-    assert bool((recap.told_of(positive, torch.rand(50), all_of_them.drop, False) == 0).all())
+    assert bool((recap.told_of(positive, torch.rand(50), all_of_them.drop) == 0).all())
 
 
 def test_data_that_compare_nothing_are_refused(root: Path, tmp_path: Path) -> None:
@@ -151,7 +150,7 @@ def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, override: str, 
 @pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla"])
 def test_published_policies_learn_so_from_pictures(tmp_path: Path, kind: str) -> None:
     data = recorded(tmp_path / "data", pictures=True)
-    trainer = {"algorithm": "recap", "value_steps": 2, "steps_per_iteration": 2, "batch_size": 4, "bins": 11}
+    trainer = {"algorithm": "recap", "critic_steps": 2, "steps_per_iteration": 2, "batch_size": 4}
     changes: dict[str, Any] = {"demonstrations": {"dataset": str(data)}, "evaluation": {"every": 1, "episodes": 4}}
     run = train(config(tmp_path, kind, trainer=trainer, iterations=1, **changes))
     assert 0 < rows(run)[-1]["data/positive"] < 1

@@ -22,8 +22,8 @@ from genrl.vla.methods.dagger import train as dagger
 from genrl.vla.methods.sft import train as sft
 from genrl.vla.methods.v_ptr import train as v_ptr
 from genrl.vla.methods.v_ptr.train import ICVF, draw, icvf_errors, order, train_icvf
+from genrl.vla.offline.critics import wayward_data
 from genrl.vla.offline.imitation import imitation_loss, recorded_frames
-from genrl.vla.offline.regression import wayward_data
 from genrl.vla.policies.encoder import LOOKS
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, rows
 from genrl.vla.setup import load_trained

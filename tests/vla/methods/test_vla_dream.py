@@ -20,8 +20,7 @@ from genrl.vla.methods.diwa.classifier import (
     supervised_contrastive,
     train_classifier,
 )
-from genrl.vla.methods.diwa.dreams import Dream, Starts
-from genrl.vla.methods.diwa.rssm import Latent, WorldModel, balanced_kl, world_loss, world_step
+from genrl.vla.methods.diwa.rssm import Dream, Latent, Starts, WorldModel, balanced_kl, world_loss, world_step
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, tokenise
 from tests.vla.tiny_policies import WORDS
 

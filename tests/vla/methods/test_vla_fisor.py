@@ -10,10 +10,10 @@ from genrl.playground.minitable.world import HAZARD, HazardTable, in_hazard, mix
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.fisor import train as fisor
 from genrl.vla.methods.fisor.settings import FISOR
+from genrl.vla.methods.fisor.train import sheet_of_decisions
 from genrl.vla.offline.transitions import Transitions, Words, frames_of, play, take
 from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.rollout.sampling import Acting, Diffusion
-from genrl.vla.sheet import of_decisions
 from tests.vla.tiny_policies import TOLD, WORDS
 
 READS = Words(WORDS)
@@ -101,8 +101,6 @@ def test_samples_are_those_of_the_released_program() -> None:
         x = (x + (beta.sqrt() if t else 1e-3) * noise[:, 0, k + 1]).clamp(-1, 1)
     found = fisor.samples(net, sampler, observation, noise)
     assert torch.allclose(found[:, 0], actor.actions(x), atol=1e-5)
-    posterior = fisor.samples(net, fisor.sampler_of(actor, "posterior"), observation, noise)
-    assert not torch.allclose(found, posterior, atol=1e-2)
 
 
 def test_a_step_trains_critics_actor_and_slow_copies(monkeypatch) -> None:
@@ -181,7 +179,7 @@ def test_the_losses_of_the_critics_by_hand() -> None:
 def test_its_evaluation_has_a_sheet() -> None:
     """Costs, success and actions of whole episodes, before and after normalisation."""
     data = played(3, careful=1.0)
-    sheet = of_decisions(nets(data).slow_actor, data)
+    sheet = sheet_of_decisions(nets(data).slow_actor, data)
     assert [look.text for look in sheet.looks] == [f"cost {data.cost[data.episode == k].sum():g}" for k in range(3)]
     assert [look.facts["steps"] for look in sheet.looks] == [str(int((data.episode == k).sum())) for k in range(3)]
     assert {row[0] for row in sheet.numbers[1:]} >= {"observation.state[0]", "action[0]"}

@@ -16,6 +16,7 @@ from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.methods.ppo.settings import PPO
+from genrl.vla.methods.v_ptr.settings import VPTR
 from genrl.vla.offline.critics import seen_statistics
 from genrl.vla.offline.transitions import Transitions
 from genrl.vla.policies.folder import load_policy
@@ -29,8 +30,8 @@ from tests.vla import vla_runs
 
 _RL100 = (
     "environment.num_envs=8 demonstrations.expert=6 trainer.imitation_steps=4 trainer.rounds=1 trainer.episodes=8 "
-    "trainer.critic_steps=4 trainer.dynamics_steps=4 trainer.updates=4 trainer.batch_size=16 trainer.gate_every=2 "
-    "trainer.union_steps=2 trainer.distil_steps=0"
+    "trainer.critic_steps=4 trainer.dynamics_steps=4 trainer.steps_per_iteration=4 trainer.batch_size=16 "
+    "trainer.gate_every=2 trainer.union_steps=2 trainer.distil_steps=0"
 )
 SMALL = {
     "rl100": _RL100,
@@ -43,13 +44,19 @@ SMALL = {
     "rl_vlm_f": "environment.num_envs=6 trainer.episodes=12 trainer.labels.pairs=10 trainer.labels.rounds=2 "
     "trainer.labels.steps=3 trainer.critic_steps=3 trainer.steps_per_iteration=3 trainer.batch_size=8 "
     "optimizer.schedule=constant",
-    "recap": "environment.num_envs=4 trainer.episodes=24 trainer.value_steps=3 trainer.steps_per_iteration=2 "
+    "recap": "environment.num_envs=4 trainer.episodes=24 trainer.critic_steps=3 trainer.steps_per_iteration=2 "
     "trainer.batch_size=8",
-    "v_ptr": "environment.num_envs=4 trainer.episodes=12 trainer.videos=6 trainer.pretraining_steps=2 "
-    "trainer.critic_steps=3 trainer.steps_per_iteration=2 trainer.batch_size=8",
+    "v_ptr": "environment.num_envs=4 trainer.episodes=12 trainer.critic_steps=3 "
+    " trainer.steps_per_iteration=2 trainer.batch_size=8",
 }
 PICTURES = "policy.new.image_size=16"
 COMMON = "evaluation.episodes=4 evaluation.every=1 evaluation.videos=0 checkpoint.every=1 iterations=2"
+
+
+@pytest.fixture(autouse=True)
+def few_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VPTR, "videos", 6)
+    monkeypatch.setattr(VPTR, "pretraining_steps", 2)
 
 
 def small(root: Path, name: str, output: Path, *more: str) -> VLAConfig:

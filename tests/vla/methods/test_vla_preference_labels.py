@@ -14,7 +14,7 @@ from genrl.mdp.noise import keyed_noise
 from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.playground.minitable.world import TableWorld
 from genrl.vla.data.frames import frame_statistics
-from genrl.vla.methods.rl_vlm_f.preference_labels import (
+from genrl.vla.methods.rl_vlm_f.train import (
     UNUSABLE,
     LabelCache,
     Pairs,

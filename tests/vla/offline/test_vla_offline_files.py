@@ -59,7 +59,7 @@ def config(root: Path, name: str, path: Path, output: Path, *more: str) -> VLACo
 FISOR = ("trainer.steps_per_iteration=3", "trainer.candidates=2", "iterations=2")
 RL100 = (
     "environment.chunk=2", "trainer.imitation_steps=4", "trainer.rounds=1", "trainer.episodes=4",
-    "trainer.critic_steps=4", "trainer.dynamics_steps=4", "trainer.updates=2", "trainer.batch_size=8",
+    "trainer.critic_steps=4", "trainer.dynamics_steps=4", "trainer.steps_per_iteration=2", "trainer.batch_size=8",
     "trainer.gate_every=2", "trainer.union_steps=2", "trainer.distil_steps=0", "iterations=2",
 )  # fmt: skip
 

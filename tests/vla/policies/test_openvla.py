@@ -15,7 +15,7 @@ from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.openvla import action_tokens, token_actions
 from genrl.vla.policies.policy import TOKENS, rows
-from genrl.vla.policies.timm_vit import VITS, Featurizer
+from genrl.vla.policies.transformer import VITS, Featurizer
 from genrl.vla.rollout.sampling import Regression, Tokens
 from tests.vla import openvla_folders
 from tests.vla.openvla_folders import REAL, TINY, bounds, observation

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from genrl.vla.rollout import ray_rollout
-from genrl.vla.rollout.collect import RolloutPlan, collect
+from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, episode_returns, joined
 from genrl.vla.rollout.ray_rollout import RayRollouts, gpu_share
-from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, joined
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.run import check_on_policy
 from genrl.vla.simulators.contract import Simulation

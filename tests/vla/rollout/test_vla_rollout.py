@@ -8,8 +8,7 @@ from genrl.objectives.episodes import chunk_gae, episode_group_advantages
 from genrl.playground.minitable import PUT, MiniTable, expert_chunk, task
 from genrl.playground.minitable.world import table_of
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch
-from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
+from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, episode_returns, training_rows
 from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise
 from tests.vla.tiny_policies import SEES, TOLD, flow
 

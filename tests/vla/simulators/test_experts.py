@@ -116,7 +116,7 @@ def too_short() -> Frail:
 @pytest.mark.parametrize("task", ["push-v3", "drawer-open-v3", "assembly-v3"])
 def test_meta_worlds_expert_is_tried_on_a_copy(task: str) -> None:
     """Its chunk is what it does when it is followed, and an episode that is asked about goes on as one that is not."""
-    from genrl.vla.simulators.metaworld.env import MetaWorldEnv
+    from genrl.vla.simulators.metaworld import MetaWorldEnv
 
     asked, silent = MetaWorldEnv(task), MetaWorldEnv(task)
     seen = asked.reset(seed=4)[0]["environment_state"]

@@ -12,7 +12,7 @@ from genrl.vla.data.frames import episode_frames
 from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise, vocabulary
 from genrl.vla.simulators.contract import Simulation
-from genrl.vla.simulators.metaworld.tasks import INSTRUCTIONS, MAX_STEPS, checked
+from genrl.vla.simulators.metaworld import INSTRUCTIONS, MAX_STEPS, checked
 from genrl.vla.simulators.simulator import headless
 from genrl.vla.simulators.tables import open_environment
 
@@ -40,7 +40,7 @@ def test_an_episode_is_that_of_meta_world_whatever_was_run_before(task: str) -> 
     """Two environments take turns in one model; a third one is Meta-World's own, with its double reset."""
     from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
-    from genrl.vla.simulators.metaworld.env import MetaWorldEnv
+    from genrl.vla.simulators.metaworld import MetaWorldEnv
 
     actions = np.random.default_rng(0).uniform(-1, 1, (12, 4)).astype(np.float32)
     one, other = MetaWorldEnv(task), MetaWorldEnv(task)

@@ -16,9 +16,7 @@ from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE
 from genrl.vla.simulators.contract import Misuse, Simulation
 from genrl.vla.simulators.robotics.env import RoboticsEnv
-from genrl.vla.simulators.robotics.fetch import FetchEnv
-from genrl.vla.simulators.robotics.point_maze import PointMazeEnv, steps_to
-from genrl.vla.simulators.robotics.reacher import FORE, UPPER, ReacherEnv, posture
+from genrl.vla.simulators.robotics.families import FORE, UPPER, FetchEnv, PointMazeEnv, ReacherEnv, posture, steps_to
 from genrl.vla.simulators.simulator import find_registered, headless
 from genrl.vla.simulators.tables import open_environment
 

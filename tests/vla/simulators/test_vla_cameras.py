@@ -16,8 +16,7 @@ from genrl.vla.data.lerobot_dataset import Episode, write_dataset
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
 from genrl.vla.policies.policy import STATE, TOKENS
-from genrl.vla.rollout.collect import RolloutPlan, collect
-from genrl.vla.rollout.rollout import training_rows
+from genrl.vla.rollout.collect import RolloutPlan, collect, training_rows
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.setup import open_tables
 from genrl.vla.simulators.contract import Misuse, Reading, Simulation

@@ -17,11 +17,11 @@ from genrl.mdp import ddpm
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Loss, Meter
 from genrl.vla.methods.ppo import train as gae
-from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.methods.ppo.train import learn
+from genrl.vla.methods.settings import Update
+from genrl.vla.rollout.collect import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Diffusion, LearnedNoise, Sampler
-from genrl.vla.run import VLARun, check_on_policy
-from genrl.vla.update.learn import learn
-from genrl.vla.update.scores import (
+from genrl.vla.rollout.scores import (
     Decisions,
     Scored,
     actor_loss,
@@ -31,7 +31,7 @@ from genrl.vla.update.scores import (
     recorded_decisions,
     score,
 )
-from genrl.vla.update.settings import Update
+from genrl.vla.run import VLARun, check_on_policy
 from tests.vla import vla_runs
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -222,8 +222,8 @@ UPDATES: dict[str, tuple[str, dict[str, Any]]] = {
         "diffusion",
         {"reduction": "mean", "clip_range": 0.02, "clip_base": 0.001, "denoising_gamma": 0.9, "value_weight": 0.5},
     ),
-    "dppo, higher above": ("diffusion", {"clip_range": 0.02, "clip_base": 0.001, "clip_range_high": 0.05}),
-    "dual clip": ("flow_sde", {"dual_clip": 1.01, "clip_range": 0.01, "clip_range_high": 0.02}),
+    "dppo, higher above": ("diffusion", {"clip_range": [0.02, 0.05], "clip_base": 0.001}),
+    "dual clip": ("flow_sde", {"dual_clip": 1.01, "clip_range": [0.01, 0.02]}),
     "element": ("flow_sde", {"level": "element"}),
     "value clip": ("flow_sde", {"value_clip": 0.05, "huber_delta": 0.1, "value_weight": 2.0}),
     "microbatches": ("diffusion", {"microbatch": 7}),
@@ -258,14 +258,14 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
                 elements, old = elements / count, old / count
         ratio = (elements - old).exp()
         shape = (-1,) + (1,) * (ratio.dim() - 1)
-        advantage, low = chosen.advantage.float(), torch.full((len(chosen.row),), p.clip_range)
+        advantage, low = chosen.advantage.float(), torch.full((len(chosen.row),), p.clip_below)
         if kind == "diffusion":
             inner = p.denoising_gamma ** (ratios - 1 - chosen.step)
             advantage = advantage * inner.view(-1, *[1] * (advantage.dim() - 1))
             if p.clip_base is not None:
                 rise = (torch.exp(3.0 * chosen.step / (ratios - 1)) - 1) / (math.e**3 - 1)
-                low = p.clip_base + (p.clip_range - p.clip_base) * rise
-        high = low if p.clip_range_high is None else torch.full_like(low, p.clip_range_high)
+                low = p.clip_base + (p.clip_below - p.clip_base) * rise
+        high = torch.full_like(low, p.clip_range[1]) if isinstance(p.clip_range, tuple) else low
         low, high = low.view(shape), high.view(shape)
         own = shape if p.values == "chunk" else (-1, 4) + (1,) * (ratio.dim() - 2)  # action j has advantage j
         a = advantage.view(own)

@@ -14,14 +14,11 @@ from torch import Tensor
 from genrl.config import ConfigError
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
-from genrl.runtime.loop import ahead
+from genrl.runtime.loop import running
 from genrl.runtime.loop.loop import MemoryRanOut
-from genrl.vla.rollout.collect import RolloutPlan
-from genrl.vla.rollout.rollout import training_rows
+from genrl.vla.rollout.collect import RolloutPlan, training_rows
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.run import VLARun
-from genrl.vla.train import train
-from genrl.vla.update.scores import (
+from genrl.vla.rollout.scores import (
     actor_loss,
     context_of,
     decisions,
@@ -30,6 +27,8 @@ from genrl.vla.update.scores import (
     score,
     weighed,
 )
+from genrl.vla.run import VLARun
+from genrl.vla.train import train
 from tests.run_folders import assert_one_run
 from tests.vla import vla_runs
 from tests.vla.rollout import far_here
@@ -161,7 +160,7 @@ def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: 
 def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was on its way is acted anew."""
     far_here.install(monkeypatch)
-    monkeypatch.setattr(ahead, "POLL_S", 0.001)
+    monkeypatch.setattr(running, "POLL_S", 0.001)
     places = [("acting", 0), ("training", 1), ("training", 2)]
     runs = straight_and_stopped(tmp_path, monkeypatch, places, **changes("ppo", 1, workers="ray"))
     assert vla_runs.differences(*runs) == []

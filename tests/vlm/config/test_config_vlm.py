@@ -17,9 +17,9 @@ from genrl.config import ConfigError, check_files, load, load_located
 from genrl.vlm.config.files import _model
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.recipe.advantages import LeaveOneOut
+from genrl.vlm.recipe.losses import Kl
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.recipe.regularisers import Kl
 from genrl.vlm.recipe.surrogates import Clip
 from genrl.vlm.recipe.weights import TopEntropy
 from genrl_rewards.scorers.texts import verifiable

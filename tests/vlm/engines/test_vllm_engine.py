@@ -15,9 +15,9 @@ from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.server import Drawn, Reply, Server
 from genrl.vlm.engines.vllm import InProcess, Sampler, nested
 from genrl.vlm.methods.answers import train as answers
+from genrl.vlm.policies.folder import checkpoint_weights
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.policies.shards import checkpoint_weights
 from genrl.vlm.recipe.weights import EngineMismatch
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
@@ -28,7 +28,7 @@ from tests.vlm.fake_vllm_server import Handler, serving
 from tests.vlm.methods.episodes import agent_runs
 from tests.vlm.tiers import fast_first
 
-VLLM = {"engine": "vllm"}
+VLLM: dict[str, Any] = {"vllm": {}}
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_a_server_or_a_package_that_is_not_there_is_named_with_the_command(serve
         Server("http://127.0.0.1:9", tmp_path, "tiny")
     with pytest.raises(RuntimeError, match=r"/nothing answers 404: .*no such route"):
         Server(server, tmp_path, "tiny")._call("/nothing", {})
-    with pytest.raises(ConfigError, match=r"generation.engine.*pip install 'vllm"):
+    with pytest.raises(ConfigError, match=r"generation.vllm.*pip install 'vllm"):
         check_files(vlm_runs.config(tmp_path, generation=VLLM))
 
 
@@ -214,9 +214,6 @@ def test_agents_answer_by_an_engine_as_it_is_trained(
 
 
 def test_the_correction_is_there_unless_the_weights_are_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"generation.vllm.*read with engine: vllm"):
-        vlm_runs.config(tmp_path, generation={"vllm": {"args": {"gpu_memory_utilization": 0.3}}})
-
     def weights(**changes: Any) -> tuple[Any, ...]:
         config = vlm_runs.config(tmp_path, **changes)
         return config.trainer.recipe(config).weights

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.policies.folder import checkpoint_weights, stream_of
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.shards import checkpoint_weights, stream_of
 from genrl.vlm.train import check_processes, train
 from tests.run_folders import rows, start_ranks, wait
 from tests.vlm import fake_vllm, vlm_ranks, vlm_runs
@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
 def served(shared: bool, model: Path) -> Iterator[dict[str, Any]]:
     """Settings of one server, or of an engine in each process."""
     if not shared:
-        yield {"sleep": False}
+        yield {"args": {"enable_sleep_mode": False}}
         return
     with serving(model) as url:
         yield {"url": url}
@@ -38,7 +38,7 @@ def served(shared: bool, model: Path) -> Iterator[dict[str, Any]]:
 def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *given: Any, **changes: Any) -> list[Any]:
     """The metrics of a run in two processes, which answer with the weights after the last step."""
     place.mkdir()
-    make(place, *given, generation={"engine": "vllm", "vllm": vllm}, **{**COMMON, **changes})
+    make(place, *given, generation={"vllm": vllm}, **{**COMMON, **changes})
     processes = start_ranks(2, vlm_ranks.by_vllm, str(place / "tiny.yaml"), log=place / "log.txt")
     codes = wait(processes, 300)
     assert codes == [0, 0], [path.read_text()[-2000:] for path in sorted(place.glob("log*"))]
@@ -62,7 +62,7 @@ def test_two_processes_draw_what_one_draws(
             assert Handler.llm.version == "3" and Handler.llm.calls.count("reload_weights") == 4
     fake_vllm.install(monkeypatch)
     (tmp_path / "one").mkdir()
-    generation = {"engine": "vllm", "vllm": {"sleep": False}}
+    generation = {"vllm": {"args": {"enable_sleep_mode": False}}}
     one = rows(train(vlm_runs.config(tmp_path / "one", generation=generation, **COMMON, **own)))
     names = [name for name in one[-1] if name.startswith(("reward/", "eval/", "rollout/tokens")) or name == "grad_norm"]
     assert len(names) > 5 and len(one) == len(two)
@@ -80,7 +80,7 @@ def test_agents_share_a_server(tmp_path: Path) -> None:
 def test_shards_are_of_several_processes_and_a_server_that_draws_ahead_is_for_one(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to shard over"):
         check_processes(vlm_runs.config(tmp_path, distributed={"fsdp": True}), 1)
-    generation = {"engine": "vllm", "staleness": 1, "vllm": {"url": "http://localhost:1"}}
+    generation = {"staleness": 1, "vllm": {"url": "http://localhost:1"}}
     config = vlm_runs.config(tmp_path, generation=generation, iterations=2)
     check_processes(config, 1)
     with pytest.raises(ValueError, match="generation.staleness: a server samples ahead for one process"):

@@ -31,7 +31,7 @@ from tests.vlm.methods.episodes import agent_runs
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make vllm` builds an environment that has it")
 
-VLLM = {"engine": "vllm", "vllm": {"sleep": False, "args": {"enforce_eager": True}}}
+VLLM = {"vllm": {"args": {"enable_sleep_mode": False, "enforce_eager": True}}}
 ROUNDING = 1e-4
 """Most that log-probabilities of float32 models may be apart; under old weights they are more than 0.1 apart."""
 START_S = 300.0
@@ -184,9 +184,9 @@ def test_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
 def test_runs_on_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
     """Of two processes, and of an agent on a server of its own."""
     url, folder = served
-    in_two_processes(tmp_path, vlm={"path": str(folder)}, generation={"engine": "vllm", "vllm": {"url": url}})
+    in_two_processes(tmp_path, vlm={"path": str(folder)}, generation={"vllm": {"url": url}})
     with serving(agent_runs.CROP, tmp_path / "model") as (url, folder):
-        generation = agent_runs.TWO_BY_TWO | {"engine": "vllm", "vllm": {"url": url}}
+        generation = agent_runs.TWO_BY_TWO | {"vllm": {"url": url}}
         own = {"vlm": {"path": str(folder)}, "generation": generation, "optimizer": {"lr": 1e-3}}
         train(agent_runs.config(tmp_path, "grpo", iterations=2, output=str(tmp_path / "agent"), **own))
     assert all(row["sampler/gap_max"] < ROUNDING for row in rows(tmp_path / "agent"))

@@ -17,7 +17,7 @@ from genrl.playground.cards import GAMES
 from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.contract import Environment as Contract
 from genrl.vlm.environments.discrete import Misuse, Texts, named
-from genrl.vlm.environments.opening import open_environment
+from genrl.vlm.environments.hosts import open_environment
 
 
 def opened(**options: Any) -> Contract:

@@ -13,9 +13,8 @@ from PIL import Image
 
 from genrl.vlm.config.sections import Environment
 from genrl.vlm.environments.discrete import Misuse
-from genrl.vlm.environments.hosts import Begin, Local, Processes, Say
+from genrl.vlm.environments.hosts import Begin, Local, Processes, Say, open_environment
 from genrl.vlm.environments.miniwob import MiniWoB, read
-from genrl.vlm.environments.opening import open_environment
 from genrl.vlm.episodes.episodes import Table
 
 FRAIL = """
@@ -39,7 +38,7 @@ class Frail:
 
 def frail(place: Path, timeout_s: float = 5.0) -> Environment:
     (place / "frail.py").write_text(FRAIL)
-    return Environment(name=f"{place / 'frail.py'}:Frail", processes=True, timeout_s=timeout_s)
+    return Environment(name=f"{place / 'frail.py'}:Frail", timeout_s=timeout_s)
 
 
 def test_what_hangs_or_dies_is_cut_and_begun_anew(tmp_path: Path) -> None:
@@ -209,7 +208,7 @@ def test_what_texts_say() -> None:
 
 
 def test_what_cannot_be_opened_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Misuse, match="processes: true"):
+    with pytest.raises(Misuse, match="timeout_s: 60"):
         open_environment(Environment(name="miniwob"))
     with pytest.raises(Misuse, match="by is one of reference, place, not 'name'"):
         MiniWoB(by="name")  # type: ignore[arg-type]

@@ -11,10 +11,8 @@ from PIL import Image
 
 from genrl.config import load
 from genrl.playground.shapes import held_out
-from genrl.playground.tasks.grid_pairs import write_pairs
-from genrl.playground.tasks.pairs import GRIDS, shown
-from genrl.vlm.methods.sft.preferences import recorded
-from genrl.vlm.methods.sft.train import loss, token_weights
+from genrl.playground.tasks.pairs import GRIDS, shown, write_pairs
+from genrl.vlm.methods.sft.train import loss, recorded, token_weights
 from genrl.vlm.rollout.data import tell
 from genrl.vlm.train import train
 from tests.run_folders import rows

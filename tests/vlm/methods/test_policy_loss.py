@@ -13,10 +13,9 @@ from torch import Tensor
 from genrl.objectives import token_weights
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe.advantages import CriticAdvantage, GroupAdvantage, WhitenedReturns
-from genrl.vlm.recipe.group_losses import Regression
+from genrl.vlm.recipe.losses import EntropyBand, Kl, Perception, Regression, ValueLoss
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.recipe.regularisers import EntropyBand, Kl, Perception, ValueLoss
 from genrl.vlm.recipe.shaping import TrajectoryDependency
 from genrl.vlm.recipe.surrogates import (
     Cispo,
@@ -24,6 +23,7 @@ from genrl.vlm.recipe.surrogates import (
     DynamicClip,
     LogClamp,
     Reinforce,
+    RowClip,
     Sapo,
     SequenceClip,
     SequenceTokenClip,
@@ -234,7 +234,7 @@ def test_golden_others(golden) -> None:
         entropy = torch.from_numpy(case["entropy"])
         forking = Preset(CriticAdvantage(), Clip(), "token_mean", weights=(TopEntropy(share=0.2),))
         agrees(forking, golden_batch(case, entropy=entropy), case, "_top20")
-        mask = OffPolicyMask(threshold=float(case["opsm_threshold"]))
+        mask = OffPolicyMask(high=float(case["opsm_threshold"]))
         agrees(Preset(CriticAdvantage(), Clip(), "token_mean", weights=(mask,)), golden_batch(case), case, "_opsm")
 
 
@@ -259,7 +259,7 @@ def test_golden_vl_dac(golden) -> None:
         clip = params["clip"]
         chosen = replace(
             PRESETS["vl_dac"],
-            surrogate=Clip(low=clip, high=clip, drop_above=10.0),
+            surrogate=RowClip(low=clip, high=clip),
             regularisers=(Kl(beta=params["kl_beta"]), ValueLoss(coefficient=params["value_coef"], clip=clip)),
         )
         ready = estimate(chosen, batch).batch
@@ -270,7 +270,7 @@ def test_golden_vl_dac(golden) -> None:
         assert torch.allclose(output.metrics["loss/value"], torch.as_tensor(case["out_value_loss"]), rtol=1e-9)
 
 
-def test_golden_perception(golden) -> None:
+def test_golden_perception(golden, monkeypatch: pytest.MonkeyPatch) -> None:
     for case in golden_cases(golden("vlm_q_hawkeye")):
         if "logp" in case:
             rows = len(case["logp"])
@@ -278,7 +278,8 @@ def test_golden_perception(golden) -> None:
                 case | {"old_logp": case["logp"], "adv": np.zeros(rows)},
                 degraded=torch.from_numpy(case["degraded_logp"]),
             )
-            perception = Perception(gamma=float(case["gamma"]), eta=float(case["eta1"]))
+            perception = Perception(coefficient=float(case["gamma"]))
+            monkeypatch.setattr(Perception, "eta", float(case["eta1"]))
             chosen = replace(given_advantage(PRESETS["q_hawkeye"]), transforms=(), regularisers=(perception,))
             agrees(chosen, batch, case | {"out_loss": case["out_perception_loss"]})
 
@@ -389,7 +390,7 @@ def test_choices_of_equal_constants_are_told_apart_by_their_names() -> None:
         ({"group_loss": Regression(), "weights": (TopEntropy(),)}, "do not apply"),
         ({"advantage": WhitenedReturns(), "surrogate": SequenceClip()}, "sequence_token_clip"),
         (
-            {"advantage": WhitenedReturns(), "surrogate": Clip(), "weights": (OffPolicyMask(threshold=0.1),)},
+            {"advantage": WhitenedReturns(), "surrogate": Clip(), "weights": (OffPolicyMask(high=0.1),)},
             "off-policy mask",
         ),
         ({"surrogate": Clip(), "aggregation": "const", "length": 0}, "at least 1"),

@@ -12,7 +12,6 @@ import torch
 
 from genrl.config import ConfigError
 from genrl.objectives.preferences import marked_loss, pair_loss
-from genrl.vlm.methods.sft import preferences
 from genrl.vlm.methods.sft import train as sft
 from genrl.vlm.rollout.data import Questions, tell
 from genrl.vlm.run import AnswersRun
@@ -97,10 +96,10 @@ def of_file(folder: Path, *lines: dict[str, Any], **preference: Any) -> Any:
 def test_rows_are_counted_and_the_first_wrong_one_is_named(tmp_path: Path) -> None:
     equal = PAIR | {"rejected": "2"}
     config = of_file(tmp_path, PAIR, SAID, equal, loss="ipo")
-    told = preferences.survey(config.trainer, Questions(config, "train"))
+    told = sft.survey(config.trainer, Questions(config, "train"))
     assert told == "2 pairs, and 1 of equal answers, which are left out"
     marked = of_file(tmp_path, PAIR | {"label": True}, PAIR | {"label": "False"}, PAIR | {"label": 0}, loss="kto")
-    assert preferences.survey(marked.trainer, Questions(marked, "train")) == "1 good answers and 2 bad ones"
+    assert sft.survey(marked.trainer, Questions(marked, "train")) == "1 good answers and 2 bad ones"
     for lines, loss, text in (
         (
             (PAIR, {"chosen": "2"}, PAIR | {"rejected": " "}),

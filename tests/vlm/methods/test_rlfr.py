@@ -11,8 +11,7 @@ from genrl.objectives.groups import group_advantages
 from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.answers import train as answering
-from genrl.vlm.methods.opd.teaching import Teachers, divergence, generalised_divergence
-from genrl.vlm.methods.opd.train import loss, taught
+from genrl.vlm.methods.opd.train import Teachers, divergence, generalised_divergence, loss, taught
 from genrl.vlm.methods.rlfr.settings import Flow
 from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped
 from genrl.vlm.rollout.data import tell
@@ -140,13 +139,13 @@ def test_a_model_that_teaches_itself_has_nothing_to_say(tmp_path: Path) -> None:
 
 def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path) -> None:
     teachers = [{"name": "red", "prompt": TOLD}, {"name": "other", "path": str(vlm_runs.MODEL)}]
-    changes = {"teachers": teachers, "route": "whose", "estimator": "distribution", "top": 6, "epochs": 8}
+    changes = {"teachers": teachers, "estimator": "distribution", "top": 6, "epochs": 8}
     settings = config_of_opd_language(tmp_path, changes, optimizer={"lr": 3e-4})
     method: Any = settings.trainer
     with vlm_runs.opened(settings) as run:
         answers, _ = run.draw()
         for number, row in enumerate(answers.rows):
-            row.columns["whose"] = ("red", "other")[number % 2]
+            row.columns["teacher"] = ("red", "other")[number % 2]
         ready = run.estimate(answers)
         assert ready is not None
         teaching = Teachers(run, method)
@@ -176,15 +175,14 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
         run.loop.memory["teachers"]["other"] = "another"
         with pytest.raises(ValueError, match="other: the checkpoint was taught by other weights"):
             Teachers(run, method)
-        answers.rows[0].columns["whose"] = "nobody"
-        with pytest.raises(ValueError, match="whose: 'nobody', which is none of the teachers red, other"):
+        answers.rows[0].columns["teacher"] = "nobody"
+        with pytest.raises(ValueError, match="teacher: 'nobody', which is none of the teachers red, other"):
             teaching.names(answers)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"teachers": [{"name": "a"}, {"name": "b"}]}, "which of 2 teaches a question"),
         ({"beta": 0.001}, "the distance vanishes"),
         ({"preset": "gspo"}, "takes one advantage per answer"),
         ({"preset": "poad"}, "trainer.preset"),

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from genrl.config import ConfigError, check_files, load, load_located
-from genrl.vlm.config.sections import ShapeCodec
+from genrl.vlm.config import rules
+from genrl.vlm.policies import codes
 from genrl.vlm.policies.codes import CodePolicy, shape_codec, views
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.music_tokens import MusicPolicy
 from genrl.vlm.policies.processor import Prompt
-from genrl.vlm.policies.shape_decoder import ShapeDecoder
+from genrl.vlm.policies.shape_decoder import ShapeDecoder, load_decoder
 from genrl.vlm.train import train
 from genrl_rewards.models.checkpoints import transformers
 from genrl_rewards.models.musicgen import delayed
@@ -288,6 +289,12 @@ def test_what_is_farther_is_darker() -> None:
     assert back[0, 0, 2:].tolist() == pytest.approx([1.0, 0.8])
 
 
+@pytest.fixture(autouse=True)
+def small_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (codes, rules):
+        monkeypatch.setattr(module, "BODY", LENGTH)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2.5-VL that has the marks and 24 codes, and the VQVAE beside it."""
@@ -303,7 +310,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changes(checkpoint: Path, output: Path) -> list[str]:
-    codec = f"vlm.codec={{path: {checkpoint}, length: {LENGTH}, thoughts: 3}}"
+    codec = f"vlm.codec={checkpoint}"
     return [
         *(f"vlm.path={checkpoint}", codec, "vlm.dtype=float32"),
         *("task={name: bodies}", "rewards=[{name: sharpness, views: max}, {name: saturation, views: sum}]"),
@@ -313,10 +320,9 @@ def changes(checkpoint: Path, output: Path) -> list[str]:
 
 
 def test_what_is_drawn_is_what_is_scored(checkpoint: Path) -> None:
-    settings = ShapeCodec(path=str(checkpoint), length=LENGTH, thoughts=3)
-    policy = CodePolicy(str(checkpoint), codec=shape_codec(settings))
+    policy = CodePolicy(str(checkpoint), codec=shape_codec(str(checkpoint), 42))
     asked = [policy.encode(Prompt((text,), where=text)) for text in ("a red circle", "a tall blue chair")]
-    assert policy.longest == settings.longest == 42
+    assert policy.longest == 42 and policy.codec.thoughts == 3
     drawn = policy.sample(asked, 2, 1.0, [(0, 0), (0, 1)])
     group = torch.tensor([0, 0, 1, 1])
     scored = policy.log_probs(asked, drawn.tokens, drawn.mask, group=group)
@@ -329,7 +335,7 @@ def test_what_is_drawn_is_what_is_scored(checkpoint: Path) -> None:
     assert torch.equal(decoder.solid(things[0]).bool().flip(1, 2, 3).permute(0, 3, 1, 2), decoder.logits(things[0]) > 0)
     assert all("visual" not in name for name, p in policy.model.named_parameters() if p.requires_grad)
     with pytest.raises(ValueError, match="15 codes of 4 cells are no cube"):
-        shape_codec(settings.model_copy(update={"length": 15}))
+        load_decoder(str(checkpoint), 15)
 
 
 def test_the_recipe_trains(checkpoint: Path, tmp_path: Path) -> None:
@@ -343,9 +349,9 @@ def test_the_recipe_trains(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_a_codec_that_cannot_be_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     own = changes(checkpoint, tmp_path / "run")
-    with pytest.raises(ConfigError, match="two thoughts of 3 and two bodies of 16 are 42 tokens.*write 42"):
-        load(RECIPE, [*own, "generation.max_new_tokens=40"])
+    with pytest.raises(ConfigError, match="two bodies of 16 codes .* leave no token for thoughts; write"):
+        load(RECIPE, [*own, "generation.max_new_tokens=36"])
     with pytest.raises(ConfigError, match="write voxels, or null"):
         load(RECIPE, [*own, "vlm.output=audio", "trainer={preset: grpo}"])
     with pytest.raises(ConfigError, match="has no 3DVQVAE.bin or 3DVQVAE.safetensors"):
-        check_files(*load_located(RECIPE, [*own, f"vlm.codec.path={tmp_path}"]))
+        check_files(*load_located(RECIPE, [*own, f"vlm.codec={tmp_path}"]))

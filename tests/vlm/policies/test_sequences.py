@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import genrl_rewards
-from genrl.playground.tasks import bodies, tunes
+from genrl.playground.tasks import making
 from genrl.vlm.policies import codes
 from genrl.vlm.policies.codes import BEGIN, CODE, DONE, END, WORD, CodePolicy
 from genrl.vlm.policies.image_tokens import TRAINED, ImagePolicy
@@ -183,12 +183,12 @@ class TestCodes:
 
     def test_bodies_look_as_they_are_called_from_where_they_do(self) -> None:
         palette = torch.tensor([BACKGROUND, *PALETTE.values()], dtype=torch.uint8)
-        blocks = torch.from_numpy(bodies.blocks())
+        blocks = torch.from_numpy(making.blocks())
         sees = genrl_rewards.load("shapes")
         views = {"circle": range(6), "square": range(6), "triangle": range(4)}
-        for body, colour in itertools.product(bodies.BODIES, COLOURS[:2]):
-            made = codes.voxels(torch.tensor([bodies.codes(body, colour)]), blocks)
-            assert np.array_equal(made[0].numpy() > 0, bodies.solid(body))
+        for body, colour in itertools.product(making.BODIES, COLOURS[:2]):
+            made = codes.voxels(torch.tensor([making.codes(body, colour)]), blocks)
+            assert np.array_equal(made[0].numpy() > 0, making.solid(body))
             seen = codes.views(made, palette)[0]
             scores = genrl_rewards.score(sees, images=seen, prompts=[f"a {colour} {body}"] * 6).values
             assert all(scores[view] == 1 for view in views[body]), (body, colour, scores)
@@ -211,17 +211,17 @@ class TestCodes:
         assert [place for _, *place in found] == [front, back, left, right, above, below]
 
     def test_tunes_are_heard(self) -> None:
-        frames = torch.from_numpy(tunes.frames())
+        frames = torch.from_numpy(making.frames())
         rng = np.random.default_rng(0)
-        for course, register in itertools.product(tunes.COURSES, tunes.REGISTERS):
-            pitches = tunes.pitches(rng, course, register)
+        for course, register in itertools.product(making.COURSES, making.REGISTERS):
+            pitches = making.pitches(rng, course, register)
             pure, noisy = (frames[[1 + 2 * p + dirt for p in pitches]].flatten() for dirt in (0, 1))
-            fits = text_fit([pure, noisy], [tunes.RATE] * 2, [f"{register} {course}"] * 2)
+            fits = text_fit([pure, noisy], [making.RATE] * 2, [f"{register} {course}"] * 2)
             assert fits[0] == 1.0
-            good = sound_quality([pure, noisy, frames[[0] * 9].flatten()], [tunes.RATE] * 3)
+            good = sound_quality([pure, noisy, frames[[0] * 9].flatten()], [making.RATE] * 3)
             assert good[0] > 0.95 > good[1] + 0.05 and good[2] == 0.0
         falling = frames[[1 + 2 * p for p in (5, 4, 3, 3, 2, 2, 1, 1, 0)]].flatten()
-        assert text_fit([falling], [tunes.RATE], ["low rising"])[0] < 0.5
+        assert text_fit([falling], [making.RATE], ["low rising"])[0] < 0.5
 
     @pytest.mark.parametrize("task", ["bodies", "tunes", "captions"])
     def test_held_out_prompts_are_no_training_prompts(self, task: str) -> None:

@@ -117,9 +117,8 @@ def test_others_see_the_frames_as_pictures(load: Callable[[str], Policy], family
 
 def test_with_vllm_the_frames_are_pictures(tmp_path: Path) -> None:
     model = str(tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model"))
-    for engine, native in (("transformers", True), ("vllm", False)):
-        config = vlm_runs.config(tmp_path, vlm={"path": model}).model_copy()
-        config = config.model_copy(update={"generation": config.generation.model_copy(update={"engine": engine})})
+    for vllm, native in ((None, True), ({}, False)):
+        config = vlm_runs.config(tmp_path, vlm={"path": model}, generation={"vllm": vllm})
         assert Policy.open(config, "cpu", model).videos is native
 
 

@@ -13,10 +13,10 @@ from genrl.objectives.groups import group_advantages
 from genrl.objectives.token_regularisers import clipped_value_loss
 from genrl.objectives.tokens import token_count
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
-from genrl.vlm.recipe.advantages import GroupAdvantage, RankQuantiles, WhitenedReturns
+from genrl.vlm.recipe.advantages import GroupAdvantage, RankQuantiles, WhitenedGroups, WhitenedReturns
+from genrl.vlm.recipe.losses import EntropyBand, EntropyBonus, EntropyPenalty, Perception, ValueLoss
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.recipe.regularisers import EntropyBand, EntropyBonus, EntropyPenalty, Perception, ValueLoss
 from genrl.vlm.recipe.shaping import (
     BatchNormalise,
     ClampAdvantage,
@@ -28,7 +28,7 @@ from genrl.vlm.recipe.shaping import (
     Uncertainty,
 )
 from genrl.vlm.recipe.surrogates import Clip
-from genrl.vlm.recipe.weights import TopEntropy
+from genrl.vlm.recipe.weights import TopEntropyOfRow
 from genrl.vlm.rollout.token_batch import TokenBatch
 from tests.vlm.rollouts import rollout
 
@@ -50,11 +50,11 @@ def test_terms_are_added_to_the_rewards_before_the_estimator() -> None:
     lengths = token_count(batch.mask)
     log_ratio = torch.where(batch.mask, batch.old_log_prob - batch.ref_log_prob, 0.0).sum(1)
     confidence = token_regularisers.answer_confidence(batch.extra["ema"], batch.extra["answer_mask"])
-    bonus = token_regularisers.consistency_bonus(batch.extra["accuracy"], confidence, batch.group, margin=0.1)
+    bonus = token_regularisers.consistency_bonus(batch.extra["accuracy"], confidence, batch.group)
     wanted = {
         OverlongPenalty(maximum=6, buffer=3): token_regularisers.overlong_penalty(lengths, maximum=6, buffer=3),
         KlInReward(beta=0.3): -0.3 * log_ratio,  # the surer the policy beside the reference, the less
-        ConsistencyBonus(margin=0.1): bonus,
+        ConsistencyBonus(): bonus,
         ReferenceProbability(baseline=False): 0.9 * batch.extra["reference_probability"][:, 0],
     }
     for term, value in wanted.items():
@@ -95,7 +95,7 @@ def test_a_reward_of_the_row_is_at_its_last_token() -> None:
     full = advantage(Preset(WhitenedReturns(), Clip(), "seq_mean"), batch)
     whitened = token_advantages.whitened(batch.rewards[:, None].expand(batch.mask.shape), batch.mask)
     assert torch.allclose(full, whitened)
-    baseline = advantage(Preset(WhitenedReturns(baseline=True), Clip(), "seq_mean"), batch)
+    baseline = advantage(Preset(WhitenedGroups(), Clip(), "seq_mean"), batch)
     centred = group_advantages(batch.rewards, batch.group, scale="none")
     assert torch.allclose(baseline, token_advantages.whitened(centred[:, None].expand(batch.mask.shape), batch.mask))
 
@@ -109,7 +109,7 @@ def test_the_kl_in_token_rewards_is_at_the_tokens() -> None:
     plain = replace(preset, reward_terms=())
     assert torch.allclose(advantage(plain, given), token_advantages.whitened(ratio, batch.mask))
     with pytest.raises(ValueError, match="baseline is subtracted from rewards"):
-        advantage(replace(plain, advantage=WhitenedReturns(baseline=True)), given)
+        advantage(replace(plain, advantage=WhitenedGroups()), given)
 
 
 def test_ranks_are_within_a_group() -> None:
@@ -139,7 +139,7 @@ def test_a_penalty_lowers_the_entropy_and_a_bonus_raises_it() -> None:
 def test_the_band_is_of_each_task_with_its_share_of_rows() -> None:
     batch = rollout()
     task = batch.extra["task"]
-    preset = replace(CENTRED, regularisers=(EntropyBand(coefficient=2.0, low=5.0, high=6.0),))
+    preset = replace(CENTRED, regularisers=(EntropyBand(coefficient=2.0, band=(5.0, 6.0)),))
     entropies = [-batch.log_prob[batch.mask & (task == k)[:, None]].mean() for k in (0, 1)]
     shares = [(task == k).double().mean() for k in (0, 1)]
     wanted = 2.0 * sum(share * (5.0 - entropy) for share, entropy in zip(shares, entropies, strict=True))
@@ -151,8 +151,8 @@ def test_the_band_is_of_each_task_with_its_share_of_rows() -> None:
 def test_the_bands_quantiles_are_of_the_tokens_that_are_weighted() -> None:
     batch = rollout()
     batch = replace(batch, extra={"entropy": batch.extra["entropy"]})
-    band = EntropyBand(coefficient=1.0, low=0.25, high=0.75, bounds="quantile")
-    preset = replace(CENTRED, weights=(TopEntropy(share=0.4, scope="row"),), regularisers=(band,))
+    band = EntropyBand(coefficient=1.0, band=(0.25, 0.75), bounds="quantile")
+    preset = replace(CENTRED, weights=(TopEntropyOfRow(share=0.4),), regularisers=(band,))
     ready = estimate(preset, batch).batch
     chosen = batch.extra["entropy"][ready.weight.bool()]
     low, high = ready.extra["entropy_bounds"][0]
@@ -174,11 +174,12 @@ def test_the_value_loss_of_rows_adds_up_over_micro_batches() -> None:
     assert torch.allclose(halves[0] + halves[1], whole)
 
 
-def test_rows_without_a_degraded_twin_are_left_out_of_the_perception_loss() -> None:
+def test_rows_without_a_degraded_twin_are_left_out_of_the_perception_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Perception, "eta", 0.0)
     batch = rollout()
     degraded = batch.extra["degraded"].clone()
     degraded[6:] = torch.nan
-    preset = replace(CENTRED, regularisers=(Perception(gamma=0.1, eta=0.0),))
+    preset = replace(CENTRED, regularisers=(Perception(coefficient=0.1),))
     some = part(preset, replace(batch, extra={"degraded": degraded}), "perception")
     first = estimate(preset, replace(batch, extra={"degraded": batch.extra["degraded"]})).batch
     half = policy_loss(preset, first.select(torch.arange(6))).metrics["loss/perception"]
@@ -188,7 +189,7 @@ def test_rows_without_a_degraded_twin_are_left_out_of_the_perception_loss() -> N
 def test_ranks_of_a_task_are_those_of_all_its_answers() -> None:
     """Against NumPy: ranks among the rows of a task, as quantiles of the standard normal."""
     batch = rollout()
-    chosen = replace(PRESETS["g2rpo"], advantage=RankQuantiles(scope="task"))
+    chosen = replace(PRESETS["g2rpo"], advantage=RankQuantiles(task="task"))
     found = estimate(chosen, batch).batch.advantage.numpy()
     tasks, rewards = batch.extra["task"].numpy(), batch.rewards.numpy()
     for task in (0, 1):

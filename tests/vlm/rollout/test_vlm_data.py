@@ -164,6 +164,31 @@ def test_pictures_in_any_form(tmp_path: Path) -> None:
             assert f"python:rows:{k + 1}: picture" in broken.prompt.broken and broken.columns["answer"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "key"),
+    [
+        ("images", ["a.png"], "image"),
+        ("img", "a.png", "image"),
+        ("Image_path", "a.jpg", "image"),
+        ("video", "a.mp4", "video"),
+    ],
+)
+def test_no_question_is_asked_without_the_picture_that_its_row_has(
+    tmp_path: Path, name: str, value: Any, key: str
+) -> None:
+    """The model would be trained blind, with nothing said."""
+    for file in ("a.png", "a.jpg", "a.mp4"):
+        (tmp_path / file).touch()
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "what?", name: value, "answer": "1"}))
+    task: dict[str, Any] = {"name": None, "train": str(tmp_path / "a.jsonl")}
+    with pytest.raises(ValueError, match=rf"a.jsonl:1: there is no column 'image', and '{name}' .*task.{key}: {name}"):
+        Questions(vlm_runs.config(tmp_path, task=task), "train")
+    assert Questions(vlm_runs.config(tmp_path, task=task | {"image": None}), "train")[0].prompt.parts == ("what?",)
+    for more in ({"image": None, name: value}, {"photos": 3, "videos": "many"}, {"reference_image": "a.png"}):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "what?", "answer": "1", **more}))
+        assert Questions(vlm_runs.config(tmp_path, task=task), "train")[0].prompt.parts == ("what?",)
+
+
 def test_pictures_are_looked_up_in_the_folder_of_a_data_set_before_beside_it(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     rows = {"prompt": ["what?"] * 3, "image": ["a.png", "b.png", "c.png"], "answer": ["1"] * 3}

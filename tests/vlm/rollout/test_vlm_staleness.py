@@ -56,15 +56,15 @@ def episodes(place: Path, **changes: Any) -> VLMConfig:
 
 
 @pytest.mark.parametrize(
-    ("kind", "names", "config", "engine"),
+    ("kind", "names", "config", "vllm"),
     [
-        (AnswersRun, ("draw", "_ask"), vlm_runs.config, "transformers"),
-        pytest.param(AnswersRun, ("draw", "_ask"), vlm_runs.config, "vllm", marks=pytest.mark.slow),
-        pytest.param(EpisodesRun, ("act", "_groups"), episodes, "vllm", marks=pytest.mark.slow),
+        (AnswersRun, ("draw", "_ask"), vlm_runs.config, None),
+        pytest.param(AnswersRun, ("draw", "_ask"), vlm_runs.config, {}, marks=pytest.mark.slow),
+        pytest.param(EpisodesRun, ("act", "_groups"), episodes, {}, marks=pytest.mark.slow),
     ],
 )
 def test_which_weights_draw(
-    kind: Any, names: tuple[str, str], config: Any, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, names: tuple[str, str], config: Any, vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those after i - 2 iterations, which give the recorded log-probabilities; the trainer's are the present ones'."""
     fake_vllm.install(monkeypatch)
@@ -93,7 +93,7 @@ def test_which_weights_draw(
 
     monkeypatch.setattr(kind, names[0], drawn)
     monkeypatch.setattr(kind, names[1], asking)
-    run = train(config(tmp_path, generation={"staleness": 2, "engine": engine}, iterations=4, optimizer={"lr": 1e-3}))
+    run = train(config(tmp_path, generation={"staleness": 2, "vllm": vllm}, iterations=4, optimizer={"lr": 1e-3}))
     assert any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
     for iteration, those in enumerate(used):
         assert all(torch.equal(value, those[name]) for name, value in before[max(0, iteration - 2)].items())
@@ -143,9 +143,9 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
 )
 def test_the_weight_is_there_once(tmp_path: Path, trainer: dict[str, Any], expected: EngineMismatch) -> None:
     """That of an engine's rounding serves both; one that is written stays as it is."""
-    for engine in ("transformers", "vllm"):
+    for vllm in (None, {}):
         made = changes(1, trainer=trainer)
-        config = vlm_runs.config(tmp_path, **made | {"generation": {"staleness": 1, "engine": engine}})
+        config = vlm_runs.config(tmp_path, **made | {"generation": {"staleness": 1, "vllm": vllm}})
         found = [one for one in config.trainer.recipe(config).weights if isinstance(one, EngineMismatch)]
         assert found == [expected]
 

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from genrl.playground.shapes import draw
-from genrl.playground.tasks import clips, emoji, jigsaw, quality, scenes, series, sums
+from genrl.playground.tasks import emoji, jigsaw, pairs, series, shapes
 from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
 from genrl.vlm.config.names import TASKS
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.tasks import Row, Split
-from genrl.vlm.tasks.formats import inversion, negated
+from genrl.vlm.tasks import Row, Split, inversion, negated
 from genrl_rewards.scorers.objects.shapes import PALETTE, SHAPES, parse
 from tests.vlm import vlm_runs
 
@@ -81,17 +80,17 @@ def test_a_box_holds_what_is_asked_for_and_the_point_is_in_it() -> None:
         assert left <= x <= right and top <= y <= bottom
 
 
-@pytest.mark.parametrize("kind", quality.KINDS)
+@pytest.mark.parametrize("kind", shapes.KINDS)
 def test_stronger_degradations_are_farther_from_the_picture(kind: str) -> None:
-    picture, rng = Image.fromarray(draw(scenes.scene(np.random.default_rng(3), "train"), 48)), np.random.default_rng(0)
+    picture, rng = Image.fromarray(draw(pairs.scene(np.random.default_rng(3), "train"), 48)), np.random.default_rng(0)
 
     def off(strength: float) -> float:
-        return float(np.abs(np.array(quality.degraded(picture, kind, strength, rng)).astype(int) - picture).mean())
+        return float(np.abs(np.array(shapes.degraded(picture, kind, strength, rng)).astype(int) - picture).mean())
 
     far = [off(strength) for strength in (0.0, 0.25, 0.5, 1.0)]
     assert far[0] == 0 and far == sorted(far) and far[3] > far[1] > 0.1
     with pytest.raises(ValueError, match="no degradation 'fog': noise"):
-        quality.degraded(picture, "fog", 0.5, rng)
+        shapes.degraded(picture, "fog", 0.5, rng)
 
 
 def test_scores_of_quality_are_spread_evenly_and_the_better_picture_is_the_less_degraded() -> None:
@@ -118,13 +117,13 @@ def test_key_frames_show_the_colour_and_others_do_not() -> None:
         for k, picture in enumerate(pictures(row)):
             has = (np.abs(picture.astype(int) - PALETTE[colour]).max(-1) < 20).mean() > 0.05
             assert has == (str(k + 1) in row.columns["answer"].split())
-        assert row.columns["about"] == f"which shape is {colour} ?" and len(row.columns["frames"]) == clips.FRAMES
+        assert row.columns["about"] == f"which shape is {colour} ?" and len(row.columns["frames"]) == shapes.FRAMES
 
 
 def test_what_is_held_out_of_clips_tells_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every colour is asked for with every answer in both splits: none can be told by what training never showed."""
-    monkeypatch.setattr(clips, "draw", lambda scene, size: np.zeros((size, size, 3), np.uint8))
-    for name, answers in (("key_frames", len(clips.KEYS)), ("what", len(SHAPES))):
+    monkeypatch.setattr(shapes, "draw", lambda scene, size: np.zeros((size, size, 3), np.uint8))
+    for name, answers in (("key_frames", len(shapes.KEYS)), ("what", len(SHAPES))):
         for split in ("train", "eval"):
             rows = [tasks.row(name, split, k) for k in range(600)]
             assert len({(row.columns["question"], row.columns["answer"]) for row in rows}) == len(PALETTE) * answers
@@ -139,13 +138,13 @@ def test_captions_of_scenes_are_read_back() -> None:
 
 def test_held_out_shares() -> None:
     shares = {
-        "clips": np.mean([clips.held_out(colours) for colours in product(PALETTE, repeat=clips.FRAMES)]),
-        "series": np.mean([series.held_out(n, p) for n in range(2, 5) for p in range(8)]),
-        "sums": np.mean([sums.held_out(a, b) for a in range(10) for b in range(10)]),
+        "clips": np.mean([shapes.held_out_clip(colours) for colours in product(PALETTE, repeat=shapes.FRAMES)]),
+        "series": np.mean([series.held_out_series(n, p) for n in range(2, 5) for p in range(8)]),
+        "sums": np.mean([series.held_out_sum(a, b) for a in range(10) for b in range(10)]),
     }
     assert all(0.2 <= share <= 0.3 for share in shares.values()), shares
-    assert {sums.plus(np.random.default_rng(k), "eval").parts for k in range(50)}.isdisjoint(
-        sums.plus(np.random.default_rng(k), "train").parts for k in range(200)
+    assert {series.plus(np.random.default_rng(k), "eval").parts for k in range(50)}.isdisjoint(
+        series.plus(np.random.default_rng(k), "train").parts for k in range(200)
     )
 
 

@@ -28,10 +28,10 @@ from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.matching import (
     crd_loss,
-    crd_target,
     group_centres,
     implicit_reward,
     matching_error,
+    nft_reward_weight,
     ramp,
     reward_adaptive_weight,
 )
@@ -70,7 +70,7 @@ def learn(run: DiffusionRun, settings: CRD, rollouts: Rollouts) -> dict[str, flo
 
     # 3. Estimate.
     advantages, meter = noising.estimate(settings, rollouts)
-    aims = crd_target(advantages, clip=settings.advantage_clip)
+    aims = nft_reward_weight(advantages, settings.advantage_clip)  # in [0, 1]: what r_theta is to equal
     # Without a score there is nothing to distil: such a sample is a group of its own, whose loss is 0.
     alone = -1 - torch.arange(rollouts.num_samples)
     group = torch.where(rollouts.total.isnan(), alone, rollouts.group)

@@ -22,10 +22,8 @@ class Gate(Section):
     """Labels of the rewards that are asked beside it, for example of weight 0."""
     share: Share = 0.1
     """Of the samples that are over-rated at all, the share that pays at first."""
-    low: Share = 0.02
-    """It never falls below this,"""
-    high: Share = 0.2
-    """nor rises above this."""
+    between: tuple[Share, Share] = (0.02, 0.2)
+    """It never falls below the first, nor rises above the second."""
 
 
 class Moving(Section):
@@ -45,7 +43,7 @@ class GARDO(Windowed):
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS | {
         "gate/share": MetricDoc(
             "share of the over-rated samples that are to pay the divergence",
-            "At `gate.high` for long: the trained score and the others part further and further.",
+            "At `gate.between`'s upper end for long: the trained score and the others part further and further.",
             "share 0..1",
         ),
         "gate/gated": MetricDoc(
@@ -83,5 +81,7 @@ class GARDO(Windowed):
         if unknown := [label for label in labels if label not in config.reward_labels]:
             text = f"no reward is called {unknown[0]!r}; there are {', '.join(config.reward_labels)}"
             yield ("trainer.diversity" if unknown[0] == self.diversity else "trainer.gate", "rewards"), text
-        if self.gate is not None and not (self.gate.rewards and self.gate.low <= self.gate.share <= self.gate.high):
-            yield ("trainer.gate",), "name one reward or more that is asked, and let low <= share <= high"
+        if self.gate is not None and not (
+            self.gate.rewards and self.gate.between[0] <= self.gate.share <= self.gate.between[1]
+        ):
+            yield ("trainer.gate",), "name one reward or more that is asked, and a share that lies between"

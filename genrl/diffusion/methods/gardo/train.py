@@ -92,7 +92,7 @@ def next_share(settings: Gate, share: float, mean: float, before: Sequence[float
         share *= 1.1
     elif before and mean < min(before):
         share *= 0.9
-    return min(max(share, settings.low), settings.high)
+    return min(max(share, settings.between[0]), settings.between[1])
 
 
 def gate(memory: dict[str, Any], settings: Gate, rollouts: Rollouts, meter: Meter) -> Tensor:

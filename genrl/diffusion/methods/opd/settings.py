@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.run_config import FileFinding
-from genrl.config.section import NonNegative, Positive, Section, Text
+from genrl.config.section import NonNegative, Section, Text
 from genrl.config.yaml_source import KeyPath
 from genrl.diffusion.config.schema import Calls, Guided
 from genrl.diffusion.steps.settings import METRICS, Windowed, mean_of
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from genrl.data.prompts import PromptRows
     from genrl.diffusion.config.schema import Config
 
+ROUTE = "teacher"
+"""Column of the prompts that names each row's teacher, where there are several."""
+
 
 class Teacher(Section):
     """One who says how a step should have gone."""
 
     name: Text = "teacher"
-    """What the column `route` calls it, and the metrics."""
+    """What the column `teacher` calls it, and the metrics."""
     lora: Text | None = None
     """Its LoRA, of this very model: a file, a folder, or a hub id; null = the model before training."""
     guidance: NonNegative | None = None
@@ -51,16 +54,13 @@ class OPD(Windowed):
     algorithm: Literal["opd"] = "opd"
     """Which trainer."""
     teachers: tuple[Teacher, ...] = (Teacher(),)
-    """Who teaches. [{}] is the model before training, for example under `guidance: 3`, taught to do without."""
-    route: Text | None = None
-    """Column of the prompts that names each row's teacher; null = there is one alone."""
+    """Who teaches. [{}] is the model before training, for example under `guidance: 3`, taught to do without. Of
+    several, the column `teacher` of the prompts names that of each row."""
     weight: Literal["exact", "no_dt", "unit"] = "exact"
     """Squared distance of the means over 2 s^2 (the exact KL of a step), over 2 s^2 / dt (Flow-OPD, as Flow-GRPO's
     KL), or half of it (for steps without noise: noise_level 1e-6)."""
-    coef: Positive = 1.0
-    """Weight of the distance in the loss."""
     reward_coef: NonNegative = 0.0
-    """Factor of the advantages of the rewards, which are only watched at 0."""
+    """Factor of the advantages of the rewards, which are only watched at 0; the distance has the weight 1."""
 
     @property
     def compares(self) -> Literal["groups"] | None:
@@ -77,9 +77,6 @@ class OPD(Windowed):
         names = [teacher.name for teacher in self.teachers]
         if len(set(names)) < len(names) or not names:
             yield ("trainer.teachers",), f"teachers need names of their own, found {', '.join(names) or 'none'}"
-        if len(names) > 1 and self.route is None:
-            text = f"which of {len(names)} teaches a row? name a column of the prompts that holds {' or '.join(names)}"
-            yield ("trainer.route", "trainer.teachers"), text
         if self.noise_level == 0:
             yield ("trainer.noise_level",), "steps without any noise are not recorded; write 1e-6, and weight: unit"
         for key, wrong, text in (
@@ -103,13 +100,13 @@ class OPD(Windowed):
             ("trainer", "teachers", k, "lora"): teacher.lora for k, teacher in enumerate(self.teachers) if teacher.lora
         }
         yield from lora_problems(named, notes)
-        if train is None or self.route is None:
-            return
         names = [teacher.name for teacher in self.teachers]
+        if train is None or len(names) == 1:
+            return
         for row in train.rows:
-            if (named_there := row.columns.get(self.route)) not in names:
-                problem = f"row {row.line} has {self.route}: {named_there!r}, which is none of the teachers"
-                yield ("trainer", "route"), f"{problem} {', '.join(sorted(names))}"
+            if (named_there := row.columns.get(ROUTE)) not in names:
+                problem = f"row {row.line} has {ROUTE}: {named_there!r}, which is none of the teachers"
+                yield ("trainer", "teachers"), f"{problem} {', '.join(sorted(names))}"
                 return
 
     def calls(self, config: Config, guided: Guided) -> Calls:

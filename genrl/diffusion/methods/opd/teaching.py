@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.files.lora_files import locate
-from genrl.diffusion.methods.opd.settings import OPD, Teacher
+from genrl.diffusion.methods.opd.settings import OPD, ROUTE, Teacher
 from genrl.diffusion.policy.adapters import activate, load_lora
 from genrl.diffusion.policy.policy import guided
 from genrl.diffusion.policy.trajectory import Batch
@@ -63,10 +63,10 @@ class Teachers:
 
     def of(self, slot: int) -> Teacher:
         """Who teaches the sample in this slot."""
-        if self.settings.route is None:
+        if len(self.known) == 1:
             return self.settings.teachers[0]
         row = self.run.iteration_prompts[slot // self.run.config.sampling.group_size]
-        return self.known[row.columns[self.settings.route]]
+        return self.known[row.columns[ROUTE]]
 
     @torch.no_grad()
     def means(self, action: Action) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ def loss(settings: OPD, policy: Policy, given: Recorded) -> Tensors:
     low, high = settings.clip_bounds
     surrogate = clipped_surrogate(new.log_prob, given["old_log_prob"], given["advantage"], low, high)
     far = distance(settings, new, given["teacher_mean"])
-    return penalised(settings, surrogate, new, given, {"distill": (settings.coef, far)})
+    return penalised(settings, surrogate, new, given, {"distill": (1.0, far)})
 
 
 def distance(settings: OPD, new: Replayed, teacher_mean: Tensor) -> Tensor:

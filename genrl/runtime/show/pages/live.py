@@ -1,19 +1,25 @@
-"""What the live page asks for: state, charts, prompts and pictures of the runs that are watched, as JSON and bytes."""
+"""What the live page asks for: state, charts, prompts and pictures of the runs that are watched, as JSON and bytes.
+
+The local server of `genrl watch`: on loopback only, it reads and never writes.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from genrl.runtime.loop.progress import duration
-from genrl.runtime.show.pages import media, render, views
-from genrl.runtime.show.pages.followed import Followed
-from genrl.runtime.show.pages.state import Pace, pace, state_of, warnings
+from genrl.runtime.show.pages import render, views
+from genrl.runtime.show.pages.state import Followed, Pace, pace, state_of, warnings
 from genrl.runtime.show.pictures import before_after
 
 _AT_MOST_EVERY_S = 0.5
@@ -79,7 +85,7 @@ class Live:
         """`html`: the rows of a page of prompts; `number`: of the page that it is, from 0; `pages`; `prompts`: how many
         there are on all pages."""
         with self.lock:
-            page = media.prompt_page(self.runs, number, find)
+            page = views.prompt_page(self.runs, number, find)
         rows = [
             (row.prompt, [[None if cell is None else self._cell(i, cell) for cell in cells]
                           for i, cells in enumerate(row.runs)])
@@ -102,7 +108,7 @@ class Live:
             data = io.BytesIO()
             sheet.save(data, "PNG")
             return "png", data.getvalue()
-        path = media.served(run, name)
+        path = views.served(run, name)
         return None if path is None else (path.suffix[1:], path.read_bytes())
 
     def _look(self) -> None:
@@ -118,11 +124,11 @@ class Live:
             "headlines": headlines,
             "gains": views.gains(self.runs),
             "films": [
-                [(path.stem, self._url(i, path)) for path in media.films(run.run)[:12]]
+                [(path.stem, self._url(i, path)) for path in views.films(run.run)[:12]]
                 for i, run in enumerate(self.runs)
             ],
             "sounds": [
-                [(path.stem, self._url(i, path)) for path in media.sounds(run.run)[:12]]
+                [(path.stem, self._url(i, path)) for path in views.sounds(run.run)[:12]]
                 for i, run in enumerate(self.runs)
             ],
             "names": [run.name for run in self.runs],
@@ -149,9 +155,9 @@ class Live:
 
     def _pictures(self, number: int) -> list[dict[str, str]]:
         run = self.runs[number].run
-        sheets = sorted(media.pictures(run), key=lambda sheet: not sheet.path.name.startswith("step-"))
+        sheets = sorted(views.pictures(run), key=lambda sheet: not sheet.path.name.startswith("step-"))
         pictures = [{"name": name, "url": self._url(number, path)} for name, path in sheets
-                 if media.served(run, f"samples/{path.name}")]  # fmt: skip
+                 if views.served(run, f"samples/{path.name}")]  # fmt: skip
         if len(list(run.samples.glob("step-*/samples.json"))) > 1:
             pictures.append(
                 {"name": "Before and after", "url": f"file/{number}/before-after?v={_changed(run.samples)}"}
@@ -215,3 +221,92 @@ def _changed(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
+
+
+LOOPBACK = "127.0.0.1"
+_HOSTS = ("127.0.0.1", "localhost")
+_TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "json": "application/json",
+          "png": "image/png", "gif": "image/gif", "wav": "audio/wav"}  # fmt: skip
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src 'self' data:; media-src 'self'; "
+    "connect-src 'self'"
+)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a page of these runs at `url` once `serve_forever` is called; `server_close` ends it."""
+
+    daemon_threads = True
+    block_on_close = False  # a browser keeps connections that it does not use
+
+    def __init__(self, live: Live, port: int = 0) -> None:
+        """port: 0 for a free one. Raises ValueError where it is taken."""
+        self.live = live
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"port {port} cannot be used: {error}. Give another one, or 0 for a free one.") from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        if host not in _HOSTS:  # another site's name that leads here would let its scripts read the answer
+            return self._answer("html", b"This page is for this machine only.", HTTPStatus.FORBIDDEN)
+        url = urlsplit(self.path)
+        response = self._find(url.path, parse_qs(url.query))
+        if response is None:
+            return self._answer("html", b"There is nothing here.", HTTPStatus.NOT_FOUND)
+        self._answer(*response)
+
+    def _find(self, path: str, query: dict[str, list[str]]) -> tuple[str, bytes] | None:
+        """(kind, content) of what is asked for."""
+        live = self.server.live
+        routes: dict[str, Callable[[], Any]] = {
+            "/state.json": live.state,
+            "/figures.json": lambda: live.figures(query.get("key", []), set(map(_number, query.get("hide", [])))),
+            "/prompts.json": lambda: live.prompts(_number(query.get("page", ["0"])[0]), query.get("find", [""])[0]),
+        }
+        if path == "/":
+            return "html", live.page().encode()
+        if path == "/watch.js":
+            return "js", files("genrl.runtime.show.pages").joinpath("watch.js").read_bytes()
+        if path in routes:
+            return "json", json.dumps(routes[path]()).encode()
+        kind, _, rest = path.removeprefix("/").partition("/")
+        number, _, name = rest.partition("/")
+        if kind != "file" or not number.isdecimal():
+            return None
+        return live.file(_number(number), unquote(name))
+
+    def _answer(self, kind: str, content: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
+        cache = "private, max-age=86400" if kind in ("png", "gif", "wav") else "no-store"
+        headers = {
+            "Content-Type": _TYPES[kind],
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": _POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": cache,
+        }
+        try:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+        except ConnectionError:
+            self.close_connection = True  # the page was left
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Requests are not worth a line each; what goes wrong is printed with its traceback."""
+
+
+def _number(text: str) -> int:
+    """0 for what is no number."""
+    return int(text) if text.isdecimal() and len(text) < 10 else 0

@@ -8,7 +8,7 @@ data/chunk-000/file-000.parquet                  a row per frame, many episodes 
 videos/<camera>/chunk-000/file-000.mp4           as videos, many episodes per file (the extra `av`)
 """
 
-from genrl.vla.data.lerobot_dataset.layout import Episode, Limits
+from genrl.vla.data.lerobot_dataset.features import Episode, Limits
 from genrl.vla.data.lerobot_dataset.read import Dataset, open_dataset
 from genrl.vla.data.lerobot_dataset.write import write_dataset
 

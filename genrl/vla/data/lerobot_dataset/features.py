@@ -1,18 +1,58 @@
-"""Columns of episodes as features of a data set, as columns of its files, and their exact statistics."""
+"""Columns of episodes as features of a data set, as columns of its files, and their exact statistics.
+
+The names of its files, which reading and writing share, are here too.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from genrl.runtime.show import mp4
-from genrl.vla.data.lerobot_dataset import layout
-from genrl.vla.data.lerobot_dataset.layout import Episode
+
+VERSION = "v3.0"
+INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
+EPISODES = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+
+INDICES = {
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
+"""The columns that every data set has, which writing makes: seconds and frames since the episode's start, the number of
+the episode, of the frame in the data set, and of its instruction."""
+
+QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
+
+
+class Limits(NamedTuple):
+    """A file of data or of a video ends at the episode that would make it larger than so many MB, a chunk of the layout
+    after chunks_size files."""
+
+    chunks_size: int = 1000
+    data_mb: float = 100
+    video_mb: float = 200
+
+
+class Episode(NamedTuple):
+    """T frames: an instruction for each, and columns by LeRobot's names.
+
+    A column is [T, D] (D = 1 for one number a frame), or pictures uint8 [T, H, W, 3]. Row t holds what was observed at
+    frame t, the action taken there, and what came of it (`next.reward`, `next.done`, `next.success`).
+    """
+
+    instructions: Sequence[str]
+    columns: Mapping[str, NDArray[Any]]
+
 
 _HEIGHT_WIDTH = ["height", "width", "channels"]
 
@@ -24,8 +64,8 @@ def infer(episode: Episode, fps: int, names: Mapping[str, Sequence[str]], videos
         raise ValueError(f"names are given for {unknown}, the episodes have the columns {sorted(episode.columns)}")
     features: dict[str, dict[str, Any]] = {}
     for name, values in episode.columns.items():
-        if name in layout.INDICES or name == "task" or "/" in name:
-            raise ValueError(f"a column cannot be called {name!r}: {sorted(layout.INDICES)} are made, '/' is reserved")
+        if name in INDICES or name == "task" or "/" in name:
+            raise ValueError(f"a column cannot be called {name!r}: {sorted(INDICES)} are made, '/' is reserved")
         if values.ndim == 4 and values.dtype == np.uint8 and values.shape[-1] == 3:
             height, width = values.shape[1:3]
             feature: dict[str, Any] = {"dtype": "image", "shape": [height, width, 3], "names": _HEIGHT_WIDTH}
@@ -41,7 +81,7 @@ def infer(episode: Episode, fps: int, names: Mapping[str, Sequence[str]], videos
                 f"{name} must be numbers [T, D] or pictures uint8 [T, H, W, 3], got {values.dtype} {list(values.shape)}"
             )
         features[name] = feature
-    return features | {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in layout.INDICES.items()}
+    return features | {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in INDICES.items()}
 
 
 def _video_info(fps: int, height: int, width: int) -> dict[str, Any]:
@@ -98,7 +138,7 @@ def check(episode: Episode, features: Mapping[str, Mapping[str, Any]], number: i
     empty = [t for t, text in enumerate(episode.instructions) if not text.strip()]
     if empty:
         raise ValueError(f"episode {number}, frame {empty[0]}: the instruction is empty")
-    expected = [name for name in features if name not in layout.INDICES]
+    expected = [name for name in features if name not in INDICES]
     if set(episode.columns) != set(expected):
         raise ValueError(f"episode {number} has the columns {sorted(episode.columns)}, the first one {expected}")
     for name in expected:
@@ -124,7 +164,7 @@ def numeric_stats(values: NDArray[Any]) -> dict[str, list[Any]]:
         "std": numbers.std(0),
         "count": np.array([len(numbers)]),
     }
-    stats |= {name: np.quantile(numbers, share, axis=0) for name, share in layout.QUANTILES.items()}
+    stats |= {name: np.quantile(numbers, share, axis=0) for name, share in QUANTILES.items()}
     return {name: value.tolist() for name, value in stats.items()}
 
 
@@ -145,7 +185,7 @@ def picture_stats(histogram: NDArray[np.int64], count: int) -> dict[str, list[An
         "mean": mean,
         "std": np.sqrt((histogram * (levels - mean[:, None]) ** 2).sum(1) / total),
     }
-    for name, share in layout.QUANTILES.items():
+    for name, share in QUANTILES.items():
         place = share * (total - 1)
         low = int(place)
         stats[name] = ranked(low) + (place - low) * (ranked(min(low + 1, total - 1)) - ranked(low))

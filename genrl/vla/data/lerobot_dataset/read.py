@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from genrl.runtime.show.mp4 import read_mp4
-from genrl.vla.data.lerobot_dataset import layout
-from genrl.vla.data.lerobot_dataset.layout import Episode
+from genrl.vla.data.lerobot_dataset import features
+from genrl.vla.data.lerobot_dataset.features import Episode
 from genrl.vla.policies.policy import Statistics
 from genrl_rewards.pictures import open_picture
 
@@ -58,7 +58,7 @@ class Dataset:
 
         Pictures have [3], of values in [0, 1]. Raises FileNotFoundError where the data set has none.
         """
-        content = _json(self.folder / layout.STATS)
+        content = _json(self.folder / features.STATS)
         return {
             feature: {name: torch.tensor(value, dtype=torch.float32).reshape(-1) for name, value in stats.items()}
             for feature, stats in content.items()
@@ -72,7 +72,7 @@ class Dataset:
         for a file, and ValueError for a file that is broken or not as the index says.
         """
         chosen = (
-            list(columns) if columns is not None else [name for name in self.features if name not in layout.INDICES]
+            list(columns) if columns is not None else [name for name in self.features if name not in features.INDICES]
         )
         for name in chosen:
             if name not in self.features:
@@ -91,7 +91,7 @@ class Dataset:
         in_data = [name for name in columns if self.features[name]["dtype"] != "video"]
         for file, run in groupby(numbers, key=lambda number: self._file(self.data_path, self.index[number], "data")):
             these = list(run)
-            table = _data_rows(file, [*dict.fromkeys([*in_data, *layout.INDICES])], these)
+            table = _data_rows(file, [*dict.fromkeys([*in_data, *features.INDICES])], these)
             owner = table.column("episode_index").to_numpy()
             for number in these:
                 rows = table.filter(pa.array(owner == number))
@@ -116,13 +116,13 @@ class Dataset:
                 found[name] = _values(rows.column(name), feature["dtype"], tuple(feature["shape"]), where)
         unknown = set(rows.column("task_index").to_pylist()) - self.tasks.keys()
         if unknown:
-            raise ValueError(f"{file}: task_index {sorted(unknown)} of episode {number} is not in {layout.TASKS}")
+            raise ValueError(f"{file}: task_index {sorted(unknown)} of episode {number} is not in {features.TASKS}")
         return Episode([self.tasks[task] for task in rows.column("task_index").to_pylist()], found)
 
     def _video(self, name: str, number: int, place: NDArray[np.int64]) -> NDArray[np.uint8]:
         row = self.index[number]
         if self.video_path is None:
-            raise ValueError(f"{self.folder / layout.INFO}: {name} is a video, but video_path is null")
+            raise ValueError(f"{self.folder / features.INFO}: {name} is a video, but video_path is null")
         file = self._file(self.video_path, row, f"videos/{name}", video_key=name)
         return read_mp4(file, row[f"videos/{name}/from_timestamp"] + place / self.fps, self.fps)
 
@@ -135,10 +135,10 @@ class Dataset:
             relative = PurePosixPath(template.format(**places, **names))
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"{self.folder / layout.INFO}: the path {template!r} cannot be filled in: {error}"
+                f"{self.folder / features.INFO}: the path {template!r} cannot be filled in: {error}"
             ) from error
         if relative.is_absolute() or ".." in relative.parts:
-            raise ValueError(f"{self.folder / layout.INFO}: the path {template!r} leads out of the data set")
+            raise ValueError(f"{self.folder / features.INFO}: the path {template!r} leads out of the data set")
         return self.folder / relative
 
 
@@ -149,9 +149,9 @@ def open_dataset(folder: Path) -> Dataset:
     convert it), for a broken file, and for an index that does not fit info.json.
     """
     folder = Path(folder)
-    path = folder / layout.INFO
+    path = folder / features.INFO
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no LeRobotDataset: it has no {layout.INFO}")
+        raise FileNotFoundError(f"{folder} is no LeRobotDataset: it has no {features.INFO}")
     info = _json(path)
     version = str(info.get("codebase_version"))
     if version.startswith(("v1", "v2")):
@@ -168,7 +168,7 @@ def open_dataset(folder: Path) -> Dataset:
     index = _index(folder)
     if [row["episode_index"] for row in index] != list(range(info["total_episodes"])):
         raise ValueError(
-            f"{folder}/meta/episodes must have the episodes 0 to {info['total_episodes'] - 1} ({layout.INFO}: "
+            f"{folder}/meta/episodes must have the episodes 0 to {info['total_episodes'] - 1} ({features.INFO}: "
             f"total_episodes), found {len(index)} rows; fetch the folder again"
         )
     return Dataset(
@@ -207,7 +207,7 @@ def _data_rows(file: Path, columns: list[str], episodes: list[int]) -> pa.Table:
             raise ValueError(f"{file} cannot be read: {error}; fetch the file again") from error
         absent = [name for name in columns if name not in stored]
         if absent:
-            raise ValueError(f"{file} has no columns {absent}, which {layout.INFO} promises; it has {sorted(stored)}")
+            raise ValueError(f"{file} has no columns {absent}, which {features.INFO} promises; it has {sorted(stored)}")
     return _table(file, columns, episodes)
 
 
@@ -228,10 +228,10 @@ def _index(folder: Path) -> list[dict[str, Any]]:
 
 def _tasks(folder: Path) -> dict[int, str]:
     """The index of a pandas frame is its column `task`, or `__index_level_0__` where it was not given a name."""
-    table = _table(folder / layout.TASKS)
+    table = _table(folder / features.TASKS)
     text = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
     if text is None or "task_index" not in table.column_names:
-        raise ValueError(f"{folder / layout.TASKS} must have task_index and task, found {table.column_names}")
+        raise ValueError(f"{folder / features.TASKS} must have task_index and task, found {table.column_names}")
     return dict(zip(table.column("task_index").to_pylist(), table.column(text).to_pylist(), strict=True))
 
 
@@ -271,5 +271,5 @@ def _values(column: pa.ChunkedArray, dtype: str, shape: tuple[int, ...], where: 
         return values.reshape(count, *shape)
     alike = np.can_cast(values.dtype, dtype, "same_kind")
     if values.dtype.kind not in "fiub" or not (alike or np.array_equal(values.astype(dtype), values)):
-        raise ValueError(f"{where}: the file has {values.dtype}, not all of which are {dtype} ({layout.INFO})")
+        raise ValueError(f"{where}: the file has {values.dtype}, not all of which are {dtype} ({features.INFO})")
     return values.astype(dtype).reshape(count, *shape)

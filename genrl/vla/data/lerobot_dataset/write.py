@@ -14,9 +14,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from genrl.runtime.show import mp4
-from genrl.vla.data.lerobot_dataset import features, layout
-from genrl.vla.data.lerobot_dataset.features import numeric_stats, picture_stats
-from genrl.vla.data.lerobot_dataset.layout import Episode, Limits
+from genrl.vla.data.lerobot_dataset import features
+from genrl.vla.data.lerobot_dataset.features import Episode, Limits, numeric_stats, picture_stats
 from genrl.vla.data.lerobot_dataset.read import Dataset, open_dataset
 
 _MB = 2**20
@@ -112,7 +111,7 @@ class _Writer:
             "task_index": np.array([self.tasks.setdefault(text, len(self.tasks)) for text in episode.instructions]),
         }
         columns = dict(episode.columns) | {
-            name: values.astype(layout.INDICES[name])[:, None] for name, values in indices.items()
+            name: values.astype(features.INDICES[name])[:, None] for name, values in indices.items()
         }
         row: dict[str, Any] = {
             "episode_index": number,
@@ -137,9 +136,9 @@ class _Writer:
         self._write_tasks()
         stats = {name: numeric_stats(np.concatenate(values)) for name, values in self.values.items()}
         stats |= {name: picture_stats(values, self.frames) for name, values in self.histograms.items()}
-        self._write_json(layout.STATS, {name: stats[name] for name in self.features})
+        self._write_json(features.STATS, {name: stats[name] for name in self.features})
         info = {
-            "codebase_version": layout.VERSION,
+            "codebase_version": features.VERSION,
             "robot_type": robot_type,
             "total_episodes": len(self.rows),
             "total_frames": self.frames,
@@ -149,11 +148,11 @@ class _Writer:
             "video_files_size_in_mb": self.limits.video_mb,
             "fps": self.fps,
             "splits": {"train": f"0:{len(self.rows)}"},
-            "data_path": layout.DATA,
-            "video_path": layout.VIDEO if self.video else None,
+            "data_path": features.DATA,
+            "video_path": features.VIDEO if self.video else None,
             "features": self.features,
         }
-        self._write_json(layout.INFO, info)
+        self._write_json(features.INFO, info)
 
     def abandon(self) -> None:
         self._close()
@@ -178,13 +177,13 @@ class _Writer:
         """One row group per episode, so that one can be read without the others."""
         cells = [features.cells(columns[field.name], self.features[field.name]) for field in self.schema]
         if self.data_file is not None:
-            size = self._path(layout.DATA, **self.data.place).stat().st_size
+            size = self._path(features.DATA, **self.data.place).stat().st_size
             if self.data.is_full(size, length):
                 self.data_file.close()
                 self.data_file = None
                 self.data.advance()
         if self.data_file is None:
-            self.data_file = pq.ParquetWriter(self._path(layout.DATA, **self.data.place), self.schema)
+            self.data_file = pq.ParquetWriter(self._path(features.DATA, **self.data.place), self.schema)
         self.data_file.write_table(pa.Table.from_arrays(cells, schema=self.schema))
         self.data.frames += length
         return self.data.place
@@ -196,7 +195,7 @@ class _Writer:
             shard.advance()
             file = None
         if file is None:
-            path = self._path(layout.VIDEO, video_key=name, **shard.place)
+            path = self._path(features.VIDEO, video_key=name, **shard.place)
             # A key frame every other frame, as LeRobot writes them: training asks for single frames.
             file = mp4.Mp4(path, self.fps, *pictures.shape[1:3], key_interval=2)
             self.video_file[name] = file
@@ -217,13 +216,13 @@ class _Writer:
     def _write_episodes(self) -> None:
         """Writes `_META_ROWS` rows at a time, into a new file wherever the last one is full."""
         shard = _Shard(self.limits.data_mb, self.limits.chunks_size)
-        writer, path = None, self._path(layout.EPISODES, **shard.place)
+        writer, path = None, self._path(features.EPISODES, **shard.place)
         for start in range(0, len(self.rows), _META_ROWS):
             rows = self.rows[start : start + _META_ROWS]
             if writer is not None and shard.is_full(path.stat().st_size, len(rows)):
                 writer.close()
                 shard.advance()
-                writer, path = None, self._path(layout.EPISODES, **shard.place)
+                writer, path = None, self._path(features.EPISODES, **shard.place)
             placed = {f"meta/episodes/{name}": value for name, value in shard.place.items()}
             table = pa.Table.from_pylist([row | placed for row in rows])
             writer = writer or pq.ParquetWriter(path, table.schema)
@@ -237,7 +236,7 @@ class _Writer:
         import pandas
 
         index = pandas.Index(list(self.tasks), name="task")
-        pandas.DataFrame({"task_index": list(self.tasks.values())}, index=index).to_parquet(self._path(layout.TASKS))
+        pandas.DataFrame({"task_index": list(self.tasks.values())}, index=index).to_parquet(self._path(features.TASKS))
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         self._path(name).write_text(json.dumps(content, indent=4, ensure_ascii=False), encoding="utf-8")

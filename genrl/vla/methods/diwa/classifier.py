@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from genrl.mdp.noise import generator
 from genrl.vla.data.demonstrations import World
-from genrl.vla.methods.diwa.dreams import as_observation, latent_inputs
-from genrl.vla.methods.diwa.rssm import Latent, WorldModel
-from genrl.vla.offline.descent import step_beside
+from genrl.vla.methods.diwa.rssm import Latent, WorldModel, as_observation, latent_inputs
+from genrl.vla.offline.imitation import step_beside
 from genrl.vla.policies.encoder import ObservationEncoder
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise

@@ -9,7 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Section
 from genrl.vla.methods.ppo.settings import PPO
-from genrl.vla.offline.settings import on_the_table
+from genrl.vla.methods.settings import on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

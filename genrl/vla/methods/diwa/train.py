@@ -25,20 +25,17 @@ from genrl.vla.methods.diwa.classifier import (
     encode_play,
     train_classifier,
 )
-from genrl.vla.methods.diwa.dreams import Dream, Starts, latent_inputs
-from genrl.vla.methods.diwa.rssm import Latent, WorldModel, world_step
+from genrl.vla.methods.diwa.rssm import Dream, Latent, Starts, WorldModel, latent_inputs, world_step
 from genrl.vla.methods.diwa.settings import DiWA, World
-from genrl.vla.methods.ppo.train import estimated_decisions
+from genrl.vla.methods.ppo.train import estimated_decisions, learn
 from genrl.vla.methods.ppo.train import loss as ppo_loss
-from genrl.vla.offline.descent import followed
-from genrl.vla.offline.imitation import imitate
+from genrl.vla.offline.imitation import followed, imitate
 from genrl.vla.offline.transitions import Store
 from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
-from genrl.vla.update.learn import learn
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun

@@ -10,7 +10,7 @@ from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Flag, NonNegative, Positive, Share
 from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA, for_a_new_policy, on_the_table
+from genrl.vla.methods.settings import FROM_DATA, for_a_new_policy, on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -67,16 +67,13 @@ class FISOR(VLAMethod):
     """How fast the slow copies of the critics follow in a step (FISOR, for a million updates: 0.005)."""
     violation: Positive = 3.0
     """h of a transition with cost (FISOR: 25); without, -1. The larger it is, the more states are held infeasible."""
-    reward_temperature: Positive = 20.0
+    temperature: Positive = 20.0
     """How strongly better actions are preferred in feasible states (FISOR: 3; rewards here are a few hundredths, and
     those of a file are scaled as in FISOR: times its longest episode, over the range of its returns)."""
     largest_cost_weight: Positive = 10.0
     """Bound of the weight of safer actions in infeasible states (FISOR: 150)."""
     candidates: Count = 16
     """Samples of which the one of least Q_h acts."""
-    draw: Literal["beta", "posterior"] = "beta"
-    """Noise of a sample's steps: of variance beta, states clipped to +-1 (the released program); or the posterior's, of
-    the clipped action."""
     steps_per_iteration: Count = 250
     """Updates of critics and actor in an iteration."""
     cost_limit: NonNegative = 0.25

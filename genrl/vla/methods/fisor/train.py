@@ -24,16 +24,17 @@ from genrl.mdp.noise import generator, seeded
 from genrl.objectives import actor_critic
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
+from genrl.runtime.show.sheet import ContactSheet
 from genrl.vla import setup
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import frames_of as demonstrated_frames
 from genrl.vla.data.demonstrations import recorded, world_of
 from genrl.vla.data.recordings import Steps, extremes
+from genrl.vla.evaluate import Judged, Watched, sheet_of
 from genrl.vla.methods.fisor.settings import FISOR
 from genrl.vla.offline.critics import Critics
-from genrl.vla.offline.descent import Step, step_beside, stepper
-from genrl.vla.offline.imitation import observation_of, recorded_chunks
+from genrl.vla.offline.imitation import Step, observation_of, recorded_chunks, step_beside, stepper
 from genrl.vla.offline.transitions import (
     Behaviour,
     Reader,
@@ -47,9 +48,8 @@ from genrl.vla.offline.transitions import (
     take,
 )
 from genrl.vla.policies.embedded import DiffusionMLP
-from genrl.vla.policies.policy import STATE, Batch, Policy, PredictsNoise, rows, vocabulary
+from genrl.vla.policies.policy import ACTION, STATE, Batch, Policy, PredictsNoise, rows, vocabulary
 from genrl.vla.rollout.sampling import Acting, ChunkNoise, Diffusion
-from genrl.vla.sheet import of_decisions
 from genrl.vla.simulators.contract import Environment
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def weights(nets: Fisor, observation: Batch, action: Tensor, settings: FISOR) ->
         nets.reward.v(observation),
         nets.violation.slow_q(observation, action).amax(0),
         nets.violation.v(observation),
-        reward_temperature=settings.reward_temperature,
+        reward_temperature=settings.temperature,
         cost_temperature=COST_TEMPERATURE,
         largest_cost_weight=settings.largest_cost_weight,
     )
@@ -223,11 +223,10 @@ class Released(Diffusion):
         return ddpm.with_floor(step, self.floor)
 
 
-def sampler_of(actor: DiffusionMLP, draw: str = "beta") -> Diffusion:
+def sampler_of(actor: DiffusionMLP) -> Diffusion:
     """All of the actor's noise levels."""
     levels = actor.config.train_steps
-    kind = Released if draw == "beta" else Diffusion
-    return kind(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
+    return Released(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
 
 
 def new_policy(config: VLAConfig) -> DiffusionMLP:
@@ -318,7 +317,7 @@ def judge(run: VLARun, settings: FISOR, behave: Behaviour, steps: Steps | None) 
         played = merge(*parts)
         if not len(played.done):
             raise RuntimeError(f"evaluating: all {lost} episodes were lost by their simulator")
-        run.note_sheet(lambda: of_decisions(actor, played))
+        run.note_sheet(lambda: sheet_of_decisions(actor, played))
         metrics = {"eval/lost": float(lost)} if lost else {}
         metrics |= judged(played) if steps is None else judged_by(played, steps, settings.cost_limit)
         return metrics | {"eval/within_limit": float(metrics["eval/cost_mean"] <= settings.cost_limit)}
@@ -329,7 +328,7 @@ def judge(run: VLARun, settings: FISOR, behave: Behaviour, steps: Steps | None) 
 def train(run: VLARun, settings: FISOR) -> None:
     """Data of a behaviour that is not safe; then critics and actor side by side, and evaluation with costs."""
     config, loop, actor = run.config, run.loop, run.policy
-    sampler = sampler_of(actor, settings.draw)
+    sampler = sampler_of(actor)
     with seeded(config.seed, "critics"):
         nets = Fisor(actor).to(loop.process.accelerator.device)
     trained = [p for net in (nets.reward, nets.violation) for p in net.parameters() if p.requires_grad]
@@ -363,3 +362,18 @@ def train(run: VLARun, settings: FISOR) -> None:
                 figures.note(found)
                 loop.advance(1)
         loop.finish(figures.result() | data_figures | {"lr": loop.lr})
+
+
+def sheet_of_decisions(policy: Policy, played: Transitions) -> ContactSheet:
+    """The sheet of whole episodes that were recorded by their decisions, as methods with costs play them."""
+    numbers, place = played.episode.unique(return_inverse=True)
+
+    def total(values: Tensor) -> list[float]:
+        return torch.zeros(len(numbers)).index_add(0, place, values.float()).tolist()
+
+    won, steps = [one > 0 for one in total(played.success)], [int(one) for one in total(played.n_executed)]
+    found = Judged([f"cost {cost:g}" for cost in total(played.cost)], won, steps, total(played.reward), [])
+    watched = Watched()
+    watched.frames = {k: v for k, v in played.observation.items() if v.is_floating_point()}
+    watched.frames[ACTION] = played.action[:, :1]
+    return sheet_of(policy, found, watched, None)

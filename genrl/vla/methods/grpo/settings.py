@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
-from genrl.vla.update.settings import Update, from_a_loaded_policy
+from genrl.vla.methods.settings import Update, from_a_loaded_policy
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

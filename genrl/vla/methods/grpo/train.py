@@ -13,11 +13,11 @@ from genrl.objectives.episodes import episode_group_advantages
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.vla.methods.grpo.settings import GRPO
-from genrl.vla.rollout.rollout import episode_returns
+from genrl.vla.methods.ppo.train import learn
+from genrl.vla.rollout.collect import episode_returns
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.rollout.scores import actor_loss, decisions, filtered, score
 from genrl.vla.run import VLARun
-from genrl.vla.update.learn import learn
-from genrl.vla.update.scores import actor_loss, decisions, filtered, score
 
 
 def loss(settings: GRPO, acting: Acting, given: Recorded) -> dict[str, Tensor]:

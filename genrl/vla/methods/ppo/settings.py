@@ -9,8 +9,8 @@ from pydantic import Field
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Margin, Positive, Share, Whole
-from genrl.vla.update.settings import Update, from_a_loaded_policy
+from genrl.config.section import Margin, Positive, Share, Whole
+from genrl.vla.methods.settings import Update, from_a_loaded_policy
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -46,9 +46,7 @@ class PPO(Update):
     discount: Literal["chunk", "smdp"] = "chunk"
     """Gamma per decision (pi_RL, DPPO), or gamma^n for its n executed actions (exact)."""
     episodes: Literal["first", "all"] = "first"
-    """Train on the first episode of every environment, or on all that fit into `decisions`."""
-    decisions: Count | None = None
-    """Decisions of a rollout; null = as many as the longest episode needs."""
+    """Train on the first episode of every environment, or on all that fit into its longest one."""
     critic_warmup: Whole = 2
     """First iterations, in which only the critic is trained; `environment.staleness` adds as many."""
     value_clip: Positive | None = None
@@ -70,11 +68,6 @@ class PPO(Update):
         """See `Update`."""
         return self.episodes == "first"
 
-    @property
-    def rollout_decisions(self) -> int | None:
-        """See `Update`."""
-        return self.decisions
-
     def critic_values(self, horizon: int) -> int:
         """One of the chunk, or one for every action of it."""
         return horizon if self.values == "action" else 1
@@ -92,7 +85,7 @@ class PPO(Update):
         if self.values == "action" and self.discount == "chunk":
             text = "where every action has a value, gamma is per action; write discount: smdp"
             yield ("trainer.discount", "trainer.values"), text
-        if self.clip_base is not None and self.clip_base > self.clip_range:
+        if self.clip_base is not None and self.clip_base > self.clip_below:
             text = "the clip range rises to the action; base is the smaller"
             yield ("trainer.clip_base", "trainer.clip_range"), text
         if config.sampler.kind != "diffusion":

@@ -3,9 +3,14 @@
 What differs between them is the transition (`sampling`) and a few settings: a decision is one drawn denoising step of a
 chunk, or the whole chain. All decisions of a chunk have the advantage of its environment step; or, with `values:
 action`, every action has one, and its ratios have that (pi_RL's action level).
+
+The learning half of an iteration: epochs of minibatches of decisions, with the clipped surrogate and a critic.
 """
 
 from __future__ import annotations
+
+import math
+from functools import partial
 
 import torch
 from accelerate.utils import gather_object
@@ -14,13 +19,22 @@ from torch import Tensor
 from genrl.objectives import actor_critic
 from genrl.objectives.episodes import Estimate, action_gae, chunk_gae, executed_mask
 from genrl.runtime.loop.recorded import Recorded
-from genrl.runtime.loop.updating import Meter, summed
+from genrl.runtime.loop.updating import Dealt, Loss, Meter, Results, deal, descend, summed
 from genrl.vla.methods.ppo.settings import PPO
-from genrl.vla.rollout.rollout import ChunkRollout
+from genrl.vla.methods.settings import Update
+from genrl.vla.rollout.collect import ChunkRollout
 from genrl.vla.rollout.sampling import Acting
+from genrl.vla.rollout.scores import (
+    Decisions,
+    Scored,
+    actor_loss,
+    decisions,
+    filtered,
+    recorded_decisions,
+    score,
+    spread_out,
+)
 from genrl.vla.run import VLARun
-from genrl.vla.update.learn import learn
-from genrl.vla.update.scores import Decisions, Scored, actor_loss, decisions, filtered, score, spread_out
 
 
 def train(run: VLARun, settings: PPO) -> None:
@@ -110,7 +124,7 @@ def denoising(settings: PPO, scored: Scored, given: Recorded) -> dict[str, Tenso
     advantage = spread_out(given["advantage"], scored.log_prob) * spread_out(discount, scored.log_prob)
     if settings.clip_base is None:
         return {"advantage": advantage}
-    low = actor_critic.denoising_clip(given["step"], ratios, clip=settings.clip_range, base=settings.clip_base)
+    low = actor_critic.denoising_clip(given["step"], ratios, clip=settings.clip_below, base=settings.clip_base)
     return {"advantage": advantage, "low": spread_out(low, scored.log_prob)}
 
 
@@ -126,3 +140,87 @@ def value_loss(settings: PPO, acting: Acting, scored: Scored, given: Recorded) -
     )
     weight = given["weight"].view(value.shape).to(value)
     return (errors * weight).sum() / value.shape[1]
+
+
+PER_RATIO = ("loss/policy", "ratio/mean", "ratio/clipped", "kl/updates")
+"""Figures that are means over ratios; the others are over decisions."""
+
+
+def learn(
+    run: VLARun,
+    rollout: ChunkRollout,
+    chosen: Decisions,
+    settings: Update,
+    meter: Meter,
+    loss: Loss,
+    *,
+    policy: bool,
+    critic: bool,
+) -> None:
+    """Train on these decisions: the policy, the critic, or both, until the epochs are over or `kl_stop` is passed.
+
+    All is divided by the decisions of a minibatch over all processes, so gradients do not depend on their number.
+    """
+    loop = run.loop
+    groups = [name for name, used in (("policy", policy), ("critic", critic)) if used]
+    loop.phase("training", settings.epochs * len(chosen.row))
+    with loop.timed("train"):
+        for epoch in range(settings.epochs):
+            counts = gather_object([len(chosen.row)])
+            # Nearest to the size that is asked for, in equal parts: a small remainder would be a step of large
+            # variance.
+            parts = max(1, round(sum(counts) / settings.minibatch))
+            for dealt in deal(counts, loop.process.rank, parts, run.config.seed, "minibatches", loop.iteration, epoch):
+                if not update(run, rollout, chosen, dealt, settings, meter, loss, groups):
+                    return
+
+
+def update(
+    run: VLARun,
+    rollout: ChunkRollout,
+    chosen: Decisions,
+    dealt: Dealt,
+    settings: Update,
+    meter: Meter,
+    loss: Loss,
+    groups: list[str],
+) -> bool:
+    """One optimiser step on this process's decisions of a minibatch; False where the policy has moved so far that the
+    iteration's updates end before it.
+
+    All processes make as many passes, as each of them ends with one word to the others.
+    """
+    local, acting = chosen.chosen(dealt.mine), Acting(run.policy, rollout.sampler)
+    policy, critic, total = "policy" in groups, "critic" in groups, len(dealt.every)
+    record = partial(recorded_decisions, rollout, total=total, policy=policy, critic=critic)
+    passes = math.ceil(dealt.most / (settings.microbatch or dealt.most))
+    sums: dict[str, Tensor] = {}
+
+    def prepare(part: Tensor) -> Recorded | None:
+        return record(local.chosen(part)) if len(part) else None
+
+    def idle() -> Tensor:
+        # A real pass over one decision: in shards the others wait for this process to gather with them.
+        return 0.0 * loss(settings, acting, record(chosen.idle()))["loss"]
+
+    def measure(part: Tensor, results: Results, recorded: Recorded) -> None:
+        for name, value in results.items():
+            sums[name] = sums.get(name, 0.0) + value.detach().cpu()
+
+    def near() -> bool:
+        # all processes name the same figures, also one that had no decision
+        names = [*PER_RATIO, *["loss/value"] * critic, *["entropy"] * (settings.entropy_weight > 0), "number"]
+        every = summed({name: float(sums.get(name, 0.0)) for name in names})
+        number = max(1.0, every.pop("number"))
+        means = {name: value / (number if name in PER_RATIO else total) for name, value in every.items()}
+        meter.note(means if policy else {"loss/value": means["loss/value"]})
+        # Before the step, so that the update which goes too far is not made.
+        return not policy or settings.kl_stop is None or means["kl/updates"] <= settings.kl_stop
+
+    parts = torch.arange(len(local.row)).tensor_split(passes)
+    norms = descend(
+        run.loop, settings, acting, parts, prepare, loss,
+        groups=groups, done=len, measure=measure, idle=idle, before_step=near,
+    )  # fmt: skip
+    meter.note({f"grad_norm/{name}": norm for name, norm in norms.items()})
+    return bool(norms)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, Flag, Fraction, Share, Text, Ways
+from genrl.config.section import Count, Fraction, Share, Text
 from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA
+from genrl.vla.methods.settings import FROM_DATA
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -36,15 +36,18 @@ class RECAP(VLAMethod):
         ),
         "value/loss": MetricDoc(
             "cross-entropy of the predicted distribution and the return, mean over all steps",
-            "Below ln(trainer.bins), which knows nothing.",
+            "Below ln(201), which knows nothing.",
             "nats",
         ),
         "value/accuracy": MetricDoc(
             "share of steps whose predicted value is within a bin of the return",
-            "Rises with trainer.value_steps.",
+            "Rises with trainer.critic_steps.",
             "share 0..1",
         ),
     }
+
+    bins: ClassVar[int] = 201
+    """Values between -1 and 0 that the critic chooses among (RECAP: 201)."""
 
     algorithm: Literal["recap"] = "recap"
     """Which trainer."""
@@ -60,11 +63,7 @@ class RECAP(VLAMethod):
     """Share of the steps that are held to be better than usual; 1 = supervised training on all of them."""
     drop: Fraction = 0.1
     """Share of the steps, drawn in every iteration, of which the policy is not told how good they are (RLinf: .1)."""
-    positive_only: Flag = False
-    """Say only of positive steps what they are (RLinf as released); false = of all."""
-    bins: Ways = 201
-    """Values between -1 and 0 that the critic chooses among."""
-    value_steps: Count = 1000
+    critic_steps: Count = 1000
     """Steps of the critic, on what the policy sees, before the policy's."""
     steps_per_iteration: Count = 250
     """Steps of the policy in an iteration."""

@@ -20,16 +20,14 @@ from genrl.mdp.noise import generator
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla import setup
 from genrl.vla.data.demonstrations import dataset_episodes, read_by, world_of
-from genrl.vla.data.frames import episode_frames
+from genrl.vla.data.frames import check_spread, episode_frames
 from genrl.vla.data.lerobot_dataset import Episode
-from genrl.vla.data.spread import check_spread
 from genrl.vla.methods.recap.settings import RECAP
-from genrl.vla.offline.descent import followed, step_beside
-from genrl.vla.offline.imitation import imitation_loss, imitation_updates
-from genrl.vla.offline.regression import wayward_data
+from genrl.vla.offline.critics import wayward_data
+from genrl.vla.offline.imitation import followed, imitation_loss, imitation_updates, step_beside
 from genrl.vla.offline.transitions import Store, frames_of, successful, take
+from genrl.vla.policies.folder import critic_of
 from genrl.vla.policies.policy import ACTION, TOKENS, Batch, rows, tokenise, vocabulary
-from genrl.vla.policies.published import critic_of
 from genrl.vla.rollout.sampling import Acting
 
 if TYPE_CHECKING:
@@ -153,12 +151,9 @@ def expected(logits: Tensor) -> Tensor:
     return logits.float().softmax(1) @ atoms
 
 
-def told_of(positive: Tensor, uniform: Tensor, drop: float, positive_only: bool) -> Tensor:
+def told_of(positive: Tensor, uniform: Tensor, drop: float) -> Tensor:
     """Which of `CLAUSES` each step has, int64 [N]: what it is, or, where uniform [N] is at most `drop`, nothing."""
-    silent = uniform <= drop
-    if positive_only:
-        silent = silent | ~positive
-    return torch.where(silent, 2, (~positive).long())
+    return torch.where(uniform <= drop, 2, (~positive).long())
 
 
 def learned_values(run: VLARun, settings: RECAP, shown: Batch, target: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -177,12 +172,12 @@ def learned_values(run: VLARun, settings: RECAP, shown: Batch, target: Tensor) -
         return found
 
     def steps() -> Iterator[dict[str, float]]:
-        for step in range(settings.value_steps):
+        for step in range(settings.critic_steps):
             rng = generator(seed, "values", step)
             index = torch.randint(len(target), (settings.batch_size,), generator=rng)
             yield {"step_loss": step_beside(optimiser, value_loss(logits(index), target[index].to(device)).mean())}
 
-    followed(run, "learning values", settings.value_steps, steps(), "value")
+    followed(run, "learning values", settings.critic_steps, steps(), "value")
     optimiser.zero_grad(set_to_none=True)  # the policy's optimiser has the critic, too, and must not move it
     with torch.no_grad():
         parts = [logits(index).cpu() for index in torch.arange(len(target)).split(settings.batch_size)]
@@ -228,7 +223,7 @@ def train(run: VLARun, settings: RECAP) -> None:
     positive = store.data["positive"]
     for iteration in loop.iterations():
         uniform = torch.rand(len(positive), generator=generator(run.config.seed, "told", iteration))
-        which = told_of(positive, uniform, settings.drop, settings.positive_only)
+        which = told_of(positive, uniform, settings.drop)
         found = imitation_updates(run, settings, data.shown(which), loss)
         loop.finish(store.data["figures"] | found | {"lr": loop.lr})
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from genrl.mdp.noise import generator, seeded
 from genrl.vla.evaluate import evaluate
 from genrl.vla.methods.rl100.settings import RL100
-from genrl.vla.offline.descent import step_beside
-from genrl.vla.offline.imitation import mean_of_last
+from genrl.vla.offline.imitation import mean_of_last, step_beside
 from genrl.vla.policies.embedded import TinyFlowConfig, TinyFlowVLA
 from genrl.vla.policies.folder import save_policy
 from genrl.vla.policies.policy import STATE, Batch, Policy, rows

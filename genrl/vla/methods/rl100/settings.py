@@ -9,7 +9,7 @@ from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Margin, Share, Whole
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA, from_demonstrations
+from genrl.vla.methods.settings import FROM_DATA, from_demonstrations
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -78,7 +78,7 @@ class RL100(VLAMethod):
     """Steps in a round of the critics, which judge actions."""
     dynamics_steps: Count = 800
     """Steps of the model in which policies are judged, new in every round."""
-    updates: Count = 200
+    steps_per_iteration: Count = 200
     """Batches of a round; each is a step for every sampled denoising step (RL-100: 8000 over all)."""
     batch_size: Count = 256
     """States of the data in a batch (RL-100: 128 to 512)."""

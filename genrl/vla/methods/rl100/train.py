@@ -24,15 +24,21 @@ from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, deal
 from genrl.vla.methods.rl100.distillation import distilled
-from genrl.vla.methods.rl100.dynamics import Dynamics, offline_value, train_dynamics
-from genrl.vla.methods.rl100.episodes import acted, collected, demonstrated, success_of
+from genrl.vla.methods.rl100.experience import (
+    Dynamics,
+    acted,
+    collected,
+    demonstrated,
+    offline_value,
+    success_of,
+    train_dynamics,
+)
 from genrl.vla.methods.rl100.settings import DECAYED, RL100
 from genrl.vla.offline.critics import Critics, Learning, seen_statistics, train_iql
-from genrl.vla.offline.descent import Step, followed, step_beside, stepper
-from genrl.vla.offline.imitation import imitate, mean_of_last, observation_of
+from genrl.vla.offline.imitation import Step, followed, imitate, mean_of_last, observation_of, step_beside, stepper
 from genrl.vla.offline.transitions import Store, Transitions, frames_of, merge, successful, take
 from genrl.vla.policies.policy import STATE, Batch, Inputs, Policy, rows
-from genrl.vla.rollout.rollout import ChunkRollout, training_rows
+from genrl.vla.rollout.collect import ChunkRollout, training_rows
 from genrl.vla.rollout.sampling import Acting, Sampler
 from genrl.vla.setup import sampler_of
 
@@ -184,7 +190,7 @@ def train(run: VLARun, settings: RL100) -> None:
         demonstrations = demonstrated(config, policy, CRITICS.gamma)
         store.data = {} if demonstrations is None else {"transitions": demonstrations}
         store.ready = True
-    if inputs.looks:  # what it sees is kept in place of what it looked at (`episodes.seen`)
+    if inputs.looks:  # what it sees is kept in place of what it looked at (`experience.seen`)
         policy.encoder.requires_grad_(False)
     if "transitions" in store.data and loop.iteration > 0:  # a checkpoint from before it was kept
         store.data.setdefault("seen", seen_statistics(store.data["transitions"]))
@@ -275,8 +281,8 @@ def improve(
 
     gate, old = Gate(worth()), copy.deepcopy(policy).requires_grad_(False)
     first = gate.best
-    loop.phase("training", settings.updates)
-    for update in range(settings.updates):
+    loop.phase("training", settings.steps_per_iteration)
+    for update in range(settings.steps_per_iteration):
         rng = generator(seed, "update", update)
         index = torch.randint(len(data.reward), (settings.batch_size,), generator=rng)
         observation = rows(data.observation, index)

@@ -11,7 +11,7 @@ from genrl.config.method import MetricDoc
 from genrl.config.section import Count, NonNegative, Section, Text
 from genrl.config.sections import Waiting
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA, on_the_table
+from genrl.vla.methods.settings import FROM_DATA, on_the_table
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

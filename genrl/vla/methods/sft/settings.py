@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from genrl.config.errors import Finding
 from genrl.config.section import Count
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import from_demonstrations
+from genrl.vla.methods.settings import from_demonstrations
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, NonNegative, Ways
+from genrl.config.section import Count, NonNegative
 from genrl.vla.config.names import EMBEDDED, WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
-from genrl.vla.offline.settings import FROM_DATA
+from genrl.vla.methods.settings import FROM_DATA
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -38,14 +38,15 @@ class VPTR(VLAMethod):
         ),
     }
 
+    videos: ClassVar[int] = 400
+    """Videos of play, of 41 frames: no actions, no rewards, no instructions."""
+    pretraining_steps: ClassVar[int] = 300
+    """Steps that the encoder learns for, by videos or by imitation."""
+
     algorithm: Literal["v_ptr"] = "v_ptr"
     """Which trainer."""
     encoder: Literal["video", "imitation", "random"] = "video"
     """What the picture encoder has learned before: values of videos, to imitate the robot's data, or nothing."""
-    videos: Ways = 400
-    """Videos of play, of 41 frames: no actions, no rewards, no instructions."""
-    pretraining_steps: Count = 300
-    """Steps that the encoder learns for, by videos or by imitation."""
     episodes: Count = 400
     """Episodes of the robot's data: a player who does what it is told in half of them."""
     critic_steps: Count = 600

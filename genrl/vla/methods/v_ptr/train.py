@@ -22,11 +22,9 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import World, world_of
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.v_ptr.settings import VPTR
-from genrl.vla.offline.critics import Critics
-from genrl.vla.offline.descent import step_beside
-from genrl.vla.offline.imitation import imitate, mean_of_last
-from genrl.vla.offline.regression import advantage_of, regress, wayward_data, weighted_cloning
-from genrl.vla.offline.regression import new_policy as new_regressed
+from genrl.vla.offline.critics import Critics, advantage_of, regress, wayward_data, weighted_cloning
+from genrl.vla.offline.critics import new_policy as new_regressed
+from genrl.vla.offline.imitation import imitate, mean_of_last, step_beside
 from genrl.vla.offline.transitions import Store, Transitions, frames_of
 from genrl.vla.policies.encoder import LANGUAGE, LOOKS, PICTURE, ObservationEncoder
 from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Inputs

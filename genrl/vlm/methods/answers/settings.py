@@ -10,9 +10,9 @@ from genrl.config.method import MetricDoc
 from genrl.config.section import Whole
 from genrl.vlm.config.schema import GroupFilter
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline, TurnLeaveOneOut
+from genrl.vlm.recipe.losses import ValueLoss
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.recipe.regularisers import ValueLoss
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig

@@ -17,15 +17,13 @@ from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
 from genrl.vlm.methods.extras import degraded_prompts
 from genrl.vlm.methods.policy_loss import recipe_loss, sampler_figures
-from genrl.vlm.methods.sharing import Update
-from genrl.vlm.methods.updates import update
+from genrl.vlm.methods.updates import Asked, Update, token_tensors, update
 from genrl.vlm.policies.contract import Estimating
+from genrl.vlm.policies.folder import idle_pass
 from genrl.vlm.policies.policy import Encoded, Policy, Replay, dtype_of
-from genrl.vlm.policies.shards import idle_pass
+from genrl.vlm.recipe.losses import Perception
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.recipe.regularisers import Perception
-from genrl.vlm.rollout.recorded import Asked, token_tensors
 from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.run import AnswersRun
 
@@ -111,7 +109,7 @@ def annealed(preset: Preset, iteration: int, iterations: int) -> Preset:
         return preset
     factor = matching.cosine(iteration, initial=1.0, final=0.0, total_steps=iterations)
     changed = [
-        regulariser.model_copy(update={"gamma": regulariser.gamma * factor})
+        regulariser.model_copy(update={"coefficient": regulariser.coefficient * factor})
         if isinstance(regulariser, Perception)
         else regulariser
         for regulariser in preset.regularisers

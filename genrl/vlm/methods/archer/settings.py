@@ -58,7 +58,7 @@ class ArCHer(VLMMethod):
     """The critic."""
     memory: Count = 4096
     """Turns that are kept to learn from, of all processes."""
-    batch: Count = 64
+    batch_size: Count = 64
     """Turns of a step, of the critic's and of the policy's, over all processes."""
     updates: Count = 1
     """Steps of the policy in an iteration; before each, its utterances are sampled anew."""
@@ -72,7 +72,7 @@ class ArCHer(VLMMethod):
 
     def shared(self, config: VLMConfig) -> Shared:
         assert config.environment is not None
-        return Shared("environment.parallel", config.environment.parallel, ("trainer.batch", self.batch))
+        return Shared("environment.parallel", config.environment.parallel, ("trainer.batch_size", self.batch_size))
 
     def iteration(self, config: VLMConfig) -> Iterator[Row]:
         place = config.environment
@@ -80,14 +80,14 @@ class ArCHer(VLMMethod):
         remark = f"{place.parallel} episodes x {place.steps}, {place.name}"
         yield from sampled(config, "steps", place.parallel * place.steps, remark)
         number = self.critic.updates + self.updates
-        yield "updates", f"{number:,}", f"{self.critic.updates} of the critic, {self.batch} turns each"
-        yield "further answers", f"{number * self.batch:,}", "what the policy says now, to remembered turns"
+        yield "updates", f"{number:,}", f"{self.critic.updates} of the critic, {self.batch_size} turns each"
+        yield "further answers", f"{number * self.batch_size:,}", "what the policy says now, to remembered turns"
 
     def problems(self, config: VLMConfig) -> Iterator[Finding]:
         if config.distributed.fsdp:
             yield ("distributed.fsdp", "trainer.algorithm"), "archer was not tried in shards; write false"
-        if config.generation.engine == "vllm":
-            text = "the model itself answers remembered turns, whose pictures vLLM would need; write transformers"
-            yield ("generation.engine", "trainer.algorithm"), text
+        if config.generation.vllm is not None:
+            text = "the model itself answers remembered turns, whose pictures vLLM would need; write null"
+            yield ("generation.vllm", "trainer.algorithm"), text
         if self.fit_batch:
-            yield ("trainer.fit_batch",), "its passes have trainer.batch turns; write a smaller batch, and false"
+            yield ("trainer.fit_batch",), "its passes have trainer.batch_size turns; write a smaller batch, and false"

@@ -30,11 +30,10 @@ from genrl.vlm.episodes.critic import ValueHead
 from genrl.vlm.episodes.episodes import Walk
 from genrl.vlm.episodes.run import Actor, EpisodesRun
 from genrl.vlm.methods.archer.settings import ArCHer
-from genrl.vlm.methods.updates import NORMS, check_on_policy
+from genrl.vlm.methods.updates import NORMS, Asked, check_on_policy
 from genrl.vlm.policies.policy import Encoded, Policy, dtype_of
 from genrl.vlm.policies.processor import Parts, Prompt
 from genrl.vlm.policies.processor import Turn as Spoken
-from genrl.vlm.rollout.recorded import Asked
 
 LOSSES = ("loss/q", "loss/v", "loss/policy")
 
@@ -185,7 +184,7 @@ def learn(run: EpisodesRun, settings: ArCHer, memory: Turns) -> dict[str, float]
     loop.phase("training", len(kinds), len(kinds))
     with loop.timed("train"):
         for number, kind in enumerate(kinds):
-            turns = memory.drawn(settings.batch, generator(run.config.seed, "turns", loop.iteration, number))
+            turns = memory.drawn(settings.batch_size, generator(run.config.seed, "turns", loop.iteration, number))
             meter.note(step(run, settings, turns, number, kind))
             if kind == "critic":
                 critic.follow(settings.critic.follow)

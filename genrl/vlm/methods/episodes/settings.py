@@ -14,9 +14,9 @@ from genrl.config.section import Count, Positive, Section, Whole
 from genrl.vlm.config.metrics import ACTED
 from genrl.vlm.config.schema import Row, Shared, sampled
 from genrl.vlm.recipe.advantages import CriticAdvantage
+from genrl.vlm.recipe.losses import ValueLoss
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.recipe.preset import Preset
-from genrl.vlm.recipe.regularisers import ValueLoss
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig

@@ -12,15 +12,13 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter
 from genrl.vlm.common import Estimated
 from genrl.vlm.engines.generation import uses_engine
-from genrl.vlm.episodes.rows import laid
+from genrl.vlm.episodes.critic import laid
 from genrl.vlm.episodes.run import Acted, Actor, EpisodesRun
 from genrl.vlm.methods.episodes.settings import Critic, Episodes
 from genrl.vlm.methods.policy_loss import recipe_loss, sampler_figures
-from genrl.vlm.methods.sharing import Update
-from genrl.vlm.methods.updates import update
+from genrl.vlm.methods.updates import Asked, Update, token_tensors, update
+from genrl.vlm.policies.folder import idle_pass
 from genrl.vlm.policies.policy import dtype_of
-from genrl.vlm.policies.shards import idle_pass
-from genrl.vlm.rollout.recorded import Asked, token_tensors
 
 
 def train(run: EpisodesRun, settings: Episodes) -> None:

@@ -21,12 +21,12 @@ from torch.nn.utils.rnn import pad_sequence
 from genrl.objectives.preferences import preference_loss
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Results, descend, summed
-from genrl.runtime.show.intervals import wilson
+from genrl.runtime.show.compare.statistics import wilson
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.music_preference.settings import MusicPreference
+from genrl.vlm.methods.updates import Asked
 from genrl.vlm.policies.contract import left_padded
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks import Row, Split
 from genrl_rewards.models.musicgen import fewest, read_wav

@@ -19,7 +19,6 @@ class MusicRL(VLMMethod):
     iteration."""
 
     title: ClassVar[str] = "MusicRL"
-    with_heads: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "grad_norm/baseline": MetricDoc(
             "norm of the gradient of MusicRL's value function, before clipping", "As `grad_norm`."
@@ -35,7 +34,7 @@ class MusicRL(VLMMethod):
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset({"ref"})
+        return frozenset({"ref", "heads"})
 
     @property
     def rows_per_pass(self) -> int | None:

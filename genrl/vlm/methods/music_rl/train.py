@@ -24,10 +24,9 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Results, descend, summed
 from genrl.vlm.common import Headed, check_gap
 from genrl.vlm.methods.music_rl.settings import MusicRL
-from genrl.vlm.methods.sharing import updates_of
+from genrl.vlm.methods.updates import Asked, updates_of
 from genrl.vlm.policies.codes import CodePolicy
 from genrl.vlm.policies.music_tokens import MusicPolicy
-from genrl.vlm.rollout.recorded import Asked
 from genrl.vlm.rollout.rollout import Answers, totals
 from genrl.vlm.run import AnswersRun
 

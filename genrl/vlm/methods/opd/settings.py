@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Count, NonNegative, Positive, Section, Text
+from genrl.config.section import Count, NonNegative, Section, Text
 from genrl.vlm.config.schema import Row
 from genrl.vlm.methods.answers.settings import Answers
-from genrl.vlm.recipe.choice import Factor
+from genrl.vlm.recipe import Factor
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PresetName
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
 
+ROUTE = "teacher"
+"""Column of the questions that names the teacher of each, where there are several."""
 LEAST = 0.01
 """Smallest beta of GKD's distance that is no KL: below it the distance vanishes with beta, it is not the forward KL."""
 
@@ -26,7 +28,7 @@ class Teacher(Section):
     """One who says how likely the model's answers would have been."""
 
     name: Text = "teacher"
-    """What the column `route` calls it."""
+    """What the column `teacher` calls it."""
     path: Text | None = None
     """A model with the same tokens, a folder or a hub id; null = the model before training."""
     prompt: Text = "{question}"
@@ -58,9 +60,7 @@ class LanguageOPD(Answers):
     preset: PresetName = "dapo"
     """The method whose surrogate and mean over tokens are used; the functions below are null = as it has them."""
     teachers: tuple[Teacher, ...] = (Teacher(),)
-    """Who teaches; all have the model's tokens."""
-    route: Text | None = None
-    """Column that names each question's teacher; null = there is one alone."""
+    """Who teaches; all have the model's tokens. Of several, the column `teacher` names that of each question."""
     estimator: Literal["sampled", "distribution"] = "sampled"
     """The gap of log-probabilities of each sampled token as its advantage (policy gradient of the reverse KL), or a
     distance of whole distributions in the loss."""
@@ -69,10 +69,9 @@ class LanguageOPD(Answers):
     top: Count | None = 32
     """Distributions are those of so many tokens, the model's likeliest (with beta below .5 the teacher's), and of all
     others together; null = all tokens."""
-    coef: Positive = 1.0
-    """Weight of the gap, or of the distance."""
     reward_coef: NonNegative = 0.0
-    """Factor of the preset's advantages of the rewards, which are only watched at 0."""
+    """Factor of the preset's advantages of the rewards, which are only watched at 0. That of the gap, or of the
+    distance, is 1."""
 
     @property
     def name(self) -> str:
@@ -91,9 +90,6 @@ class LanguageOPD(Answers):
         names = [teacher.name for teacher in self.teachers]
         if len(set(names)) < len(names) or not names:
             yield ("trainer.teachers",), f"teachers need names of their own, found {', '.join(names) or 'none'}"
-        if len(names) > 1 and self.route is None:
-            text = f"which of {len(names)} teaches a question? name a column that holds {' or '.join(names)}"
-            yield ("trainer.route", "trainer.teachers"), text
         if 0 < self.beta < LEAST or 1 - LEAST < self.beta < 1:
             yield ("trainer.beta",), f"so near to 0 or 1 the distance vanishes; write 0, 1, or {LEAST} to {1 - LEAST}"
         if preset.of_rows:

@@ -20,7 +20,7 @@ class Preference(Section):
 
     loss: PairLoss | MarkedLoss = "sigmoid"
     """sigmoid (DPO), robust, ipo, hinge, sigmoid_norm, nca_pair, apo_zero, apo_down, sppo_hard, orpo: of pairs. kto,
-    apo_zero_unpaired: of answers marked good or bad."""
+    apo_zero_unpaired: of answers whose column `label` says whether `target` is good, true or false."""
     beta: Positive = 0.1
     """How much a difference of log-probabilities from the model before training counts; of orpo, its weight."""
     smoothing: Fraction = 0.0
@@ -29,8 +29,6 @@ class Preference(Section):
     """Weight of the likelihood of the preferred answers, a mean over tokens."""
     rejected: Text = "rejected"
     """Of pairs: the answer that is worse than `target`, a column or a text with columns in braces."""
-    mark: Text = "label"
-    """Of marked answers: the column that says whether `target` is good, true or false."""
     desirable: Positive = 1.0
     """Weight of good answers."""
     undesirable: Positive = 1.0

@@ -1,4 +1,13 @@
-"""Rewards: a vision-language model as a judge, by the probability of "yes" or by a score that it writes."""
+"""Rewards: a vision-language model as a judge, by the probability of "yes", by a score that it writes, or by which of
+two pictures it finds nearer to a goal.
+
+The text of a judge's question is written in the configuration, or read from a text file or a Python constant. Some
+reward models were trained with one fixed instruction, which belongs to their authors and is not part of this package.
+It is read from the authors' own file, whose code is parsed and not run.
+
+Pairs are judged in two stages (RL-VLM-F; Wang et al. 2024, arXiv 2402.03681): the model first describes both pictures
+and compares them with respect to the goal; then it answers with one number, 0, 1 or -1. The wording is ours.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +15,56 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from PIL.Image import Image
 
-from genrl_rewards.contract import Scored, check_choice
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.contract import Scored, check_choice, nearest
+from genrl_rewards.declared import constants, parse
 from genrl_rewards.scorers.judges.vlm import VLM, Endpoint, Question, open_vlm
+
+
+def read(given: str, reward: str, *, holding: str = "") -> str:
+    """The text that `given` means: `file.txt`, `file.py:CONSTANT`, or the text itself.
+
+    `holding` is a placeholder that the text must have. Raises ValueError for a missing file, a constant that is missing
+    or is not a plain string, and a text without the placeholder.
+    """
+    path, colon, name = given.rpartition(":")
+    if colon and path.endswith(".py") and "\n" not in given:
+        text = _constant(_read(path, reward), path, name, reward)
+    elif given.endswith(".txt") and "\n" not in given:
+        text = _read(given, reward)
+    else:
+        text = given
+    if holding not in text:
+        raise ValueError(f"{reward}: the text {given[:60]!r} has no placeholder {holding}")
+    return text
+
+
+def put(text: str, place: str, prompt: str) -> str:
+    """The text with the prompt in its place; `<|` in the prompt is split, so that it cannot add a control token."""
+    return text.replace(place, prompt.replace("<|", "< |"))
+
+
+def _read(path: str, reward: str) -> str:
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(
+            f"{reward}: there is no file {path!r} with the text of the question (looked from {Path.cwd()})"
+        )
+    return file.read_text(encoding="utf-8")
+
+
+def _constant(source: str, path: str, name: str, reward: str) -> str:
+    assigned = constants(parse(source, path, f"{reward}:").body)
+    texts = {name: value for name, value in assigned.items() if isinstance(value, str)}
+    if name not in texts:
+        held = ", ".join(texts) or "none"
+        raise ValueError(f"{reward}: {path} has no string constant {name!r}.{nearest(name, texts)} It has {held}")
+    return texts[name]
+
 
 MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 MODES = ("yes_no", "score")
@@ -111,7 +163,7 @@ class Judge(AsksVLM):
 
     def __post_init__(self) -> None:
         check_choice("judge: unknown mode", self.mode, MODES)
-        self.asked = templates.read(self.question or (YES_NO if self.mode == "yes_no" else SCORE), "judge")
+        self.asked = read(self.question or (YES_NO if self.mode == "yes_no" else SCORE), "judge")
         super().__post_init__()
 
     def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
@@ -135,13 +187,13 @@ class EditJudge(AsksVLM):
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
-        self.following = templates.read(self.following, "edit_judge", holding="{prompt}")
-        self.quality = templates.read(self.quality, "edit_judge")
+        self.following = read(self.following, "edit_judge", holding="{prompt}")
+        self.quality = read(self.quality, "edit_judge")
         super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         rows = zip(source_images, pil_images, prompts, strict=True)
-        both: list[Question] = [[a, b, templates.put(self.following, "{prompt}", prompt)] for a, b, prompt in rows]
+        both: list[Question] = [[a, b, put(self.following, "{prompt}", prompt)] for a, b, prompt in rows]
         alone: list[Question] = [[picture, self.quality] for picture in pil_images]
         answers = self.vlm.answers([*both, *alone], self.max_tokens)
         places = {"Following": 0, "Keeping": 0, "Natural": len(both), "Clean": len(both)}  # label -> first answer
@@ -155,9 +207,75 @@ class EditJudge(AsksVLM):
 def about(text: str, pil_images: Sequence[Any], prompts: Sequence[str]) -> list[Question]:
     """A question for each sample: its picture, or its frames in order, and the text with its prompt."""
     rows = zip(pil_images, prompts, strict=True)
-    return [[*shown(pictures), templates.put(text, "{prompt}", prompt)] for pictures, prompt in rows]
+    return [[*shown(pictures), put(text, "{prompt}", prompt)] for pictures, prompt in rows]
 
 
 def shown(pictures: Image | list[Image]) -> list[Image]:
     """A picture, or the frames of a video, as a list."""
     return list(pictures) if isinstance(pictures, list) else [pictures]
+
+
+ANALYSIS = "{analysis}"
+
+COMPARE = """These are two pictures of the same scene at two moments, picture 0 and then picture 1. The goal is:
+<text>
+{prompt}
+</text>
+What does picture 0 show, and what does picture 1? What of it matters for the goal? In which of the two is the goal
+nearer to being achieved?"""
+ANSWER = """Somebody compared two pictures, picture 0 and picture 1, with this goal:
+<text>
+{prompt}
+</text>
+This is the comparison:
+<text>
+{analysis}
+</text>
+Is the goal nearer to being achieved in picture 0 or in picture 1? Answer with one number and nothing else: 0, 1, or -1
+if there is no difference or it cannot be told."""
+ANSWERS = {"0": 1.0, "1": 0.0, "-1": 0.5}
+
+
+@dataclass(kw_only=True, eq=False)
+class PreferenceJudge(AsksVLM):
+    """Is a goal nearer in one picture than in the other? A vision-language model's answer in two stages: 1, 0 or .5.
+
+    Pairwise: every ordered pair of a group is asked about. .5 is no preference (the model's -1); there is no score for
+    any other answer than one of the three numbers. `compare` is asked with
+    both pictures, `answer` about the answer to that, with the placeholders `{prompt}` and `{analysis}`; `model`,
+    `server`, `dtype`, `max_tokens` (of the comparison) as in `judge`.
+    """
+
+    differentiable = False
+    reward = "preference_judge"
+
+    compare: str = COMPARE
+    answer: str = ANSWER
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        self.compare = read(self.compare, "preference_judge", holding="{prompt}")
+        self.answer = read(self.answer, "preference_judge", holding=ANALYSIS)
+        super().__post_init__()
+
+    def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> list[float]:
+        both = [[*shown(pil_images[i]), *shown(pil_images[j])] for i, j in pairs]
+        goals = [prompts[i] for i, _ in pairs]
+        first: list[Question] = [
+            [*pictures, put(self.compare, "{prompt}", goal)] for pictures, goal in zip(both, goals, strict=True)
+        ]
+        analyses = self.vlm.answers(first, self.max_tokens)
+        second: list[Question] = [
+            [*pictures, put(put(self.answer, "{prompt}", goal), ANALYSIS, analysis)]
+            for pictures, goal, analysis in zip(both, goals, analyses, strict=True)
+        ]
+        return [preference(answer) for answer in self.vlm.answers(second, 8)]
+
+
+def preference(answer: str) -> float:
+    """1.0 for an answer that prefers picture 0, 0.0 for picture 1, 0.5 for neither; NaN if it is no such number alone.
+
+    Marks around the number ("0.", "**1**", "'-1'") are no part of it.
+    """
+    match = re.fullmatch(r"[\s\"'`*]*(-1|0|1)[\s\"'`*.]*", answer)
+    return ANSWERS[match[1]] if match else math.nan

@@ -3,6 +3,8 @@
 GenEval 2's Soft-TIFA (Kamath et al. 2025, arXiv 2512.16853) takes the probability of the expected answer to each
 question and their mean or geometric mean; T2I-CompBench's BLIP-VQA (Huang et al. 2023, arXiv 2307.06350) the product of
 P(yes).
+
+Questions stand with their expected answers in a row of a prompt file; `genrl check` reads them from there.
 """
 
 from __future__ import annotations
@@ -14,10 +16,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from genrl_rewards.contract import Scored, check_choice, declare
-from genrl_rewards.scorers.judges import templates
-from genrl_rewards.scorers.judges.expected import COLUMN, pairs
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import AsksVLM, shown
 from genrl_rewards.scorers.judges.vlm import Question
+
+COLUMN = "vqa_list"  # GenEval 2's
+
+
+def pairs(row: Any) -> list[tuple[str, str]]:
+    """The questions of a row and the answers expected, which are yes where a question stands alone.
+
+    Raises ValueError for an entry of another form, and for an answer that is no single word.
+    """
+    if not isinstance(row, list | tuple | None):
+        raise ValueError(f"questions are a list, found {row!r:.60}")
+    pairs_of_row = [_pair(entry) for entry in row or ()]
+    for question, answer in pairs_of_row:
+        if len(answer.split()) != 1:
+            raise ValueError(
+                f"the answer {answer!r} to {question!r:.80} is compared with the first word that a model says; expect "
+                "one word, or ask for each word of it"
+            )
+    return pairs_of_row
+
+
+def _pair(entry: Any) -> tuple[str, str]:
+    if isinstance(entry, str):
+        return entry, "yes"
+    if not isinstance(entry, list | tuple) or len(entry) != 2 or not isinstance(entry[0], str):
+        raise ValueError(f"a question is text, or a pair of text and answer, found {entry!r:.80}")
+    return entry[0], str(entry[1])
+
 
 ASKED = "{question} Answer with one word."
 
@@ -55,7 +84,7 @@ class Questions(AsksVLM):
 
     def __post_init__(self) -> None:
         check_choice("questions: unknown combine", self.combine, ("geometric", "mean", "product"))
-        self.asked = templates.read(self.asked, "questions", holding="{question}")
+        self.asked = judge.read(self.asked, "questions", holding="{question}")
         super().__post_init__()
         self.__signature__ = declare(["pil_images", self.questions])
 
@@ -68,7 +97,7 @@ class Questions(AsksVLM):
         (lists,) = column.values()
         rows = [pairs(row) for row in lists]
         questions: list[Question] = [
-            [*shown(pictures), templates.put(self.asked, "{question}", question)]
+            [*shown(pictures), judge.put(self.asked, "{question}", question)]
             for pictures, row in zip(pil_images, rows, strict=True)
             for question, _ in row
         ]

@@ -12,7 +12,7 @@ from PIL.Image import Image
 
 from genrl_rewards.contract import nearest
 from genrl_rewards.models.checkpoints import model_type, pretrained, transformers
-from genrl_rewards.scorers.objects.geneval_check import Box
+from genrl_rewards.scorers.objects.geometry import Box
 from genrl_rewards.scorers.texts.verifiable import iou_of
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from genrl_rewards.models.clip_model import ClipScorer
 from genrl_rewards.models.pixels import frames, from_pil, mean_over_frames
 from genrl_rewards.pictures import pil_list
 from genrl_rewards.scorers.objects.detection import Detector, Thing
-from genrl_rewards.scorers.objects.geneval_check import COLOURS, Box, Verdict, check
+from genrl_rewards.scorers.objects.geometry import COLOURS, Box, Verdict, check
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 CLIP = "openai/clip-vit-large-patch14"

@@ -19,11 +19,11 @@ from PIL.Image import Image, fromarray
 
 from genrl_rewards.contract import Scored, check_choice
 from genrl_rewards.models import orient_anything
-from genrl_rewards.models.lpips import lpips
 from genrl_rewards.models.pixels import from_pil
 from genrl_rewards.scorers.objects import geometry
 from genrl_rewards.scorers.objects.detection import MASKED, Detector, Thing, thing_of_mask
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES, located
+from genrl_rewards.scorers.pictures.similarity import lpips
 
 DETECTOR = "IDEA-Research/grounding-dino-tiny"
 SEGMENTER = "facebook/mask2former-swin-small-coco-instance"

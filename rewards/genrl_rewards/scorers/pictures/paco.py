@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from PIL.Image import Image
 
 from genrl_rewards.contract import Scored, declare, mean
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import AsksVLM, judged
 from genrl_rewards.scorers.judges.vlm import Question
 from genrl_rewards.scorers.pictures.grids import CONSISTENT, GridShape, cells, theme_of
@@ -59,7 +59,7 @@ class PacoGrid(AsksPaco):
     def __post_init__(self) -> None:
         self.shapes = GridShape(self.grid, "paco_grid")
         self.pairs = itertools.permutations if self.both_orders else itertools.combinations
-        self.question = templates.read(self.question, "paco_grid")
+        self.question = judge.read(self.question, "paco_grid")
         super().__post_init__()
         self.__signature__ = declare(["pil_images", "prompts", *self.shapes.columns])
 
@@ -67,7 +67,7 @@ class PacoGrid(AsksPaco):
         asked: list[list[Question]] = []
         shapes = self.shapes(grids, len(prompts))
         for picture, prompt, shape in zip(pil_images, prompts, shapes, strict=True):
-            text = templates.put(self.question, "{prompt}", theme_of(prompt))
+            text = judge.put(self.question, "{prompt}", theme_of(prompt))
             asked.append([[a, b, text] for a, b in self.pairs(cells(picture, *shape), 2)])
         answers = iter(self.vlm.yes_no([question for questions in asked for question in questions]))
         rows = [list(itertools.islice(answers, len(questions))) for questions in asked]
@@ -93,12 +93,12 @@ class PacoEdit(AsksPaco):
 
     def __post_init__(self) -> None:
         texts = self.kept, self.followed
-        self.questions = [templates.read(text, "paco_edit", holding="{prompt}") for text in texts]
+        self.questions = [judge.read(text, "paco_edit", holding="{prompt}") for text in texts]
         super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], source_images: list[Image]) -> Scored:
         questions: list[Question] = [
-            [source, picture, templates.put(question, "{prompt}", prompt)]
+            [source, picture, judge.put(question, "{prompt}", prompt)]
             for question in self.questions
             for source, picture, prompt in zip(source_images, pil_images, prompts, strict=True)
         ]
@@ -120,11 +120,11 @@ class PacoGroup(AsksPaco):
     question: str = CONSISTENT
 
     def __post_init__(self) -> None:
-        self.question = templates.read(self.question, "paco_group")
+        self.question = judge.read(self.question, "paco_group")
         super().__post_init__()
 
     def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> Scored:
         questions: list[Question] = [
-            [pil_images[i], pil_images[j], templates.put(self.question, "{prompt}", prompts[i])] for i, j in pairs
+            [pil_images[i], pil_images[j], judge.put(self.question, "{prompt}", prompts[i])] for i, j in pairs
         ]
         return judged(self.vlm, questions)

@@ -28,7 +28,7 @@ from genrl_rewards.models.checkpoints import (
     transformers,
 )
 from genrl_rewards.models.pixels import in_batches
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import shown
 from genrl_rewards.scorers.judges.vlm import Question, QwenInputs
 
@@ -160,7 +160,7 @@ class HPSv3:
         dtype: str = "bfloat16",
         device: str = "cpu",
     ):
-        self.instruction = templates.read(instruction, "hpsv3", holding=PLACE)
+        self.instruction = judge.read(instruction, "hpsv3", holding=PLACE)
         file = find(model, ["HPSv3.safetensors"], "hpsv3")
         self.scorer = RewardHead(base, file, ["rm_head."], dtype, device, "hpsv3")
         self.to = self.scorer.to
@@ -168,7 +168,7 @@ class HPSv3:
     def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:
         rows = [shown(pictures) for pictures in pil_images]
         questions: list[Question] = [
-            [picture, templates.put(self.instruction, PLACE, prompt) + CLOSING]
+            [picture, judge.put(self.instruction, PLACE, prompt) + CLOSING]
             for row, prompt in zip(rows, prompts, strict=True)
             for picture in row
         ]
@@ -201,7 +201,7 @@ class EditReward:
         dtype: str = "bfloat16",
         device: str = "cpu",
     ):
-        self.texts = [templates.read(text, "editreward", holding=PLACE) for text in (following, quality)]
+        self.texts = [judge.read(text, "editreward", holding=PLACE) for text in (following, quality)]
         file = find(model, ["model.safetensors", "model.pth"], "editreward")
         prefixes = ["rm_heads.head_0.", "rm_heads.head_1."]
         self.scorer = RewardHead(base, file, prefixes, dtype, device, "editreward")
@@ -211,7 +211,7 @@ class EditReward:
         means = []
         for which, text in enumerate(self.texts):
             rows = zip(source_images, pil_images, prompts, strict=True)
-            questions: list[Question] = [[a, b, templates.put(text, PLACE, p) + CLOSING] for a, b, p in rows]
+            questions: list[Question] = [[a, b, judge.put(text, PLACE, p) + CLOSING] for a, b, p in rows]
             means.append(self.scorer.scores(questions, which)[:, 0])
         scores = torch.stack(means).mean(0)
         return scores.tolist(), {"following": means[0].tolist(), "quality": means[1].tolist()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from genrl_rewards.contract import Scored, check_choice
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import AsksVLM, about, parse_score
 
 MODEL = "CodeGoat24/UnifiedReward-qwen-7b"
@@ -50,7 +50,7 @@ class UnifiedReward(AsksVLM):
 
     def __post_init__(self) -> None:
         check_choice("unifiedreward: unknown scores", self.scores, TOKENS)
-        self.question = templates.read(self.question, "unifiedreward", holding="{prompt}")
+        self.question = judge.read(self.question, "unifiedreward", holding="{prompt}")
         super().__post_init__()
 
     def __call__(self, pil_images: list[Any], prompts: list[str]) -> Scored:

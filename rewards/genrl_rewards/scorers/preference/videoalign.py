@@ -18,7 +18,7 @@ from PIL.Image import Image
 from genrl_rewards.contract import Scored
 from genrl_rewards.models.checkpoints import check_type, find, qwen_pictures, read_weights, torch_dtype
 from genrl_rewards.models.qwen_video import LEAST_PIXELS, chosen, patches, tokens
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import shown
 from genrl_rewards.scorers.preference.reward_head import PLACE, filled_backbone, tokens_of
 
@@ -80,7 +80,7 @@ class VideoAlign:
             raise ValueError(f"videoalign: part must be overall, {', '.join(PARTS.values())}; found {part!r}")
         if not fps > 0:
             raise ValueError(f"videoalign: fps must be above 0, found {fps}")
-        self.instruction = templates.read(instruction, "videoalign", holding=PLACE)
+        self.instruction = judge.read(instruction, "videoalign", holding=PLACE)
         if missing := [token for token in TOKENS if self.instruction.count(token) != 1]:
             raise ValueError(f"videoalign: the text {instruction[:60]!r} does not have {missing[0]} just once")
         self.fps, self.part = fps, part
@@ -116,7 +116,7 @@ class VideoAlign:
     def _ratings(self, video: list[Image], prompt: str) -> torch.Tensor:
         """The head's outputs at the three tokens, float32 [3] on the CPU."""
         pixels, grid = patches(self.images, [video[k] for k in chosen(len(video), self.fps, self.wanted, "videoalign")])
-        text, device = templates.put(self.instruction, PLACE, prompt), self.model.device
+        text, device = judge.put(self.instruction, PLACE, prompt), self.model.device
         ids = tokens(self.tokenizer, text, int(grid.prod()) // self.images.merge_size**2, "videoalign").to(device)
         hidden = self.model(
             input_ids=ids,

@@ -17,7 +17,7 @@ from PIL.Image import Image
 from genrl_rewards.contract import Scored, check_choice
 from genrl_rewards.models.checkpoints import pretrained, qwen_pictures, tokenizer_of, torch_dtype, transformers
 from genrl_rewards.models.qwen_video import LEAST_PIXELS, MOST_PIXELS, PAD, chosen, patches, tokens
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import shown
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class VideoScore2:
         check_choice("videoscore2: unknown part", part, ("overall", *LABELS))
         if not fps > 0:
             raise ValueError(f"videoscore2: fps must be above 0, found {fps}")
-        self.question = templates.read(question, "videoscore2", holding="{prompt}")
+        self.question = judge.read(question, "videoscore2", holding="{prompt}")
         self.fps, self.part, self.max_tokens = fps, part, max_tokens
         architecture, precision = transformers.Qwen2_5_VLForConditionalGeneration, torch_dtype(dtype, "videoscore2")
         loaded = pretrained(architecture, model, types=("qwen2_5_vl",), reward="videoscore2", dtype=precision)
@@ -129,7 +129,7 @@ class VideoScore2:
         """The soft scores in the order of LABELS, NaN for one that is not written."""
         frames = [video[k] for k in chosen(len(video), self.fps, WANTED, "videoscore2", down=True)]
         pixels, grid = patches(self.images, frames)
-        text, device = templates.put(self.question, "{prompt}", prompt), self.model.device
+        text, device = judge.put(self.question, "{prompt}", prompt), self.model.device
         ids = tokens(self.tokenizer, text, int(grid.prod()) // self.images.merge_size**2, "videoscore2").to(device)
         digits = Digits(self.digits)
         written = self.model.generate(

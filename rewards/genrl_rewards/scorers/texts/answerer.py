@@ -1,19 +1,64 @@
 """Rewards of written answers that need more than a comparison with an expected text: what a frozen model answers from
-the chosen frames, whether reasoning and answer agree, and what a judge says about a text."""
+the chosen frames, whether reasoning and answer agree, and what a judge says about a text.
+
+Ask a language model about texts: a local transformers model, or any OpenAI-compatible server, as
+`genrl_rewards.scorers.judges.vlm` does about pictures.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from genrl_rewards.contract import check_choice
-from genrl_rewards.scorers.judges import templates
+from genrl_rewards.models.checkpoints import model_type, pretrained, tokenizer_of, torch_dtype, transformers
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import MODES, judged
-from genrl_rewards.scorers.judges.lm import open_lm
-from genrl_rewards.scorers.judges.vlm import Endpoint, Question, open_vlm
+from genrl_rewards.scorers.judges.vlm import VLM, Endpoint, Inputs, LocalModel, Question, open_vlm, sees
 from genrl_rewards.scorers.texts.expected import numbers_in
 from genrl_rewards.scorers.texts.verifiable import answer_in, exact, tag_format
+
+logger = logging.getLogger(__name__)
+
+
+def open_lm(model: str, server: Endpoint, dtype: str, device: str, reward: str) -> VLM:
+    """The model of that name on a server, or else the local model of that hub id or folder, which may be one for
+    pictures, too. Questions are pieces of text."""
+    if server is not None or sees(model_type(model, reward)):
+        return open_vlm(model, server, dtype, device, reward)
+    return LocalLM(model, dtype, device, reward)
+
+
+class LocalLM(LocalModel):
+    """A transformers causal language model with a chat template.
+
+    Raises ValueError for a checkpoint of another kind, with missing weights, or without a chat template.
+    """
+
+    def __init__(self, model: str, dtype: str = "bfloat16", device: str = "cpu", reward: str = "lm"):
+        kind = model_type(model, reward)
+        if kind not in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise ValueError(f"{reward}: {model!r} is a {kind!r} model, which answers no questions")
+        architecture, precision = transformers.AutoModelForCausalLM, torch_dtype(dtype, reward)
+        loaded = pretrained(architecture, model, types=(), reward=reward, dtype=precision).to(device)
+        # On the left, so that the last position of every row is the one that the answer begins at.
+        tokenizer: Any = tokenizer_of(model, reward, padding_side="left")
+        if tokenizer.chat_template is None:
+            raise ValueError(f"{reward}: {model!r} has no chat template to ask questions with")
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+
+        def prepare(questions: Sequence[Question]) -> Inputs:
+            chats = [[{"role": "user", "content": "\n".join(map(str, question))}] for question in questions]
+            texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in chats]
+            # The chat template has written the beginning of the text already.
+            return dict(tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt"))
+
+        super().__init__(loaded, tokenizer, prepare)
+        logger.info("LM %s (%s, %s)", model, kind, dtype)
+
 
 JUDGED = """A question and an answer to it are between the markers.
 <question>
@@ -101,7 +146,7 @@ class Consistent:
         dtype: str = "bfloat16",
         device: str = "cpu",
     ):
-        self.question = templates.read(question, "consistent", holding="{completion}")
+        self.question = judge.read(question, "consistent", holding="{completion}")
         self.judge = None if model is None else open_lm(model, server, dtype, device, "consistent")
 
     def to(self, device: str) -> None:
@@ -151,7 +196,7 @@ class TextJudge:
         check_choice("text_judge: unknown mode", mode, MODES)
         self.mode, self.max_tokens = mode, max_tokens
         default = YES_NO if mode == "yes_no" else SCORE
-        self.question = templates.read(question or default, "text_judge", holding="{completion}")
+        self.question = judge.read(question or default, "text_judge", holding="{completion}")
         self.lm = open_lm(model, server, dtype, device, "text_judge")
         self.to = self.lm.to
 
@@ -177,7 +222,7 @@ class Rubric:
         dtype: str = "bfloat16",
         device: str = "cpu",
     ):
-        self.question = templates.read(question, "rubric", holding="{criterion}")
+        self.question = judge.read(question, "rubric", holding="{criterion}")
         self.lm = open_lm(model, server, dtype, device, "rubric")
         self.to = self.lm.to
 
@@ -186,7 +231,7 @@ class Rubric:
     ) -> list[float]:
         points = [points_of(rows) for rows in rubric]
         questions = [
-            [filled(templates.put(self.question, "{criterion}", str(one["criterion"])), prompt, completion)]
+            [filled(judge.put(self.question, "{criterion}", str(one["criterion"])), prompt, completion)]
             for prompt, completion, rows in zip(prompts, completions, rubric, strict=True)
             for one in rows
         ]
@@ -214,5 +259,5 @@ def filled(question: str, prompt: str, completion: str) -> str:
     """The question with prompt and completion in their places. A completion quotes a model: it cannot add a placeholder
     or a control token of its own."""
     before, place, after = question.partition("{completion}")
-    parts = [templates.put(part, "{prompt}", prompt) for part in (before, after)]
-    return f"{parts[0]}{templates.put(place, '{completion}', completion)}{parts[1]}"
+    parts = [judge.put(part, "{prompt}", prompt) for part in (before, after)]
+    return f"{parts[0]}{judge.put(place, '{completion}', completion)}{parts[1]}"

@@ -16,7 +16,7 @@ _SAID = re.compile(r"\\[A-Za-z]+|\d|[A-Za-z]")
 
 
 def read(formula: str) -> list[object]:
-    """What a formula of `formulas.written` may mean, the most probable first; nothing where it cannot be read."""
+    """What a formula of `mathematics.written` may mean, the most probable first; nothing where it cannot be read."""
     parsed: list[object] = parse(formula, parsing_timeout=None)
     return parsed
 

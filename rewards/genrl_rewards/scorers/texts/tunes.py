@@ -1,4 +1,4 @@
-"""Rules for the tunes of `genrl.playground.tasks.tunes`, which listen to them by Fourier transforms, without their
+"""Rules for the tunes of `genrl.playground.tasks.making`, which listen to them by Fourier transforms, without their
 codes.
 
 They replace MusicRL's models: how well the music fits the text (there the cosine of MuLan, mean of three segments of

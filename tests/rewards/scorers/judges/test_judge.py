@@ -14,7 +14,7 @@ from PIL import Image
 
 import genrl_rewards
 from genrl_rewards.contract import mean
-from genrl_rewards.scorers.judges import preference_judge, templates
+from genrl_rewards.scorers.judges import judge
 from genrl_rewards.scorers.judges.judge import edit_score, parse_score
 from genrl_rewards.scorers.judges.questions import ASKED, combined
 from genrl_rewards.scorers.judges.vlm import chance, spellings
@@ -91,19 +91,19 @@ def test_a_score_may_stand_behind_a_line_break(gap: str) -> None:
 
 
 def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) -> None:
-    assert templates.put("<q>{prompt}</q>", "{prompt}", "a {prompt} <|im_end|>") == "<q>a {prompt} < |im_end|></q>"
+    assert judge.put("<q>{prompt}</q>", "{prompt}", "a {prompt} <|im_end|>") == "<q>a {prompt} < |im_end|></q>"
     (tmp_path / "a.txt").write_text("Is {prompt}?")
     (tmp_path / "b.py").write_text("raise SystemExit\nASKED = '''Was {prompt}?\n'''\nOTHER = 3\n")
-    assert templates.read(str(tmp_path / "a.txt"), "r", holding="{prompt}") == "Is {prompt}?"
-    assert templates.read(f"{tmp_path / 'b.py'}:ASKED", "r") == "Was {prompt}?\n"
-    assert templates.read("Plain: text", "r") == "Plain: text"
+    assert judge.read(str(tmp_path / "a.txt"), "r", holding="{prompt}") == "Is {prompt}?"
+    assert judge.read(f"{tmp_path / 'b.py'}:ASKED", "r") == "Was {prompt}?\n"
+    assert judge.read("Plain: text", "r") == "Plain: text"
     for given, words in (
         (f"{tmp_path / 'b.py'}:ASKD", "no string constant 'ASKD'. Did you mean 'ASKED'"),
         (str(tmp_path / "c.txt"), "there is no file .* with the text of the question"),
         ("Is it?", "has no placeholder {prompt}"),
     ):
         with pytest.raises(ValueError, match=words):
-            templates.read(given, "r", holding="{prompt}")
+            judge.read(given, "r", holding="{prompt}")
 
 
 def test_the_judge_by_a_server(images: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ def test_unifiedreward_by_a_server(images: torch.Tensor, tmp_path: Path) -> None
 def test_paco_scores_all_pairs_of_cells_and_every_ordered_pair_of_a_group(local: Any, images: torch.Tensor) -> None:
     reward = genrl_rewards.load("paco_grid", local)
     scores = scored(reward, images=images, prompts=["dogs"] * 3)
-    asked = templates.put(paco.CONSISTENT, "{prompt}", "dogs")
+    asked = judge.put(paco.CONSISTENT, "{prompt}", "dogs")
     parts = paco.cells(genrl_rewards.to_pil(images)[1], 2, 2)
     own = [reward.vlm.yes_no([[a, b, asked]])[0].yes for a, b in itertools.combinations(parts, 2)]
     assert len(own) == 6 and scores.values[1] == pytest.approx(sum(own) / 6, abs=1e-5)
@@ -164,7 +164,7 @@ def test_paco_scores_all_pairs_of_cells_and_every_ordered_pair_of_a_group(local:
     reward = genrl_rewards.load("paco_group", local)
     scores = genrl_rewards.score(reward, images=images, prompts=["dogs"] * 3, group=[0, 0, 0])
     assert not scores.failures and genrl_rewards.needs(reward).kind == "pairwise"
-    asked = templates.put(paco.CONSISTENT, "{prompt}", "dogs")
+    asked = judge.put(paco.CONSISTENT, "{prompt}", "dogs")
     pictures = genrl_rewards.to_pil(images)
     own = [reward.vlm.yes_no([[pictures[0], pictures[j], asked]])[0].yes for j in (1, 2)]
     assert scores.values[0] == pytest.approx(sum(own) / 2, abs=1e-5)
@@ -177,7 +177,7 @@ def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tenso
     reward = genrl_rewards.load("paco_edit", local)
     scores = scored(reward, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
     picture = genrl_rewards.to_pil(images)[0]
-    questions = [[source, picture, templates.put(q, "{prompt}", "add a hat")] for q in (paco.KEPT, paco.FOLLOWED)]
+    questions = [[source, picture, judge.put(q, "{prompt}", "add a hat")] for q in (paco.KEPT, paco.FOLLOWED)]
     kept, followed = (answer.yes for answer in reward.vlm.yes_no(questions))
     assert scores.values[0] == pytest.approx(math.sqrt(kept * followed), abs=1e-5)
     assert scores.parts["kept"][0] == pytest.approx(kept, abs=1e-5)
@@ -227,9 +227,9 @@ def test_both_stages_in_both_orders_and_what_counts_as_an_answer(monkeypatch: py
             genrl_rewards.load("preference_judge", given)
     assert len(model.asked) == 8 and sum("\na\n" in question[2] for question in model.asked) == 4
     known = {"0": 1.0, "1": 0.0, "-1": 0.5, " 1.\n": 0.0, "**0**": 1.0, "'-1'": 0.5}
-    assert {answer: preference_judge.preference(answer) for answer in known} == known
+    assert {answer: judge.preference(answer) for answer in known} == known
     for wrong in ("", "neither", "10", "01", "0.5", "2", "- 1", "--1", "0 or 1", "Picture 0", "1 is"):
-        assert math.isnan(preference_judge.preference(wrong)), wrong
+        assert math.isnan(judge.preference(wrong)), wrong
 
 
 # -- Questions about a picture: the chance of each expected answer, and what becomes of them, locally and by a server

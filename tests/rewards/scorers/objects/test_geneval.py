@@ -16,7 +16,7 @@ from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, State, render, 
 from genrl_rewards.scorers.objects import tabletop
 from genrl_rewards.scorers.objects.detection import Detector, Thing, merged
 from genrl_rewards.scorers.objects.geneval import OUTSIDE, ColourClassifier, crop
-from genrl_rewards.scorers.objects.geneval_check import COLOURS, Box, check, relations
+from genrl_rewards.scorers.objects.geometry import COLOURS, Box, check, relations
 from genrl_rewards.scorers.texts.verifiable import iou_of
 from tests.rewards import tiny_detectors
 from tests.rewards.asking import refused, scored
@@ -189,7 +189,7 @@ def test_colours_are_those_of_the_table_and_what_it_cannot_judge_has_no_score() 
     assert all(math.isnan(value) for value in scores(state, ["open the drawer", "put the pink block in the left zone"]))
     empty = np.full((32, 32, 3), 230, dtype=np.uint8)
     assert math.isnan(tabletop.progress(empty, "touch the red block"))
-    drawn = importlib.import_module("genrl.playground.minitable.render")  # the package has a function of that name
+    drawn = importlib.import_module("genrl.playground.minitable.env")  # the package has a function of that name
     assert tuple(tabletop.COLOURS.values()) == drawn._DISC_COLOURS and tabletop.VIEW == drawn.VIEW
     assert (drawn._OPEN, drawn._CLOSED) == (tabletop.OPEN, tabletop.CLOSED)
     assert tuple(tabletop.COLOURS) == task.COLOURS and tuple(tabletop.ZONES) == task.ZONES

@@ -18,7 +18,7 @@ from genrl.playground.shapes import Thing as Drawn
 from genrl_rewards.models.orient_anything import Orientation
 from genrl_rewards.scorers.objects import geometry
 from genrl_rewards.scorers.objects.detection import Thing
-from genrl_rewards.scorers.objects.geneval_check import Box
+from genrl_rewards.scorers.objects.geometry import Box
 from genrl_rewards.scorers.objects.shapes import PALETTE, outline
 from genrl_rewards.scorers.objects.spatial_edit import ShapeDetector, crop
 from tests.rewards import tiny_detectors, tiny_orient

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 import genrl_rewards
-from genrl_rewards.scorers.judges.lm import LocalLM, open_lm
 from genrl_rewards.scorers.judges.vlm import Answer
 from genrl_rewards.scorers.texts import answerer, novelty
+from genrl_rewards.scorers.texts.answerer import LocalLM, open_lm
 from genrl_rewards.scorers.texts.completions import load_text, score_completions
 from tests.golden_cases import Arrays
 from tests.rewards import chat_server, tiny_vlm

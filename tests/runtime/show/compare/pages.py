@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from genrl.runtime.show.compare.media import Media, encode
-from genrl.runtime.show.compare.page import Page, Pair
+from genrl.runtime.show.compare.page import Media, Page, Pair, encode
 
 MODELS = {"a": {"name": "model-before"}, "b": {"name": "model-after"}, "prompts": "some.txt", "seed": 0}
 

@@ -14,8 +14,16 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.runtime.show.compare.media import encode
-from genrl.runtime.show.compare.page import LARGEST_PAGE, MOST_PAIRS, Page, Pair, check_pairs, check_size, key_path
+from genrl.runtime.show.compare.page import (
+    LARGEST_PAGE,
+    MOST_PAIRS,
+    Page,
+    Pair,
+    check_pairs,
+    check_size,
+    encode,
+    key_path,
+)
 from genrl.runtime.show.compare.votes import read
 from tests.browser import chromium
 from tests.runtime.show.compare import pages

@@ -13,8 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-from genrl.runtime.show.pages.live import Live, names
-from genrl.runtime.show.pages.server import Server
+from genrl.runtime.show.pages.live import Live, Server, names
 from tests.browser import chromium
 from tests.runtime.show.pages.folders import beat, log, make, samples
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from genrl.runtime.folder.run import read_metrics, truncate_metrics, write_atomic
-from genrl.runtime.show.pages.followed import Followed
-from genrl.runtime.show.pages.state import pace, state_of, warnings
+from genrl.runtime.show.pages.state import Followed, pace, state_of, warnings
 from tests.runtime.show.pages.folders import beat, log, make
 
 

@@ -17,7 +17,7 @@ from genrl.cli.app import app
 from genrl.vlm.common import Estimated
 from genrl.vlm.environments.hosts import Outcome, Say
 from genrl.vlm.episodes import episodes
-from genrl.vlm.episodes.rows import Rows
+from genrl.vlm.episodes.critic import Rows
 from genrl.vlm.episodes.run import Acted, EpisodesRun
 from genrl.vlm.methods.episodes.train import learn
 from genrl.vlm.policies.policy import Policy

@@ -31,7 +31,7 @@ CRITIC = {"hidden": [8], "updates": 2, "warmup": 0}
 
 def config(place: Path, trainer: dict[str, Any] | None = None, **changes: Any) -> VLMConfig:
     """Four slots of three steps in which every answer is paid by its length."""
-    own = {"algorithm": "archer", "critic": CRITIC, "batch": 6, "memory": 20, **(trainer or {})}
+    own = {"algorithm": "archer", "critic": CRITIC, "batch_size": 6, "memory": 20, **(trainer or {})}
     return agent_runs.config(place, "vl_dac", trainer=own, **changes)
 
 
@@ -71,11 +71,11 @@ def test_a_turn_knows_what_followed_and_the_memory_forgets_the_oldest(tmp_path: 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     """A batch has a turn for every process; a memory that was read from a checkpoint has no pictures to send."""
-    with pytest.raises(ConfigError, match="generation.engine, trainer.algorithm"):
-        config(tmp_path, generation={"engine": "vllm"})
-    settings = config(tmp_path, {"batch": 2})
+    with pytest.raises(ConfigError, match="generation.vllm, trainer.algorithm"):
+        config(tmp_path, generation={"vllm": {}})
+    settings = config(tmp_path, {"batch_size": 2})
     check_processes(settings, 2)
-    with pytest.raises(ValueError, match="trainer.batch: 2 is less than one for each of 4 processes"):
+    with pytest.raises(ValueError, match="trainer.batch_size: 2 is less than one for each of 4 processes"):
         check_processes(settings, 4)
 
 

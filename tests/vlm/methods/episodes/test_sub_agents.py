@@ -117,7 +117,7 @@ def test_episodes_of_older_weights_are_one_run_wherever_it_stops(tmp_path: Path)
 
 
 def test_a_server_samples_no_episodes_ahead(tmp_path: Path) -> None:
-    generation = {"staleness": 1, "engine": "vllm", "vllm": {"url": "http://localhost:1"}}
+    generation = {"staleness": 1, "vllm": {"url": "http://localhost:1"}}
     with pytest.raises(ConfigError, match="samples answers ahead, not episodes"):
         crops(tmp_path, generation=generation, iterations=2)
 
@@ -150,7 +150,7 @@ class Dies:
 @pytest.mark.slow
 def test_what_dies_in_a_step_or_over_its_picture_is_lost_and_the_others_are_filmed_to_the_end(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
-    place = {"name": f"{tmp_path / 'dies.py'}:Dies", "parallel": 3, "steps": 3, "processes": True}
+    place = {"name": f"{tmp_path / 'dies.py'}:Dies", "parallel": 3, "steps": 3, "timeout_s": 60.0}
     fates = [derive_seed("held out", number) % SEEDS % 3 for number in range(20)]
     numbers = [fates.index(fate) for fate in (0, 1, 2)]
     with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", environment=place)) as run:

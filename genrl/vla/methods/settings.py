@@ -1,4 +1,5 @@
-"""The clipped surrogate's keys, what they refuse, and what its methods begin with."""
+"""What the settings of several methods share: the keys of the clipped surrogate with what they refuse, and what methods
+that learn from data refuse."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pydantic import Field
 
 from genrl.config.errors import Finding
 from genrl.config.section import Count, Flag, Fraction, Margin, NonNegative, Positive, Range, Share
+from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import Row, VLAMethod
 
 if TYPE_CHECKING:
@@ -25,10 +27,9 @@ class Update(VLAMethod):
     """What has its own ratio: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""
     reduction: Literal["sum", "mean"] = "sum"
     """Log-densities of the numbers of one ratio: sum (pi_RL), or mean (DPPO; divide the clip range likewise)."""
-    clip_range: Margin = 0.2
-    """Ratio kept in 1 - c .. 1 + c (pi_RL: 0.2; DPPO: 0.01 with reduction mean)."""
-    clip_range_high: Positive | None = None
-    """Upper side, 1 + c; null = as the lower one (SimpleVLA-RL: 0.28)."""
+    clip_range: Margin | tuple[Margin, Positive] = 0.2
+    """Ratio kept in 1 - c .. 1 + c (pi_RL: 0.2; DPPO: 0.01 with reduction mean), or [below, above] (SimpleVLA-RL: 0.2
+    and 0.28)."""
     dual_clip: Annotated[float, Field(strict=True, gt=1, allow_inf_nan=False)] | None = None
     """Bound c of the loss where the advantage is negative, c |A| (RLinf's clip_ratio_c: 3); null = none."""
     epochs: Count = 4
@@ -60,14 +61,14 @@ class Update(VLAMethod):
         return self.microbatch or self.minibatch
 
     @property
+    def clip_below(self) -> float:
+        """How far the ratio may fall below 1."""
+        return self.clip_range[0] if isinstance(self.clip_range, tuple) else self.clip_range
+
+    @property
     def first_episodes(self) -> bool:
         """Whether a rollout ends when the first episode of every environment has ended, and holds no others."""
         return True
-
-    @property
-    def rollout_decisions(self) -> int | None:
-        """Decisions of a rollout; None = as many as the longest episode needs."""
-        return None
 
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """What the surrogate cannot do: bounds that fall, filters without groups, entropy that has no gradient."""
@@ -99,3 +100,34 @@ def from_a_loaded_policy(config: VLAConfig, algorithm: str) -> Iterator[Finding]
     if config.policy.new is not None:
         text = "needs a policy that succeeds now and then; train it by sft and give its folder as policy.path"
         yield ("policy.new",), f"{algorithm} {text}"
+
+
+FROM_DATA: Row = ("learns", "from data", "see docs/vla_offline.md")
+
+
+def from_demonstrations(config: VLAConfig, algorithm: str) -> Iterator[Finding]:
+    """Methods that imitate need exactly one source of demonstrations."""
+    demonstrations = config.demonstrations
+    if demonstrations is None or (demonstrations.expert is None) == (demonstrations.dataset is None):
+        text = "imitates: write `expert: N`, or `dataset: FOLDER`, and not both (null takes one out)"
+        yield ("demonstrations",), f"{algorithm} {text}"
+
+
+def on_the_table(config: VLAConfig, algorithm: str, *, diffusion: bool = False) -> Iterator[Finding]:
+    """Methods that make their own data on MiniTable, from states, for a new policy."""
+    if config.environment.name not in WORLDS.built_in:
+        yield ("environment.name",), f"{algorithm} makes its own data; write {' or '.join(WORLDS.built_in)}"
+    yield from for_a_new_policy(config, algorithm, diffusion=diffusion)
+
+
+def for_a_new_policy(config: VLAConfig, algorithm: str, *, diffusion: bool = False) -> Iterator[Finding]:
+    """Methods that learn from data what a new policy of states does."""
+    new = config.policy.new
+    if new is None:
+        yield ("policy.new",), f"{algorithm} begins with a new policy; write `new: {{...}}`"
+    else:
+        for key in ("image_size", "points"):
+            if getattr(new, key):
+                yield (f"policy.new.{key}",), f"{algorithm} works on states; write 0"
+    if diffusion and new is not None and new.type != "diffusion_mlp":
+        yield ("policy.new.type",), f"{algorithm} trains a diffusion policy; write diffusion_mlp"

@@ -1,18 +1,18 @@
-"""Terms that are added to a loss."""
+"""Losses beside a surrogate and in its place: terms that are added to it, and losses of whole groups
+(`genrl.objectives.token_surrogates`) in place of weights, surrogate and aggregation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.section import Flag, NonNegative, Number, Positive
-from genrl.vlm.recipe.choice import Choice, lazily
+from genrl.config.section import Flag, NonNegative, Number, Positive, Range
+from genrl.vlm.recipe import Choice, lazily
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from genrl.objectives import policy_losses, token_regularisers, tokens
-    from genrl.objectives import tokens as masking
+    from genrl.objectives import groups, policy_losses, preferences, token_regularisers, token_surrogates, tokens
     from genrl.vlm.rollout.token_batch import TokenBatch
 
     Aggregated = Callable[[Tensor], Tensor]
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     Measured = tuple[Tensor, dict[str, Tensor]]
     """The term, [], and what else was measured of it, without gradient."""
 else:
+    groups = lazily("genrl.objectives.groups")
+    preferences = lazily("genrl.objectives.preferences")
     policy_losses = lazily("genrl.objectives.policy_losses")
-    tokens = lazily("genrl.objectives.tokens")
     token_regularisers = lazily("genrl.objectives.token_regularisers")
-    masking = lazily("genrl.objectives.tokens")
+    token_surrogates = lazily("genrl.objectives.token_surrogates")
+    tokens = lazily("genrl.objectives.tokens")
 
 
 class Added(Choice):
@@ -55,12 +57,12 @@ class Kl(Added):
             "k3": policy_losses.kl_k3,
             "k3_clamped": token_regularisers.kl_k3_clamped,
         }[self.estimator]
-        kl = estimate(masking.masked(log_prob, mask), masking.masked(batch.read("ref_log_prob", self.name), mask))
-        measured = {f"kl_{self.estimator}": masking.token_mean(kl.detach(), mask)}
+        kl = estimate(tokens.masked(log_prob, mask), tokens.masked(batch.read("ref_log_prob", self.name), mask))
+        measured = {f"kl_{self.estimator}": tokens.token_mean(kl.detach(), mask)}
         if self.corrected:
             # The estimate is of samples of the old policy: the ratio makes it one of the present policy, gradient
             # included.
-            kl = kl * masking.log_ratio(log_prob, old, mask).exp()
+            kl = kl * tokens.log_ratio(log_prob, old, mask).exp()
         if self.weighted and batch.weight is not None:
             kl = kl * batch.weight
         return self.beta * aggregated(kl), measured
@@ -74,7 +76,7 @@ class EntropyPenalty(Added):
     """Weight: positive lowers the entropy (VPPO: .06), negative is a bonus."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
-        terms = -masking.masked(batch.terms[0], batch.mask)
+        terms = -tokens.masked(batch.terms[0], batch.mask)
         return self.coefficient * tokens.aggregate(terms, batch.mask, "token_mean_global", tokens=batch.tokens), {}
 
 
@@ -88,9 +90,9 @@ class EntropyBonus(Added):
     """Weight."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
-        entropy = masking.masked(batch.read("policy_entropy", self.name), batch.mask)
+        entropy = tokens.masked(batch.read("policy_entropy", self.name), batch.mask)
         total = tokens.aggregate(entropy, batch.mask, "token_mean_global", tokens=batch.tokens)
-        return -self.coefficient * total, {"policy_entropy": masking.token_mean(entropy.detach(), batch.mask)}
+        return -self.coefficient * total, {"policy_entropy": tokens.token_mean(entropy.detach(), batch.mask)}
 
 
 class EntropyBand(Added):
@@ -100,10 +102,8 @@ class EntropyBand(Added):
     name: Literal["entropy_band"] = "entropy_band"
     coefficient: Number
     """Weight."""
-    low: Number
-    """Lower end of the band."""
-    high: Number
-    """Upper end of the band."""
+    band: Range
+    """[lower end, upper end] of the band."""
     bounds: Literal["absolute", "quantile"] = "absolute"
     """The ends are entropies of all tokens (OpenVLThinkerV2), or quantiles of the [entropy] of those whose weight is
     not 0 (SPINE)."""
@@ -116,7 +116,7 @@ class EntropyBand(Added):
         if self.bounds != "quantile":
             return {}
         chosen = batch.read("entropy", self.name)[self.tokens(batch)].double()
-        ends = chosen.quantile(chosen.new_tensor([self.low, self.high]))
+        ends = chosen.quantile(chosen.new_tensor(self.band))
         return {"entropy_bounds": ends.expand(len(batch.mask), 2)}
 
     def tokens(self, batch: TokenBatch) -> Tensor:
@@ -127,7 +127,7 @@ class EntropyBand(Added):
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         import torch
 
-        low, high = self.low, self.high
+        low, high = self.band
         if "entropy_bounds" in batch.extra:
             low, high = batch.extra["entropy_bounds"][0].tolist()
         tokens, tasks = self.tokens(batch), batch.extra.get("task", batch.group.new_zeros(batch.group.shape))
@@ -145,16 +145,16 @@ class Perception(Added):
 
     tensors = ("degraded",)
     name: Literal["perception"] = "perception"
-    gamma: NonNegative = 1e-4
+    eta: ClassVar[float] = 1e-3
+    """Weight of the log-probabilities of the answers (Q-Hawkeye: 1e-3)."""
+    coefficient: NonNegative = 1e-4
     """Weight of the distance to what the degraded picture gives; it falls to 0 over the run."""
-    eta: NonNegative = 1e-3
-    """Weight of the log-probabilities of the answers."""
 
     def value(self, batch: TokenBatch, aggregated: Aggregated) -> Measured:
         log_prob, mask, degraded = batch.terms[0], batch.mask.bool(), batch.read("degraded", self.name)
         twins = mask & ~(degraded.isnan() & mask).any(dim=1, keepdim=True)
         return token_regularisers.perception_loss(
-            log_prob, degraded, twins, gamma=self.gamma, eta=self.eta, rows=batch.number
+            log_prob, degraded, twins, gamma=self.coefficient, eta=self.eta, rows=batch.number
         ), {}
 
 
@@ -173,9 +173,82 @@ class ValueLoss(Added):
         if value.dim() == 1:
             squares = token_regularisers.clipped_value_loss(value, before, returns.to(value.dtype), clip=self.clip)
             return self.coefficient * squares.sum() / batch.number, {}
-        arguments = (masking.masked(tensor.to(value.dtype), batch.mask) for tensor in (value, before, returns))
+        arguments = (tokens.masked(tensor.to(value.dtype), batch.mask) for tensor in (value, before, returns))
         squares = token_regularisers.clipped_value_loss(*arguments, clip=self.clip)
         return self.coefficient * tokens.aggregate(squares, batch.mask, "token_mean_global", tokens=batch.tokens), {}
 
 
 Regulariser = Kl | EntropyPenalty | EntropyBonus | EntropyBand | Perception | ValueLoss
+
+
+class WholeGroups(Choice):
+    """A loss of whole groups."""
+
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        """This micro-batch's part of the step's loss, []. scored: the rows that have rewards, bool [B]: of advantage 0,
+        one without would be taught as no better than its group."""
+        raise NotImplementedError
+
+
+class Regression(WholeGroups):
+    """Log-ratios regressed on advantages: Reg-GRPO (`token_surrogates.regression_loss`)."""
+
+    name: Literal["regression"] = "regression"
+
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        log_prob, old, advantage, mask = batch.terms
+        ratio = tokens.sequence_log_ratio(log_prob, old, mask)[scored]
+        return token_surrogates.regression_loss(ratio, advantage[scored], batch.group[scored]).sum() / batch.number
+
+
+class Classification(WholeGroups):
+    """Answers of positive advantage told from the others: REAL (`token_surrogates.classification_loss`)."""
+
+    name: Literal["classification"] = "classification"
+
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        log_prob, old, advantage, mask = batch.terms
+        score = tokens.mean_log_ratio(log_prob, old, mask)[scored]
+        return (
+            token_surrogates.classification_loss(score, advantage[scored] > 0, batch.group[scored]).sum()
+            / batch.number_of_groups
+        )
+
+
+class Preference(WholeGroups):
+    """DPO on the best and the worst answer of each group (`preferences.pair_loss`). A group without spread has no pair,
+    and counts in the mean."""
+
+    tensors = ("ref",)
+    name: Literal["preference"] = "preference"
+    beta: Positive = 0.1
+    """Weight of the log-ratios to the model before training."""
+
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        sign = groups.best_and_worst(batch.scores(self.name), batch.group)
+        best, worst = ((sign == side).nonzero()[:, 0] for side in (1, -1))  # by group, since rows of one are together
+        now = tokens.row_sum(batch.terms[0], batch.mask)
+        gain = now - tokens.row_sum(batch.read("ref_log_prob", self.name), batch.mask)
+        return (
+            preferences.pair_loss("sigmoid", gain[best], gain[worst], beta=self.beta).loss.sum()
+            / batch.number_of_groups
+        )
+
+
+class RightAnswers(WholeGroups):
+    """Right answers told from the others by the log-ratios of a group, as a classifier: PACS
+    (`token_surrogates.right_answer_loss` of [right])."""
+
+    tensors = ("right",)
+    name: Literal["right_answers"] = "right_answers"
+    beta: Positive = 1.0
+    """Factor of the log-ratios."""
+
+    def loss(self, batch: TokenBatch, scored: Tensor) -> Tensor:
+        log_prob, old, _, mask = batch.terms
+        ratio = tokens.sequence_log_ratio(log_prob, old, mask)[scored]
+        right = batch.read("right", self.name)[scored] > 0
+        return token_surrogates.right_answer_loss(self.beta * ratio, right, batch.group[scored]).sum() / batch.number
+
+
+GroupLoss = Regression | Classification | Preference | RightAnswers

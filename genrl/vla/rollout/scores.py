@@ -15,10 +15,10 @@ from genrl.objectives import actor_critic
 from genrl.objectives.episodes import executed_mask, informative_groups
 from genrl.objectives.policy_losses import clipped_surrogate, truncated_weight
 from genrl.runtime.loop.recorded import Recorded
+from genrl.vla.methods.settings import Update
 from genrl.vla.policies.policy import Batch
-from genrl.vla.rollout.rollout import ChunkRollout, episode_returns, training_rows
+from genrl.vla.rollout.collect import ChunkRollout, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Acting
-from genrl.vla.update.settings import Update
 
 
 class Decisions(NamedTuple):
@@ -171,10 +171,10 @@ def actor_loss(
         advantage = spread_out(given["advantage"], scored.log_prob)
     if "importance" in given:  # the surrogate is linear in it where it is not clipped
         advantage = advantage * spread_out(given["importance"], scored.log_prob)
-    below: Tensor | float = settings.clip_range if low is None else low
+    below: Tensor | float = settings.clip_below if low is None else low
     above = below
-    if settings.clip_range_high is not None:
-        above = torch.full_like(scored.log_prob, settings.clip_range_high)
+    if isinstance(settings.clip_range, tuple):
+        above = torch.full_like(scored.log_prob, settings.clip_range[1])
         below = below if isinstance(below, Tensor) else torch.full_like(above, below)
     surrogate = clipped_surrogate(scored.log_prob, scored.old_log_prob, advantage, below, above)
     loss = surrogate.loss

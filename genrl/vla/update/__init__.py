@@ -1,1 +1,0 @@
-"""Policy gradients on rollouts: what the methods that act and update share."""
