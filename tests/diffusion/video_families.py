@@ -126,13 +126,6 @@ def ace_step() -> Family:
     return Family("ace_step", pipe, call, media="audio", inputs={"lyrics": ["la la", "lo"]})
 
 
-def ace_step_guided() -> Family:
-    """Its guidance carries a momentum from step to step, inside the call: a step is no function of its state."""
-    base = ace_step()
-    call = base.call | {"guidance_scale": 3.0}
-    return Family("ace_step_guided", base.pipe, call, media="audio", inputs=base.inputs)
-
-
 def stable_audio() -> Family:
     """An EDM scheduler: neither a flow nor a table of betas."""
     transformer = diffusers.StableAudioDiTModel(

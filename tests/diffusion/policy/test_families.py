@@ -247,13 +247,3 @@ def test_refused_with_the_reason(name: str) -> None:
     family = REFUSED[name]()
     with pytest.raises(ValueError, match=REASONS[name]):
         Policy(family.pipe).roll_out(family.batch(), kernel_of(family), STOCHASTIC)
-
-
-def test_memory_within_the_call_shows_in_the_ratio() -> None:
-    """Guidance with a momentum: the first step replays, the next do not, which the trainers' check stops."""
-    family = REFUSED["ace_step_guided"]()
-    policy = Policy(family.pipe)
-    with torch.no_grad():
-        recorded = policy.roll_out(family.batch(), kernel_of(family), STOCHASTIC)
-        same = [torch.equal(policy.replay(recorded.step(i)).log_prob, recorded.log_probs[i]) for i in STOCHASTIC]
-    assert same == [True, False, False]
