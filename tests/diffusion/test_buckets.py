@@ -45,6 +45,11 @@ def test_a_run_draws_and_trains_every_size(folder: Path, model: Path, trainer: d
     assert {(16, 16), (24, 16)} <= {Image.open(file).size for file in (run / "samples").rglob("*.png")}
 
 
+def test_a_size_with_too_few_prompts_is_refused(folder: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match=r"sampling\.buckets: 16 x 24 has 1 of the 4 prompts, and a micro-batch is"):
+        train(settings(folder, model, sampling={"buckets": [*SIZES, [24, 16]]}))
+
+
 def written(folder: Path, **rows: Any) -> None:
     """Prompt files of `TEXTS`; `rows` makes a row's further columns from its number and file."""
     for name, texts in TEXTS.items():

@@ -18,6 +18,7 @@ from genrl.diffusion.files.export import export
 from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
+from genrl.runtime.folder import run as run_folder
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
@@ -129,6 +130,10 @@ def test_a_finished_run_can_be_asked_for_more_and_not_for_something_else(copied:
     run = Path(copied.output)
     with pytest.raises(ValueError, match=f"go on with it by `genrl resume {run}`"):
         train(copied)
+    lock = run_folder.lock(run)
+    with pytest.raises(ValueError, match="another process is training"):
+        train(copied, run)
+    lock.release()
     before = runs.rows(run)
     train(copied, run)
     assert runs.rows(run) == before and runs.last_state(run).step == 2
