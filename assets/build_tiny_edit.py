@@ -41,7 +41,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from genrl.data import edits
+from genrl.playground import edits
 from genrl.playground.shapes import GRAMMAR, draw
 
 PAIRS = 8_000

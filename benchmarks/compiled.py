@@ -18,11 +18,11 @@ import torch
 from benchmarks.common import clock, parser, save
 from genrl.config import LoRA
 from genrl.diffusion.config.sections import Model
+from genrl.diffusion.policy.adapters import trainable
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
-from genrl.diffusion.policy.weights import trainable
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny-t2i"
 STEPS = 4

@@ -16,7 +16,7 @@ from statistics import mean, stdev
 import torch
 
 from genrl.config.sections import Replay, Selection
-from genrl.mdp.batches import prompt_indices
+from genrl.mdp.noise import prompt_indices
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.loop.economy import NOTHING, choose, looked_at, noted
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
-from genrl.kernels.joint_attention import OF_TORCH, joint_attention
+from genrl.kernels.blocks import OF_TORCH, joint_attention
 from genrl.kernels.machine import PACKAGES
 
 

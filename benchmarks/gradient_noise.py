@@ -41,7 +41,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Drawn, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
-from genrl.diffusion.steps.edges import to_table
+from genrl.diffusion.steps.plans import to_table
 from genrl.diffusion.train import trainable_weights
 from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.tree import Tree, grow

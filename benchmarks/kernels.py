@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import parser, save
-from genrl.kernels.joint_attention import joint_attention, usable
+from genrl.kernels.blocks import joint_attention, usable
 from genrl.kernels.machine import triton_problem
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch
 from genrl.runtime.weights.devices import without_cudnn_attention

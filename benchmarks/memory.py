@@ -11,7 +11,7 @@ neither Python nor other libraries. Beside it stand
 - `activations`: the peak in training without what is there between iterations and without gradients, over that part of
   the formula;
 - `line`: what `sampling.fit_batch` would foresee for this batch, from two trials of 1 and 2 samples
-  (`genrl.diffusion.fit`), over the peak; below 1 it would allow batches that do not fit.
+  (`genrl.diffusion.before`), over the peak; below 1 it would allow batches that do not fit.
 
 `embedded` is assets/tiny-t2i; `wide` the same pipeline with 8 random SD3 blocks of width 384 and 256 tokens. Writes
 memory.json.
@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common import opened, parser, save, train
 from genrl.config import load
-from genrl.diffusion import fit
+from genrl.diffusion import before
 from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.memory_estimate import memory
 from genrl.diffusion.config.schema import Config
@@ -117,7 +117,7 @@ def peak_of(work: Callable[[], object]) -> int:
 
 def trial(run: DiffusionRun, size: int) -> int:
     """Peak bytes of what `sampling.fit_batch` tries with so many samples."""
-    found = peak_of(lambda: fit.attempt(run, run.prompts, size))
+    found = peak_of(lambda: before.attempt(run, run.prompts, size))
     run.loop.optimizer.zero_grad(set_to_none=True)
     return found
 

@@ -28,7 +28,7 @@ from genrl.diffusion.methods.diff_instruct.train import (
     score_from_noise,
     score_matching_loss,
 )
-from genrl.mdp.forward import flow_sample
+from genrl.mdp.levels import flow_sample
 
 ANGLES = 2 * math.pi * torch.arange(8) / 8
 CENTRES = 2 * torch.stack([ANGLES.cos(), ANGLES.sin()], 1)

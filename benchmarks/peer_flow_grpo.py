@@ -35,8 +35,7 @@ from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.flow_grpo import train as flow_grpo
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.policy.loading import load_pipeline
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Steps, estimate
 from genrl.diffusion.steps.transitions import collect, update
 from genrl.runtime.loop.updating import Meter
 from genrl.runtime.weights.devices import default_device

@@ -200,7 +200,7 @@ def main() -> None:
         for source in (model.source, *(source for source, of in SAME.items() if of == key)):
             table["pipelines"][source] = encoders | seen
     write(FILE, table)
-    from genrl.diffusion.config.published import published
+    from genrl.diffusion.config.estimate import published
 
     for source in table["pipelines"]:
         print(source, *(f"{part.name} {part.num_parameters:,}" for part in published(source)))

@@ -14,11 +14,10 @@ import torch
 from genrl.config.method import MetricDoc
 from genrl.config.section import Positive
 from genrl.diffusion.config.schema import Updating
-from genrl.diffusion.forward.noising import noised, own_noise, require_flow, solved
+from genrl.diffusion.forward.noising import noised, own_noise, require_flow, solved, update
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.groups import group_advantages
 from genrl.objectives.matching import matching_error

@@ -21,8 +21,8 @@ from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import frame
 from genrl.vla.config.names import POLICIES
 from genrl.vla.policies.embedded import EmbeddedConfig
-from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, STATE, Inputs
+from genrl.vla.policies.robot import statistics
 from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.tables import open_environment
 from genrl.vlm.config.names import TASKS

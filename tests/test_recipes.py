@@ -72,10 +72,10 @@ def test_paths_are_looked_up_beside_the_file_too(tmp_path: Path, monkeypatch: py
     assert config.prompts.eval == "prompts/animals_eval.txt"
     (folder / "prompts/animals_eval.txt").unlink()
     for changes, said in (
-        ([], f"prompts/animals_eval.txt: no such file (looked in {tmp_path} and in {folder})"),
-        (["rewards=[{name: own.py:reward}]"], f"'own.py' does not exist (looked from {tmp_path})"),
+        ([], rf"prompts/animals_eval\.txt: no such file.*\(looked in {tmp_path} and in {folder}\)"),
+        (["rewards=[{name: own.py:reward}]"], rf"'own\.py' does not exist \(looked from {tmp_path}\)"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(said)):
+        with pytest.raises(ConfigError, match=said):
             check_files(*load_located("mine/sd15_ddpo.yaml", changes))
 
 

@@ -26,9 +26,8 @@ SHOWN = 8
 def components_of(config: Config, *, ask: bool = False) -> tuple[Component, ...]:
     """The networks of the pipeline: of one that is not on this machine, as it was published, where that is known, or,
     if it is to be asked, as the hub's files say; else none."""
-    from genrl.diffusion.config.estimate import read_components
+    from genrl.diffusion.config.estimate import published, read_components
     from genrl.diffusion.config.files import model_folder
-    from genrl.diffusion.config.published import published
 
     model = config.model
     if folder := model_folder(config):
@@ -43,8 +42,7 @@ def _of_hub(
     source: str, revision: str | None, variant: str | None, without: tuple[str, ...]
 ) -> tuple[tuple[Component, ...], str]:
     """The networks of a pipeline on the hub; or why none is known."""
-    from genrl.config.folders import is_hub_id
-    from genrl.config.weight_files import from_hub
+    from genrl.config.folders import from_hub, is_hub_id
     from genrl.diffusion.config.estimate import read_components
 
     if not is_hub_id(source):
@@ -108,7 +106,7 @@ def cards(file: Path, overrides: Sequence[str], config: Config, card: float | No
 
 
 def _plan_table(config: Config, cost: Plan) -> Table:
-    from genrl.diffusion.config.shares import even
+    from genrl.diffusion.config.combinations import even
 
     sampling = config.sampling
     mean = "" if cost.trained_steps.is_integer() else " on average"

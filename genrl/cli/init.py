@@ -34,7 +34,7 @@ def demo(overrides: Overrides = None) -> None:
     """
     from genrl.cli.train import train
     from genrl.config import load
-    from genrl.diffusion.config.shares import processes_problem
+    from genrl.diffusion.config.combinations import processes_problem
     from genrl.recipes import find
 
     run = Path(f"runs/demo-{datetime.now():%Y%m%d-%H%M%S}")  # a demo never meets the folder of the one before

@@ -98,8 +98,8 @@ def encode(file: ConfigFile, overrides: Overrides = None) -> None:
 
 def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:
     from genrl.config import check_files, load_located
+    from genrl.diffusion.config.combinations import processes_problem
     from genrl.diffusion.config.schema import Config
-    from genrl.diffusion.config.shares import processes_problem
 
     config, origins = load_located(*opened(file, overrides))
     inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes

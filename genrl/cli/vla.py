@@ -67,7 +67,7 @@ def cards(file: Path, overrides: Sequence[str], config: VLAConfig, card: float |
 @cache
 def _asked(source: str) -> tuple[Known | None, str]:
     """The policy of a hub id by its JSON files and headers; or why it is not known."""
-    from genrl.config.weight_files import from_hub
+    from genrl.config.folders import from_hub
     from genrl.vla.config.memory_estimate import in_folder
 
     with TemporaryDirectory() as place:

@@ -194,6 +194,8 @@ def _child(node: Schema, part: str | int) -> Schema | None:
         every: Schema | None = node.get("items")
         return fixed[part] if part < len(fixed) else every
     child: Schema | None = node.get("properties", {}).get(part)
+    if child is None and isinstance(each := node.get("additionalProperties"), Mapping):  # sections by any name
+        child = dict(each)
     return child
 
 

@@ -213,6 +213,8 @@ def allowed(node: Schema | None) -> str:
             return f"a list [{', '.join(allowed(item) for item in node['prefixItems'])}]"
         return f"a list; each item: {allowed(node['items'])}"
     if kind == "object":
+        if "minProperties" in node:
+            return f"a section with {node['minProperties']} key or more"
         return f"a section with the keys {', '.join(node['properties'])}" if "properties" in node else "a section"
     words = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
     return words.get(str(kind), "null") + _range(node)

@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from genrl.config.weight_files import POINTER
+from genrl.config.folders import POINTER
 from genrl.data.rows import (
     RowError,
     checked_text,

@@ -1,4 +1,10 @@
-"""Evaluation: held-out prompts, fixed noise, the pipeline's own deterministic solver, the training scorers."""
+"""Evaluation: held-out prompts, fixed noise, the pipeline's own deterministic solver, the training scorers; and what is
+shown of samples.
+
+Looks are what becomes of held-out pictures whatever their rewards say, at no model call: a collapsing model moves far
+from where it began, and makes one picture of a prompt from every noise, or confetti. A sheet shows pictures as decoded,
+beside those that the pipeline is given, with their scores.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +18,23 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.nn import functional
 
 from genrl.data.prompts import Prompt
-from genrl.diffusion import looks
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import Rollouts, Worker, batch_inputs, call_arguments, to_bytes
 from genrl.diffusion.rollout.scoring import Scored, Scorers, score
-from genrl.mdp.batches import turns
+from genrl.mdp.noise import turns
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
 from genrl.runtime.show import pictures
+from genrl.runtime.show.sheet import SHOWN as ON_SHEET
+from genrl.runtime.show.sheet import ContactSheet, Look, score_text
 from genrl_rewards import compose
+from genrl_rewards.calls import inner
+from genrl_rewards.rows import read_as
 
 SHOWN = 16
 """Prompts in the picture grids of a run."""
@@ -44,7 +54,7 @@ class Evaluated:
     images: list[Tensor]
     """Of the rows `shown`: float32 in [0, 1], [3, H, W] (video [F, 3, H, W]); on every process."""
     thumbnails: Tensor
-    """Of every row (`looks`)."""
+    """Of every row (`thumbnails_of`)."""
     looks: dict[str, float]
     """Metrics of the pictures that no reward has."""
 
@@ -96,7 +106,7 @@ def evaluate(
         # Processes with fewer batches repeat one, so that collective calls of a sharded model match; it is not counted.
         if counts and worker.scores(number):
             pieces.append((rows, images))
-            statistics += zip(rows, looks.thumbnails(images), looks.high_frequencies(images).tolist(), strict=True)
+            statistics += zip(rows, thumbnails_of(images), high_frequencies(images).tolist(), strict=True)
         worker.advance(len(rows) * worker.num_processes)
     groups = same_prompt(prompts)
     scored = score(scorers, pieces, prompts, groups, worker.beat)
@@ -107,7 +117,7 @@ def evaluate(
     drawn_texts = [p.text for p in prompts] if texts is None else list(texts)
     _, small, frequencies = zip(*sorted(gather_object(statistics), key=itemgetter(0)), strict=True)
     thumbnails = torch.stack(small)
-    figures = looks.figures(thumbnails, torch.tensor(frequencies), groups)
+    figures = look_figures(thumbnails, torch.tensor(frequencies), groups)
     return Evaluated(
         # Bytes in between: a quarter of the traffic, and what a PNG holds.
         scored,
@@ -202,3 +212,100 @@ def draw_best_and_worst(rollouts: Rollouts, run: Run, log: MetricLogger, iterati
     if picture is not None:
         pictures.save_png(picture, run.samples / f"step-{iteration:06d}-best-worst.png")
         log.log_picture(iteration, "samples/best_worst", picture)
+
+
+SIDE = 8
+
+
+class Before:
+    """The thumbnails of the evaluation before training, uint8 [N, D]; empty until then. Part of every checkpoint."""
+
+    thumbnails: Tensor = torch.zeros(0, dtype=torch.uint8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"thumbnails": self.thumbnails}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.thumbnails = state["thumbnails"]
+
+
+def thumbnails_of(images: Tensor) -> Tensor:
+    """Small copies of pictures [B, 3, H, W] (videos [B, F, 3, H, W]: their mean over time) in [0, 1]: uint8 [B, 3 *
+    SIDE * SIDE]."""
+    still = images.mean(1) if images.dim() == 5 else images
+    return (functional.adaptive_avg_pool2d(still.float(), SIDE) * 255).round().to(torch.uint8).flatten(1)
+
+
+def high_frequencies(images: Tensor) -> Tensor:
+    """Root of the mean squared difference of a number from the mean of its 3 x 3 neighbours, of pictures or videos as
+    in `thumbnails_of`: [B]."""
+    frames = images.flatten(0, -4).float()
+    detail = frames - functional.avg_pool2d(functional.pad(frames, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
+    return detail.square().reshape(len(images), -1).mean(1).sqrt()
+
+
+def look_figures(seen: Tensor, frequencies: Tensor, groups: Sequence[int]) -> dict[str, float]:
+    """Metrics of thumbnails [N, D] and high frequencies [N]; diversity where prompts have several pictures."""
+    row, whose = {"eval/high_frequencies": float(frequencies.mean())}, torch.tensor(groups)
+    spreads = [
+        (seen[whose == group].float() / 255).var(0).mean().sqrt()
+        for group, count in zip(*whose.unique(return_counts=True), strict=True)
+        if count > 1
+    ]
+    return row | ({"eval/diversity": float(torch.stack(spreads).mean())} if spreads else {})
+
+
+def moved_from(seen: Tensor, before: Tensor) -> float:
+    """Root mean squared difference of two evaluations' thumbnails, of the same prompts and noise."""
+    return float((seen.float() / 255 - before.float() / 255).square().mean().sqrt())
+
+
+def look(
+    scorers: Scorers, scored: Scored, slot: int, row: Prompt, text: str, image: Tensor, inputs: Mapping[str, Any]
+) -> Look:
+    """One sample: its number among the scores, its row, the text that it was drawn from, and what it was given."""
+    facts = {f"reward {label}": score_text(float(values[slot])) for label, values in scored.values.items()}
+    facts |= {label: score_text(float(values[slot])) for label, values in scored.parts.items()}
+    for label, reward in scorers.rewards.items():
+        if read := read_as(inner(reward), {**row.columns, "prompts": row.text}):
+            facts[f"{label} expects"] = read
+    if text != row.text:
+        facts["drawn from"] = text
+    facts |= {f"column {name}": f"{value!r:.200}" for name, value in row.columns.items()}
+    inputs_shown = [(f"given as {name}", picture) for name, picture in inputs.items()]
+    return Look(row.text, facts, [*inputs_shown, ("drawn, as rewards see it", image)])
+
+
+def of_rollouts(scorers: Scorers, rollouts: Rollouts, rows: Sequence[Prompt]) -> ContactSheet:
+    """The sheet of this process's first sample of each of the first prompts. rows: a prompt each group."""
+    slots = {
+        slot: (micro_batch, k) for micro_batch in rollouts.mine.values() for k, slot in enumerate(micro_batch.slots)
+    }
+    first = {int(rollouts.group[slot]): slot for slot in sorted(slots, reverse=True)}
+    looks = []
+    for group, slot in sorted(first.items())[:ON_SHEET]:
+        micro_batch, k = slots[slot]
+        inputs = {name: each[k] for name, each in micro_batch.batch.inputs.items()}
+        image = micro_batch.images[k].float() / 255
+        looks.append(look(scorers, rollouts.scored, slot, rows[group], micro_batch.batch.prompts[k], image, inputs))
+    return ContactSheet(looks)
+
+
+def of_evaluated(scorers: Scorers, found: Evaluated, rows: Sequence[Prompt], inputs: Mapping[str, str]) -> ContactSheet:
+    """The sheet of the first shown samples of an evaluation of these rows. inputs: as of `batch_inputs`."""
+    numbers = found.shown[:ON_SHEET]
+    given = batch_inputs(inputs, [rows[k] for k in numbers])
+    looks = []
+    for place, (k, image) in enumerate(zip(numbers, found.images, strict=False)):
+        pictures = {name: each[place] for name, each in given.items()}
+        looks.append(look(scorers, found.scored, k, rows[k], found.prompts[k], image, pictures))
+    return ContactSheet(looks)
+
+
+def drawn_now(config: Config, policy: Policy, prompts: Sequence[Prompt], scorers: Scorers) -> ContactSheet:
+    """The sheet of training prompts, drawn for it by the pipeline's own solver with the arguments of training."""
+    rows = [prompts[number] for number in spread(ON_SHEET, len(prompts))]
+    size, inputs = min(ON_SHEET, config.sampling.batch_size), config.sampling.inputs
+    sampling = call_arguments(config.sampling)
+    judged = evaluate(policy, rows, scorers, sampling, batch_size=size, seed=config.seed, inputs=inputs)
+    return of_evaluated(scorers, judged, rows, inputs)

@@ -23,12 +23,20 @@ from torch import Tensor
 from genrl.config.method import is_built_in
 from genrl.config.sections import Selection
 from genrl.data.prompts import Prompt
-from genrl.diffusion import looks
+from genrl.diffusion.before import settle, sizes
+from genrl.diffusion.config.combinations import waiting
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.config.shares import waiting
-from genrl.diffusion.evaluate import draw_best_and_worst, evaluate_held_out, show
+from genrl.diffusion.evaluate import (
+    Before,
+    draw_best_and_worst,
+    drawn_now,
+    evaluate_held_out,
+    moved_from,
+    of_evaluated,
+    of_rollouts,
+    show,
+)
 from genrl.diffusion.files.export import accompany, export, probe_of, save_lora, write_card
-from genrl.diffusion.fit import settle, sizes
 from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
 from genrl.diffusion.policy.policy import Policy
@@ -48,7 +56,6 @@ from genrl.diffusion.rollout.rollout import (
     jobs_of,
 )
 from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
-from genrl.diffusion.sheet import drawn_now, of_evaluated, of_rollouts
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.hub import whole_folder
 from genrl.runtime.folder.run import read_metrics
@@ -90,7 +97,7 @@ class DiffusionRun(TrainingRun[Config]):
         )  # fmt: skip
         self.prompts, self.eval_prompts, self.scorers = prompts, eval_prompts, scorers
         self.far, self.ahead = far, ahead
-        self.before = looks.Before()
+        self.before = Before()
         """What evaluation showed before training."""
         self.rollouts: Rollouts | None = None
         """Samples of the running iteration."""
@@ -238,7 +245,7 @@ class DiffusionRun(TrainingRun[Config]):
             rollouts = downsampled(rollouts, keep)
         trainer = self.config.trainer
         if trainer.trains_on == "steps" and not is_built_in(type(trainer)):  # ours ask by their own clip range
-            from genrl.diffusion.steps.plans import check_on_policy  # which builds on this module
+            from genrl.diffusion.steps.transitions import check_on_policy
 
             check_on_policy(self, rollouts, clip=getattr(trainer, "clip_range", 1.0))
         self.loop.optimization.loss_scale = loss_scale(self.config, rollouts)
@@ -314,7 +321,7 @@ class DiffusionRun(TrainingRun[Config]):
         if iteration == 0:
             self.before.thumbnails = judged.thumbnails
         if len(self.before.thumbnails):  # a run that was begun without has none to compare with
-            metrics["eval/moved"] = looks.moved(judged.thumbnails, self.before.thumbnails)
+            metrics["eval/moved"] = moved_from(judged.thumbnails, self.before.thumbnails)
         if rewritten is not None:
             figures = {
                 key.removeprefix("eval/"): figure
@@ -331,7 +338,7 @@ class DiffusionRun(TrainingRun[Config]):
 
     def look(self) -> ContactSheet:
         """Training prompts, drawn and scored."""
-        return drawn_now(self)
+        return drawn_now(self.config, self.policy, self.prompts, self.scorers)
 
     def export(self, folder: Path | None) -> None:
         """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""

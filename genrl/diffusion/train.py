@@ -15,16 +15,15 @@ from accelerate import Accelerator
 import genrl_rewards
 from genrl.data import prompts as prompt_files
 from genrl.data.sizes import short_bucket, sized
+from genrl.diffusion.before import MEMORY_HINT, Tell, batches, encode_ahead, place, require_apart, text_encoders
+from genrl.diffusion.config.combinations import processes_problem
 from genrl.diffusion.config.model_rules import detaches_unconditional, experts_problem
 from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Kernels, Offload
-from genrl.diffusion.config.shares import processes_problem
-from genrl.diffusion.encode_ahead import Tell, batches, encode_ahead, place, text_encoders
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.files.export import probe_of
-from genrl.diffusion.fit import MEMORY_HINT
-from genrl.diffusion.policy.apart import require_apart
+from genrl.diffusion.policy.adapters import trainable
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.compiling import divide
 from genrl.diffusion.policy.decoding import spare_vae
@@ -35,7 +34,6 @@ from genrl.diffusion.policy.loading import check_call_arguments, load_pipeline
 from genrl.diffusion.policy.policy import Policy, Untouched
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.policy.unconditional import Unconditional
-from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import Ahead, RayRollouts
 from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments, check_inputs

@@ -2,7 +2,7 @@
 
 | module | defines | computed by |
 | --- | --- | --- |
-| `fused` | norms, rotations, gates and modulations of a block | torch.compile of the definitions |
-| `joint_attention` | attention by a chosen library | SDPA, FlashAttention-2/3, xformers |
+| `blocks` | norms, rotations, gates and modulations of a block | torch.compile of the definitions |
+| `blocks` | attention by a chosen library | SDPA, FlashAttention-2/3, xformers, SageAttention |
 | `prefix_attention` | rows that continue shared prefixes, kept once | Triton, FlexAttention, masked SDPA |
 """

@@ -8,6 +8,8 @@ whose time runs from noise at 0 to action at 1 are reversed once, by `noise_at_z
 Two readings of a chain (pi_RL, arXiv 2510.25889, section 3): every sampled step is a decision with a ratio of its own
 (two layers: Flow-SDE, DPPO), or the chain is one action whose log-probability is that of all its terms (one layer:
 Flow-Noise, ReinFlow). Log-probabilities here stay per element [B, ..., H, D] until `executed` and `aggregate`.
+
+Last the actions that are chosen among K tokens each, by logits [..., K].
 """
 
 from __future__ import annotations
@@ -188,3 +190,28 @@ def aggregate(elements: Tensor, level: Level, reduction: kernels.Reduction) -> T
     if reduction == "sum":
         return rows.sum(-1)
     raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+
+
+def token_log_probs(logits: Tensor, temperature: float) -> Tensor:
+    """`log_softmax(logits / temperature)`, float32 whatever the logits are, [..., K]."""
+    return torch.log_softmax(logits.float() / temperature, -1)
+
+
+def draw_tokens(log_prob: Tensor, noise: Tensor) -> Tensor:
+    """One of the K tokens for each row, int64 [...]: where its cumulative probability reaches Phi(noise).
+
+    log_prob [..., K] is normalised, noise standard normal [...]: it alone decides, so that a draw can be made again.
+    """
+    cumulative = log_prob.double().exp().cumsum(-1)
+    share = torch.special.ndtr(noise.double()).clamp(min=torch.finfo(torch.float64).tiny)  # 0 is of no token
+    return torch.searchsorted(cumulative, share[..., None] * cumulative[..., -1:])[..., 0]
+
+
+def chosen_log_prob(log_prob: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities [...] of the tokens int64 [...], out of [..., K]."""
+    return log_prob.gather(-1, tokens[..., None])[..., 0]
+
+
+def token_entropy(log_prob: Tensor) -> Tensor:
+    """`-sum p ln p` in nats, [...]."""
+    return -(log_prob.exp() * log_prob).sum(-1)

@@ -11,7 +11,7 @@ systems of the field are plans (specs of the papers named):
 - a caterpillar (SPO 2406.04314): k candidates at every step, of which one goes on.
 
 A window is a range of steps inside [low, high), the same on every process, and never empty. Those that move with the
-iteration are here; those that are sampled (`schedules.window_steps`, `schedules.geometric_window`) need torch.
+iteration are here; those that are sampled (`window_steps`, `geometric_window` of `steps.plans`) need torch.
 """
 
 from __future__ import annotations

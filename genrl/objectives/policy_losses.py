@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.objectives.bounds import LARGEST_STALENESS_WEIGHT
+from genrl.objectives import LARGEST_STALENESS_WEIGHT
 
 Reduction = Literal["mean", "sum"]
 

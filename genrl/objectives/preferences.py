@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from genrl.objectives.bounds import MEAN_LOSSES, PairLoss
+from genrl.objectives import MEAN_LOSSES, PairLoss
 
 
 class PreferenceOutput(NamedTuple):

@@ -115,11 +115,9 @@ class VLARun(TrainingRun[VLAConfig]):
     def _collect(self, settings: Update) -> ChunkRollout:
         config, loop = self.config, self.loop
         one_episode = settings.first_episodes
-        decisions = longest_episode(self.env)
+        decisions = settings.rollout_decisions or longest_episode(self.env)
         if decisions is None and not one_episode:
-            raise ValueError(
-                "trainer.episodes: with all, episodes need an end: this simulator has none; write environment.max_steps"
-            )
+            raise ValueError("trainer.decisions: with episodes: all, say how many; the simulator has no limit")
         loop.phase("acting", decisions or 0)
         plan = RolloutPlan(
             # With one episode per slot the rollout ends by itself; the number is never reached.

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from genrl.cli import diffusion
 from genrl.config import load
-from genrl.config.weight_files import from_hub, hub_errors, read_header
+from genrl.config.folders import from_hub, hub_errors, read_header
 from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.schema import Config
 from tests.cli.commands import MODEL, run

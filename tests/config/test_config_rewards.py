@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from genrl.config import ConfigError, check_files, load
-from genrl.config.weight_files import STEMS, weights_problem
+from genrl.config.folders import STEMS, weights_problem
 
 BASE = """\
 model: {{path: org/name}}

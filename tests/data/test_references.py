@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 import genrl_rewards
-from genrl.data.edits import FACTORS, LONGEST, RANGES, SHORTEST, WAYS, Task, carry_out, edits, sample_edit
 from genrl.data.preferences import TARGET_COLUMNS, check_set, read_references
 from genrl.data.prompts import Prompt, PromptError
 from genrl.data.sizes import short_bucket, sized
 from genrl.diffusion.config.sections import Sampling
+from genrl.playground.edits import FACTORS, LONGEST, RANGES, SHORTEST, WAYS, Task, carry_out, edits, sample_edit
 from genrl.playground.shapes import SIZE, draw, held_out
 from genrl_rewards.scorers.objects.shapes import find
 

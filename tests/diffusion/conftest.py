@@ -12,7 +12,7 @@ from genrl.config import load
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.files import export
 from genrl.diffusion.train import train
-from genrl.kernels import fused
+from genrl.kernels import blocks
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -29,9 +29,9 @@ def _one_thread() -> None:
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile by torch's back-end `eager`, which traces and guards as inductor does, without its minute per graph."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    fused._compiled.cache_clear()
+    blocks._compiled.cache_clear()
     yield
-    fused._compiled.cache_clear()
+    blocks._compiled.cache_clear()
     torch._dynamo.reset()
 
 

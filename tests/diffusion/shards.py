@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from genrl.diffusion.config.sections import Kernels
+from genrl.diffusion.policy.adapters import trainable
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.train import use_kernels
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.weights.sharding import Sharding, whole

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from genrl.config import ConfigError, load
+from genrl.diffusion.before import sizes
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.fit import sizes
 from genrl.diffusion.rollout.rollout import downsampled, iteration_rows
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import collect

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from genrl.diffusion import encode_ahead
+from genrl.diffusion import before
 from genrl.diffusion.policy.encoding import NotEncoded
 from genrl.diffusion.policy.encoding_store import Store
 from genrl.diffusion.policy.policy import Policy
@@ -31,7 +31,7 @@ def drawn_ahead(name: str, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor
 
     wanted = Policy(FAMILIES[name]().pipe).roll_out(batch(*texts)).final
     pipe: Any = FAMILIES[name]().pipe
-    encoders = {part: getattr(pipe, part) for part in encode_ahead.text_encoders(pipe) if getattr(pipe, part)}
+    encoders = {part: getattr(pipe, part) for part in before.text_encoders(pipe) if getattr(pipe, part)}
     for part in encoders:
         setattr(pipe, part, None)
     policy = Policy(pipe, text_encoders="encode_then_free")
@@ -65,14 +65,14 @@ def test_the_encoders_alone_are_placed_and_gone(folder: Path, model: Path, monke
         moved.append(type(self).__name__)
         return to(self, *args, **kwargs)
 
-    load = encode_ahead.load_components
+    load = before.load_components
 
     def loaded(*args: Any) -> dict[str, nn.Module]:
         found = load(*args)
         monkeypatch.setattr(nn.Module, "to", watched)
         return found
 
-    monkeypatch.setattr(encode_ahead, "load_components", loaded)
+    monkeypatch.setattr(before, "load_components", loaded)
     policy = open_policy(runs.config(folder, model, model={"offload": AHEAD}), "cpu")
     assert moved == ["CLIPTextModelWithProjection", "CLIPTextModelWithProjection", "T5EncoderModel"]
     assert [policy.pipe.components[f"text_encoder{n}"] for n in ("", "_2", "_3")] == [None, None, None]
@@ -89,7 +89,7 @@ def test_a_full_folder_needs_no_text_encoder(folder: Path, model: Path, monkeypa
     count, new, written = encode(config, "cpu", quiet)
     assert (count, new) == (6, 6) and written > 0  # 4 prompts to train on, 2 held-out ones
     assert encode(config, "cpu", quiet) == (6, 0, 0)
-    monkeypatch.setattr(encode_ahead, "load_components", lambda *_: pytest.fail("a text encoder was loaded"))
+    monkeypatch.setattr(before, "load_components", lambda *_: pytest.fail("a text encoder was loaded"))
     assert runs.differences(plain, train(config)) == []
 
 
@@ -133,6 +133,6 @@ def test_refused_where_there_is_no_folder_or_no_room(
 ) -> None:
     with pytest.raises(ValueError, match=r"model.encodings: no folder is named"):
         encode(runs.config(folder, model), "cpu", quiet)
-    monkeypatch.setattr(encode_ahead.os, "sysconf", lambda name: 10)
+    monkeypatch.setattr(before.os, "sysconf", lambda name: 10)
     with pytest.raises(ValueError, match=r"model.encodings: 6 encodings take about .* half of this machine's memory"):
         open_policy(runs.config(folder, model, model={"offload": AHEAD}), "cpu")

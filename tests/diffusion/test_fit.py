@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genrl.data.prompts import Prompt
-from genrl.diffusion import fit
+from genrl.diffusion import before
 from genrl.diffusion import run as diffusion_run
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
@@ -23,7 +23,7 @@ SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "fit_batch": True}
 
 def room_for(most: int, tried: list[int]) -> Any:
     """A device that holds so many samples."""
-    whole = fit.attempt
+    whole = before.attempt
 
     def attempt(run: DiffusionRun, prompts: list[Prompt], size: int) -> None:
         tried.append(size)
@@ -43,16 +43,16 @@ def test_the_largest_that_fits_in_all_processes() -> None:
         asked.append((size, here[size]))
         return here[size]
 
-    assert fit.largest([8, 4, 2, 1], fits, lambda ok: ok and others[asked[-1][0]]) == 2
+    assert before.largest([8, 4, 2, 1], fits, lambda ok: ok and others[asked[-1][0]]) == 2
     assert asked == [(8, False), (4, True), (2, True)]
     with pytest.raises(RuntimeError, match=r"micro-batch of 3 samples does not fit.*sampling\.batch_size"):
-        fit.largest([6, 3], lambda size: False, lambda ok: ok)
+        before.largest([6, 3], lambda size: False, lambda ok: ok)
 
 
 def test_a_run_takes_what_fits_and_keeps_it(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is that of the batch size written out, and a resumed one does not try again."""
     tried: list[int] = []
-    monkeypatch.setattr(fit, "attempt", room_for(2, tried))
+    monkeypatch.setattr(before, "attempt", room_for(2, tried))
     changes: dict[str, Any] = {"iterations": 1, "evaluation": {"every": 0}}
     found = train(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8}, **changes))
     assert tried == [8, 4, 2]
@@ -69,11 +69,11 @@ def test_a_run_takes_what_fits_and_keeps_it(folder: Path, model: Path, monkeypat
 def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
     config = runs.config(folder, model, sampling={**SAMPLING, "batch_size": 4})
     with runs.opened(config) as run:
-        before = {key: p.detach().clone() for key, p in run.weights.named.items()}
+        weights = {key: p.detach().clone() for key, p in run.weights.named.items()}
         calls = run.policy.model_calls
-        fit.settle(run, run.prompts)
+        before.settle(run, run.prompts)
         assert run.config.sampling.batch_size == 4
-        assert all(torch.equal(p, before[key]) and p.grad is None for key, p in run.weights.named.items())
+        assert all(torch.equal(p, weights[key]) and p.grad is None for key, p in run.weights.named.items())
         assert run.policy.model_calls == calls and not run.loop.optimizer.state
 
 
@@ -90,17 +90,17 @@ def test_room_for_snapshots_that_the_trainer_takes(
     """As many copies as a run has, beside its weights and gradients, when it is done; and those that undo."""
     config = runs.config(folder, model, iterations=1, **{"sampling": {**SAMPLING, "batch_size": 4}, **changes})
     with runs.opened(config) as run:
-        before = len(run.weights.snapshots)
+        number = len(run.weights.snapshots)
         taken = copies - 2
-        assert fit.copies_to_come(run) == copies + 3 + before + taken
+        assert before.copies_to_come(run) == copies + 3 + number + taken
         monkeypatch.setattr(run.weights, "is_lora", False)
         monkeypatch.setattr(weights, "LARGEST_COPY", 0)
-        assert fit.copies_to_come(run) == copies
+        assert before.copies_to_come(run) == copies
     seen: list[DiffusionRun] = []
-    settle = fit.settle
+    settle = before.settle
     monkeypatch.setattr(diffusion_run, "settle", lambda run, prompts: (seen.append(run), settle(run, prompts)))
     train(config)
-    assert len(seen[0].weights.snapshots) - before == taken
+    assert len(seen[0].weights.snapshots) - number == taken
 
 
 QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "iterations": 3}
@@ -167,7 +167,7 @@ def test_smaller_micro_batches_are_checked_anew(folder: Path, model: Path) -> No
     """Whether their replay is exact; and there is an end."""
     with runs.opened(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 2})) as run:
         run.replays = True
-        shrink(run.loop, fit.MEMORY_HINT)
+        shrink(run.loop, before.MEMORY_HINT)
         assert run.config.sampling.batch_size == 1 and not run.replays
         with pytest.raises(RuntimeError, match=r"micro-batch of 1 samples does not fit.*sampling\.batch_size"):
-            shrink(run.loop, fit.MEMORY_HINT)
+            shrink(run.loop, before.MEMORY_HINT)

@@ -14,8 +14,8 @@ from PIL import Image
 
 from genrl.config import load
 from genrl.config.method import code_of
-from genrl.diffusion import looks
 from genrl.diffusion import train as training
+from genrl.diffusion.evaluate import high_frequencies, look_figures, moved_from, thumbnails_of
 from genrl.diffusion.train import train
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
@@ -204,13 +204,13 @@ def test_figures_of_held_out_pictures_that_no_reward_has() -> None:
     """Confetti has high frequencies and a slope has none; one picture for every noise has no diversity."""
     slope = torch.linspace(0, 1, 32).expand(2, 3, 32, 32)
     confetti = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    assert float(looks.high_frequencies(slope)[0]) < 0.01 < 0.2 < float(looks.high_frequencies(confetti)[1])
+    assert float(high_frequencies(slope)[0]) < 0.01 < 0.2 < float(high_frequencies(confetti)[1])
     video = torch.stack([slope, slope], 1)
-    assert torch.allclose(looks.high_frequencies(video), looks.high_frequencies(slope))
-    assert looks.thumbnails(video).tolist() == looks.thumbnails(slope).tolist()
-    black, white = (looks.thumbnails(torch.full((2, 3, 16, 16), value)) for value in (0.0, 1.0))
-    assert looks.moved(black, black) == 0.0 and looks.moved(black, white) == pytest.approx(1.0)
+    assert torch.allclose(high_frequencies(video), high_frequencies(slope))
+    assert thumbnails_of(video).tolist() == thumbnails_of(slope).tolist()
+    black, white = (thumbnails_of(torch.full((2, 3, 16, 16), value)) for value in (0.0, 1.0))
+    assert moved_from(black, black) == 0.0 and moved_from(black, white) == pytest.approx(1.0)
     seen, none = torch.cat([black[:1], white, white[:1]]), torch.zeros(4)
-    assert looks.figures(seen, none, [0, 0, 2, 2])["eval/diversity"] == pytest.approx(0.5**0.5 / 2)
-    assert looks.figures(seen, none, [0, 1, 2, 2])["eval/diversity"] == 0.0
-    assert "eval/diversity" not in looks.figures(seen, none, [0, 1, 2, 3])
+    assert look_figures(seen, none, [0, 0, 2, 2])["eval/diversity"] == pytest.approx(0.5**0.5 / 2)
+    assert look_figures(seen, none, [0, 1, 2, 2])["eval/diversity"] == 0.0
+    assert "eval/diversity" not in look_figures(seen, none, [0, 1, 2, 3])

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.kernels import fused as module
-from genrl.kernels import joint_attention, machine
+from genrl.kernels import blocks, machine
+from genrl.kernels import blocks as module
 from genrl.kernels import prefix_attention as prefix
-from genrl.kernels.fused import fused, gated, modulated, qk_norm_rope
+from genrl.kernels.blocks import fused, gated, modulated, qk_norm_rope
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch, slots
 from genrl.runtime.weights.devices import without_cudnn_attention
 from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton, values_and_gradients
@@ -159,7 +159,7 @@ def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
     mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
     exact = softmax_attention(q, k, v, torch.where(mask, 0.0, -torch.inf))
     for name in machine.usable(q, mask):
-        found = joint_attention.joint_attention(q, k, v, mask=mask, backend=name)
+        found = blocks.joint_attention(q, k, v, mask=mask, backend=name)
         torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
 
 
@@ -172,7 +172,7 @@ def test_a_named_attention_that_cannot_run_is_an_error(name: str, reason: str) -
         pytest.skip("what is missing here may be there")
     q = torch.randn(1, 4, 2, 8)
     with pytest.raises(ValueError, match=rf"attention back-end {name}: .*{reason}.*; that can run here: auto, math"):
-        joint_attention.joint_attention(q, q, q, backend=name)  # type: ignore[arg-type]
+        blocks.joint_attention(q, q, q, backend=name)  # type: ignore[arg-type]
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
@@ -195,15 +195,15 @@ def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.Monkey
         monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_func=function))
     monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "xformers.ops", SimpleNamespace(memory_efficient_attention=efficient))
-    joint_attention._library.cache_clear()
+    blocks._library.cache_clear()
     q, k, v = torch.randn(3, 2, 7, 3, 8)
     for name in machine.PACKAGES:
-        assert torch.equal(joint_attention._library(name)(q, k, v, None), softmax_attention(q, k, v)), name
+        assert torch.equal(blocks._library(name)(q, k, v, None), softmax_attention(q, k, v)), name
     mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
-    found = joint_attention._library("xformers")(q, k, v, mask)
-    exact = joint_attention.joint_attention(q, k, v, mask=mask)
+    found = blocks._library("xformers")(q, k, v, mask)
+    exact = blocks.joint_attention(q, k, v, mask=mask)
     torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
-    joint_attention._library.cache_clear()
+    blocks._library.cache_clear()
 
 
 def xformers_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -224,7 +224,7 @@ def test_xformers_itself_computes_the_same(masked: bool) -> None:
     found = {}
     for name in ("xformers", "math"):
         leaves = [row.to(torch.bfloat16).requires_grad_() for row in rows]
-        out = joint_attention.joint_attention(*leaves, mask=mask if masked else None, backend=name)  # type: ignore[arg-type]
+        out = blocks.joint_attention(*leaves, mask=mask if masked else None, backend=name)  # type: ignore[arg-type]
         found[name] = (out, *torch.autograd.grad(out.float().square().sum(), leaves))
     for ours, exact in zip(found["xformers"], found["math"], strict=True):
         torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
@@ -236,7 +236,7 @@ def test_a_gradient_comes_back_contiguous() -> None:
     x = torch.randn(2, 3, 4, requires_grad=True)
     doubled = 2 * x
     doubled.register_hook(seen.append)
-    torch.cat([joint_attention._Contiguous.apply(doubled), x], 2)[..., :4].sum().backward()  # type: ignore[no-untyped-call]
+    torch.cat([blocks._Contiguous.apply(doubled), x], 2)[..., :4].sum().backward()  # type: ignore[no-untyped-call]
     assert seen[0].is_contiguous() and torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
@@ -253,7 +253,7 @@ def test_gradients_of_two_layouts_are_right_one_after_the_other(name: str) -> No
         found = {}
         for backend_name in (name, "math"):
             leaves = [row.clone().requires_grad_() for row in rows]
-            out = joint_attention.joint_attention(*leaves, backend=backend_name).flatten(2)  # type: ignore[arg-type]
+            out = blocks.joint_attention(*leaves, backend=backend_name).flatten(2)  # type: ignore[arg-type]
             joined = torch.cat([out, wide[..., out.shape[2] :]], 2) if of_wider else out
             found[backend_name] = torch.autograd.grad(joined, leaves, wide[..., : joined.shape[2]].contiguous())
         for ours, exact in zip(found[name], found["math"], strict=True):
@@ -270,7 +270,7 @@ def test_flash_takes_no_mask() -> None:
 def test_what_is_chosen_breaks_no_compiled_graph() -> None:
     def block(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         q = fused(qk_norm_rope, x, weight, None, None, 1e-6)
-        h = joint_attention.joint_attention(q, q, x).flatten(2)
+        h = blocks.joint_attention(q, q, x).flatten(2)
         y: torch.Tensor = fused(modulated, h, scale, scale, 1e-6)
         return y
 
@@ -281,7 +281,7 @@ def test_what_is_chosen_breaks_no_compiled_graph() -> None:
 
 def block_by_hand(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     q = qk_norm_rope(x, weight, None, None, 1e-6)
-    return modulated(joint_attention.joint_attention(q, q, x).flatten(2), scale, scale, 1e-6)
+    return modulated(blocks.joint_attention(q, q, x).flatten(2), scale, scale, 1e-6)
 
 
 # -- The definitions against torch's own norms and complex rotation; compiled, they are themselves in both passes

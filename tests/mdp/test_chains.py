@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.mdp import chains, ddpm, kernels, noise, schedules
+from genrl.mdp import chains, ddpm, kernels, levels, noise
 from genrl.mdp.chains import Chain
 from genrl.mdp.kernels import Transition
 from tests.golden_cases import Case, check_all, error, through
@@ -37,7 +37,7 @@ def flow_sde_chain(noisy: Tensor, sigmas: Tensor, level: float, seed: int, field
 
 def transition_of(kind: str):
     """(step k or one step per row, x) -> Transition: the same rule for sampling and for replay."""
-    sigmas, grid = schedules.linspace_grid(4), ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 4)
+    sigmas, grid = levels.linspace_grid(4), ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 4)
 
     def transition(k, x: Tensor) -> Transition:
         at = torch.as_tensor(k).expand(len(x))
@@ -81,7 +81,7 @@ def test_replaying_a_whole_chain_gives_ratio_one(kind: str) -> None:
 
 
 def test_a_chain_with_a_deterministic_step_has_no_joint_density() -> None:
-    chain = flow_sde_chain(chains.noisy_steps("last", 2, 3), schedules.linspace_grid(3), 1.0, seed=6)
+    chain = flow_sde_chain(chains.noisy_steps("last", 2, 3), levels.linspace_grid(3), 1.0, seed=6)
     with pytest.raises(ValueError, match="not an action"):
         chains.chain_log_prob(chain, initial=False, reduction="sum")
 
@@ -146,7 +146,7 @@ def grid_of(case: Case) -> Tensor:
     steps = case.params["N"]
     if case.params.get("dtype") == "float64":
         return 1.0 - torch.arange(steps + 1, dtype=torch.float64) / steps
-    return schedules.linspace_grid(steps)
+    return levels.linspace_grid(steps)
 
 
 LAYER = r"net_mlp_logvar_moduleList_(\d+)_linear_1_weight"
@@ -216,7 +216,7 @@ def check_rollout(case: Case) -> Errors:
     """From the recorded chain: each transition, the scored step or the joint density, and its three levels."""
     options, states = case.params, case["chains"]
     steps, joint = options["N"], options["joint_logprob"]
-    sigmas = schedules.linspace_grid(steps)
+    sigmas = levels.linspace_grid(steps)
 
     def velocity(x: Tensor, sigma: Tensor) -> Tensor:
         return x @ case["Wv"] + case["bt"] * sigma.view(-1, 1, 1)
@@ -390,7 +390,7 @@ def test_reinflow(golden) -> None:
         if kind == "noise_bounds":
             return {"std": (error(chains.bounded_std(case["raw"], *options["std_range"]), case["std"]), 1e-6)}
         states, steps = case["chain"], options["K"]
-        sigmas = schedules.linspace_grid(steps)
+        sigmas = levels.linspace_grid(steps)
 
         def joint(velocities: Tensor) -> Chain:
             turned = chains.noise_at_zero(lambda x, time: velocities[:, k])

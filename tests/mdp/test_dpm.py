@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from genrl.mdp import ddpm, kernels, schedules
+from genrl.mdp import ddpm, kernels, levels
 from genrl.mdp.dpm import Prediction, dpm_solver, predict
 from tests.golden_cases import Case, check_all, error, through
 from tests.reference.grids import is_truncated, shifted_grid
@@ -87,12 +87,12 @@ def test_golden_flash_schedules(golden) -> None:
         points = released_points(steps, window[-1], case.params["compress_ratio"])
         used = grid[: first + 1]
         if points > 1:
-            tail = schedules.compressed_tail(grid, first, points - 1, factor=case.params["shift"])
+            tail = levels.compressed_tail(grid, first, points - 1, factor=case.params["shift"])
             used = torch.cat([grid[:first], tail])
         else:
             assert case["sigmas_used"][-1] > 0  # never denoised: ours refuses a tail without steps
             with pytest.raises(ValueError, match="tail of 0 steps"):
-                schedules.compressed_tail(grid, first, 0, factor=case.params["shift"])
+                levels.compressed_tail(grid, first, 0, factor=case.params["shift"])
         kinds = [str(kind) for kind in case.arrays["step_kind"]]
         assert [kind.lower().startswith("sde") for kind in kinds] == [i in window for i in range(len(used) - 1)]
         assert case["step_index"].tolist() == list(range(len(used) - 1))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal
 
-from genrl.mdp import batches, categorical, forward, kernels, noise
+from genrl.mdp import chains, kernels, levels, noise
 from genrl.mdp.noise import derive_seed, generator, keyed_noise, seeded
 
 SHAPES = st.sampled_from([(1, 1), (3, 4), (2, 3, 5), (2, 4, 2, 3), (1, 2, 3, 2, 2)])
@@ -77,31 +77,31 @@ def test_wrong_shapes_and_names_are_refused() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
 def test_probabilities_and_entropy_are_torchs(temperature: float) -> None:
     logits = 3.0 * keyed_noise((4, 3, 256), "logits")
-    found = categorical.log_probs(logits.bfloat16(), temperature)
+    found = chains.token_log_probs(logits.bfloat16(), temperature)
     theirs = Categorical(logits=logits.bfloat16().float() / temperature)
     tokens = torch.randint(256, (4, 3), generator=torch.Generator().manual_seed(0))
     assert found.dtype == torch.float32
-    torch.testing.assert_close(categorical.chosen(found, tokens), theirs.log_prob(tokens))
-    torch.testing.assert_close(categorical.entropy(found), theirs.entropy())
+    torch.testing.assert_close(chains.chosen_log_prob(found, tokens), theirs.log_prob(tokens))
+    torch.testing.assert_close(chains.token_entropy(found), theirs.entropy())
 
 
 def test_a_draw_is_where_the_cumulative_probability_reaches_that_of_its_noise() -> None:
     """P = .25, .5, .25: bounds at the quartiles of a normal, +-0.6745."""
     log_prob = torch.tensor([0.25, 0.5, 0.25]).log().expand(6, 3)
     noise = torch.tensor([-9.0, -0.675, -0.674, 0.674, 0.675, 9.0])
-    assert categorical.draw(log_prob, noise).tolist() == [0, 0, 1, 1, 2, 2]
+    assert chains.draw_tokens(log_prob, noise).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
     log_prob = torch.log_softmax(torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf]), 0).expand(2000, 5)
     noise = torch.cat([keyed_noise((1998,), "draws"), torch.tensor([-40.0, 40.0])])
-    assert set(categorical.draw(log_prob, noise).tolist()) == {1, 3}
+    assert set(chains.draw_tokens(log_prob, noise).tolist()) == {1, 3}
 
 
 def test_frequencies_of_draws_are_the_probabilities() -> None:
     """20 000 draws of five tokens: within five standard errors."""
-    log_prob = categorical.log_probs(torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5]), 1.6)
-    drawn = categorical.draw(log_prob.expand(20_000, 5), keyed_noise((20_000,), "frequencies"))
+    log_prob = chains.token_log_probs(torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5]), 1.6)
+    drawn = chains.draw_tokens(log_prob.expand(20_000, 5), keyed_noise((20_000,), "frequencies"))
     share, wanted = drawn.bincount(minlength=5) / 20_000, log_prob.exp()
     assert ((share - wanted).abs() < 5.0 * (wanted * (1.0 - wanted) / 20_000).sqrt()).all()
 
@@ -172,7 +172,7 @@ def test_the_global_generator_is_that_of_the_keys_and_then_as_it_was() -> None:
 def test_every_row_is_used_once_before_any_is_used_twice(rows: int, per_iteration: int, seed: int, start: int) -> None:
     used = []
     for iteration in range(start + 3):
-        used += batches.prompt_indices(rows, per_iteration, seed=seed, iteration=iteration)
+        used += noise.prompt_indices(rows, per_iteration, seed=seed, iteration=iteration)
     for epoch in range(len(used) // rows):
         assert sorted(used[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
 
@@ -180,9 +180,9 @@ def test_every_row_is_used_once_before_any_is_used_twice(rows: int, per_iteratio
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 100))
 def test_an_iteration_is_the_same_whatever_was_asked_before(rows: int, per_iteration: int, iteration: int) -> None:
     """Resuming needs no saved position, and a different number of prompts per iteration reads the same sequence."""
-    alone = batches.prompt_indices(rows, per_iteration, seed=3, iteration=iteration)
+    alone = noise.prompt_indices(rows, per_iteration, seed=3, iteration=iteration)
     one_by_one = [
-        batches.prompt_indices(rows, 1, seed=3, iteration=position)[0]
+        noise.prompt_indices(rows, 1, seed=3, iteration=position)[0]
         for position in range(iteration * per_iteration, (iteration + 1) * per_iteration)
     ]
     assert alone == one_by_one
@@ -190,8 +190,8 @@ def test_an_iteration_is_the_same_whatever_was_asked_before(rows: int, per_itera
 
 def test_the_order_is_pinned() -> None:
     """A run must read the same prompts tomorrow: a change of the rule is a change of every seed."""
-    assert batches.prompt_indices(7, 5, seed=0, iteration=0) == PINNED[:5]
-    assert batches.prompt_indices(7, 5, seed=0, iteration=1) == PINNED[5:]
+    assert noise.prompt_indices(7, 5, seed=0, iteration=0) == PINNED[:5]
+    assert noise.prompt_indices(7, 5, seed=0, iteration=1) == PINNED[5:]
 
 
 PINNED = [4, 3, 5, 0, 6, 2, 1, 6, 3, 5]
@@ -200,12 +200,12 @@ PINNED = [4, 3, 5, 0, 6, 2, 1, 6, 3, 5]
 @pytest.mark.parametrize(("rows", "count", "iteration"), [(0, 1, 0), (3, 0, 0), (3, 1, -1)])
 def test_impossible_requests_are_refused(rows: int, count: int, iteration: int) -> None:
     with pytest.raises(ValueError, match="at least one prompt"):
-        batches.prompt_indices(rows, count, seed=0, iteration=iteration)
+        noise.prompt_indices(rows, count, seed=0, iteration=iteration)
 
 
 @given(count=st.integers(0, 40), size=st.integers(1, 7), processes=st.integers(1, 5))
 def test_shares_have_every_row_once_and_processes_in_step(count: int, size: int, processes: int) -> None:
-    found = [list(batches.shares(count, size, process, processes)) for process in range(processes)]
+    found = [list(noise.shares(count, size, process, processes)) for process in range(processes)]
     assert len({len(mine) for mine in found}) == 1
     assert sorted(row for mine in found for rows, counts in mine if counts for row in rows) == list(range(count))
     assert all(0 < len(rows) <= size for mine in found for rows, _ in mine)
@@ -221,12 +221,12 @@ def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
     per_epoch = sum(len(rows) // together for rows in members.values()) * together
     if not per_epoch:
         with pytest.raises(ValueError, match="of one bucket"):
-            batches.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=0)
+            noise.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=0)
         return
     used: list[int] = []
     iteration = 0
     while len(used) < 2 * per_epoch:
-        used += batches.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=iteration)
+        used += noise.bucketed_indices(buckets, pieces * together, together, seed=seed, iteration=iteration)
         iteration += 1
     for start in range(0, len(used), together):
         assert len({buckets[row] for row in used[start : start + together]}) == 1
@@ -235,10 +235,10 @@ def test_pieces_are_of_one_bucket_and_use_its_rows_alike(
         assert len(set(once)) == per_epoch
         for rows in members.values():
             assert sum(row in rows for row in once) == len(rows) // together * together
-    again = batches.bucketed_indices(buckets, together, together, seed=seed, iteration=1)
+    again = noise.bucketed_indices(buckets, together, together, seed=seed, iteration=1)
     assert again == used[together : 2 * together] or len(used) == together
     with pytest.raises(ValueError, match="of one bucket"):
-        batches.bucketed_indices(buckets, 2 * together + 1, 2 * together, seed=seed, iteration=0)
+        noise.bucketed_indices(buckets, 2 * together + 1, 2 * together, seed=seed, iteration=0)
 
 
 # -- The forward process belongs to the kernels: with the right prediction, their deterministic steps stay on its path
@@ -251,9 +251,9 @@ def pictures(seed: int) -> tuple[Tensor, Tensor]:
 @given(st.integers(0, 99), st.floats(0.05, 1.0), st.floats(0.0, 1.0))
 def test_an_ode_step_with_the_right_velocity_stays_on_the_path(seed: int, sigma: float, share: float) -> None:
     clean, source = pictures(seed)
-    velocity = forward.flow_target(clean, source)
-    step = kernels.ode(forward.flow_sample(clean, source, sigma), velocity, sigma, share * sigma)
-    assert torch.allclose(step.mean, forward.flow_sample(clean, source, share * sigma), atol=1e-12)
+    velocity = levels.flow_target(clean, source)
+    step = kernels.ode(levels.flow_sample(clean, source, sigma), velocity, sigma, share * sigma)
+    assert torch.allclose(step.mean, levels.flow_sample(clean, source, share * sigma), atol=1e-12)
 
 
 @given(
@@ -266,22 +266,22 @@ def test_a_ddim_step_with_the_right_prediction_stays_on_the_path(
     seed: int, alpha_bar: float, share: float, kind: str
 ) -> None:
     clean, source = pictures(seed)
-    target = forward.diffusion_target(clean, source, alpha_bar, kind)  # type: ignore[arg-type]
+    target = levels.diffusion_target(clean, source, alpha_bar, kind)  # type: ignore[arg-type]
     next_level = alpha_bar + share * (1 - alpha_bar)
     step = kernels.ddim(
-        forward.diffusion_sample(clean, source, alpha_bar), target, alpha_bar, next_level, eta=0.0,
+        levels.diffusion_sample(clean, source, alpha_bar), target, alpha_bar, next_level, eta=0.0,
         prediction_type=kind,  # type: ignore[arg-type]
     )  # fmt: skip
-    assert torch.allclose(step.mean, forward.diffusion_sample(clean, source, next_level), atol=1e-9)
+    assert torch.allclose(step.mean, levels.diffusion_sample(clean, source, next_level), atol=1e-9)
 
 
 def test_levels_may_differ_per_sample_and_half_precision_is_computed_in_float32() -> None:
     clean, source = pictures(0)
-    levels = torch.tensor([0.2, 0.5, 1.0])
-    for sample in (forward.flow_sample, forward.diffusion_sample):
-        together = sample(clean, source, levels)
+    at = torch.tensor([0.2, 0.5, 1.0])
+    for sample in (levels.flow_sample, levels.diffusion_sample):
+        together = sample(clean, source, at)
         for i in range(3):
-            assert torch.allclose(together[i : i + 1], sample(clean[i : i + 1], source[i : i + 1], levels[i]))
+            assert torch.allclose(together[i : i + 1], sample(clean[i : i + 1], source[i : i + 1], at[i]))
         low = sample(clean.bfloat16(), source.bfloat16(), 0.3)
         assert low.dtype == torch.float32
         assert torch.equal(low, sample(clean.bfloat16().float(), source.bfloat16().float(), 0.3))
@@ -289,9 +289,9 @@ def test_levels_may_differ_per_sample_and_half_precision_is_computed_in_float32(
 
 def test_the_ends_are_noise_and_data() -> None:
     clean, source = pictures(1)
-    assert torch.equal(forward.flow_sample(clean, source, 1.0), source)
-    assert torch.equal(forward.flow_sample(clean, source, 0.0), clean)
-    assert torch.equal(forward.diffusion_sample(clean, source, 0.0), source)
-    assert torch.equal(forward.diffusion_sample(clean, source, 1.0), clean)
+    assert torch.equal(levels.flow_sample(clean, source, 1.0), source)
+    assert torch.equal(levels.flow_sample(clean, source, 0.0), clean)
+    assert torch.equal(levels.diffusion_sample(clean, source, 0.0), source)
+    assert torch.equal(levels.diffusion_sample(clean, source, 1.0), clean)
     with pytest.raises(ValueError, match="prediction_type must be"):
-        forward.diffusion_target(clean, source, 0.5, "x0")  # type: ignore[arg-type]
+        levels.diffusion_target(clean, source, 0.5, "x0")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from genrl.diffusion.methods.draft import train as truncation
 from genrl.diffusion.methods.talk2move import train as early_exit
-from genrl.mdp import schedules
+from genrl.mdp import levels
 from genrl.mdp.plan import (
     SamplingPlan,
     Tail,
@@ -139,7 +139,7 @@ def test_golden_exit_step_and_calls(golden) -> None:
     a.check("exit_step", early_exit.exit_step(rewards))
     for length, exit_step, shortcut, calls in a.given("active_T_K_shortcut_nfe").tolist():
         assert exit_step + shortcut == calls
-        grid = schedules.linspace_grid(length)
+        grid = levels.linspace_grid(length)
         assert len(early_exit.shortcut_sigmas(grid, exit_step, shortcut)) - 1 == calls - exit_step
     a.all_used("(exit|active)_.*")
 
@@ -157,7 +157,7 @@ def test_the_shortcut_goes_evenly_to_no_noise() -> None:
 
 
 def test_impossible_exits_are_refused() -> None:
-    grid = schedules.linspace_grid(10)
+    grid = levels.linspace_grid(10)
     for exit_step in (0, 11):
         with pytest.raises(ValueError, match="must be in 1 .. 10"):
             early_exit.shortcut_sigmas(grid, exit_step, 2)

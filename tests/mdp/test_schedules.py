@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genrl.mdp import forward, kernels, plan, schedules
+from genrl.diffusion.steps.plans import geometric_window, window_steps
+from genrl.mdp import kernels, levels, plan
 from genrl.mdp.plan import compress_tail, make_plan, moving_window
 from genrl.objectives.groups import group_advantages
 from tests.golden_cases import Arrays, Case, cases, check_all, error
@@ -27,7 +28,7 @@ def test_golden_grids(golden) -> None:
     def check(case: Case) -> dict[str, tuple[float, float]]:
         kind, steps = case.params["kind"], case.params["N"]
         if kind == "pi_rl":
-            return {"sigmas": (error(schedules.linspace_grid(steps), case["timesteps"]), ROUNDING)}
+            return {"sigmas": (error(levels.linspace_grid(steps), case["timesteps"]), ROUNDING)}
         factor = case.params["shift"]
         if kind.startswith("dynamic"):
             factor = float(case["mu"]) if kind == "dynamic_linear" else math.exp(case["mu"])
@@ -48,20 +49,20 @@ def test_golden_grids(golden) -> None:
 @given(st.floats(0.0, 1.0), st.floats(0.1, 20.0), st.floats(0.1, 20.0))
 def test_shifts_compose_and_are_undone_by_the_inverse(u: float, s: float, t: float) -> None:
     x = torch.tensor([0.0, u, 1.0], dtype=torch.float64)
-    assert torch.allclose(schedules.shift(schedules.shift(x, s), t), schedules.shift(x, s * t), rtol=0, atol=1e-12)
-    assert torch.allclose(schedules.shift(schedules.shift(x, s), 1 / s), x, rtol=0, atol=1e-12)
+    assert torch.allclose(levels.shift(levels.shift(x, s), t), levels.shift(x, s * t), rtol=0, atol=1e-12)
+    assert torch.allclose(levels.shift(levels.shift(x, s), 1 / s), x, rtol=0, atol=1e-12)
 
 
 @given(st.integers(1, 8), st.integers(0, 10), st.integers(0, 10), st.integers(0, 2**31), st.integers(0, 1000))
 def test_a_window_is_never_empty_and_lies_inside(size: int, low: int, extra: int, seed: int, iteration: int) -> None:
     high = low + size + extra
-    window = schedules.window_steps(size, low, high, seed=seed, iteration=iteration)
+    window = window_steps(size, low, high, seed=seed, iteration=iteration)
     assert len(window) == size and low <= window[0] and window[-1] < high
-    assert window == schedules.window_steps(size, low, high, seed=seed, iteration=iteration)
+    assert window == window_steps(size, low, high, seed=seed, iteration=iteration)
 
 
 def test_early_starts_of_a_geometric_window_are_more_likely() -> None:
-    draw = partial(schedules.geometric_window, 3, 1, 8, ratio=0.5, seed=3)
+    draw = partial(geometric_window, 3, 1, 8, ratio=0.5, seed=3)
     starts = torch.tensor([draw(iteration=i).start for i in range(2000)])
     law = torch.tensor(plan.geometric_start_probabilities(5, 0.5))
     counts = torch.bincount(starts, minlength=6)
@@ -76,21 +77,21 @@ def test_a_compressed_tail_begins_where_it_is_told_and_ends_at_0(factor: float |
     grid = shifted_grid(steps, factor or 2.0)
     start = data.draw(st.integers(0, steps - 1))
     count = data.draw(st.integers(1, steps - start))
-    tail = schedules.compressed_tail(grid, start, count, factor=factor)
+    tail = levels.compressed_tail(grid, start, count, factor=factor)
     assert tail.shape == (count + 1,) and tail.dtype == torch.float32
     assert tail[0] == grid[start] and tail[-1] == 0 and (tail[1:] < tail[:-1]).all()
     if count == steps - start:
         assert torch.allclose(tail, grid[start:], rtol=0, atol=2e-7)
     for wrong in (0, steps - start + 1):
         with pytest.raises(ValueError, match="cannot replace"):
-            schedules.compressed_tail(grid, start, wrong, factor=factor)
+            levels.compressed_tail(grid, start, wrong, factor=factor)
 
 
 @pytest.mark.parametrize(("size", "low", "high"), [(0, 0, 5), (6, 0, 5), (2, 4, 5), (1, -1, 5)])
 def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -> None:
     for schedule in (
-        partial(schedules.window_steps, seed=0),
-        partial(schedules.geometric_window, ratio=0.5, seed=0),
+        partial(window_steps, seed=0),
+        partial(geometric_window, ratio=0.5, seed=0),
         partial(plan.moving_window, every=3),
     ):
         with pytest.raises(ValueError, match="do not fit"):
@@ -150,19 +151,19 @@ def check_flash(a: Arrays, tag: str) -> None:
     a.check(f"{tag}_nfe_code", last + points - 1)
     a.check(f"{tag}_reaches_zero", int(points > 1))
     if points > 1:
-        tail = schedules.compressed_tail(grid, last, points - 1, factor=shift)
+        tail = levels.compressed_tail(grid, last, points - 1, factor=shift)
         a.check(f"{tag}_sigmas", torch.cat([grid[:last], tail]), rtol=0, atol=5e-7)
     else:
         a.check(f"{tag}_sigmas", grid[: last + 1], rtol=0, atol=5e-7)
         with pytest.raises(ValueError, match="tail of 0 steps"):
-            schedules.compressed_tail(grid, last, 0, factor=shift)
+            levels.compressed_tail(grid, last, 0, factor=shift)
     if int(a.given(f"{tag}_nfe_paper")) == -1:
         assert start + size > cap
         return
     plan = make_plan(steps, noise=dict.fromkeys(range(start, start + size), 0.7))
     if start + size < steps:
         plan = compress_tail(plan, ratio)
-        ours = schedules.compressed_tail(grid, start + size, plan.tail.steps, factor=shift)
+        ours = levels.compressed_tail(grid, start + size, plan.tail.steps, factor=shift)
         assert len(ours) == plan.tail.steps + 1 and ours[-1] == 0
     a.check(f"{tag}_nfe_paper", plan.calls)
 
@@ -279,23 +280,23 @@ def test_golden_times(golden) -> None:
 
     for kind, stratified in (("stratified", True), ("iid", False)):
         count = len(a.given(f"out_ff_logit_normal_{kind}"))
-        draws = forward.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
+        draws = levels.logit_normal_draws(count, source(), factor=3.0, stratified=stratified)
         check(f"out_ff_logit_normal_{kind}", 1000 * (1 - 0.9 * draws))
     for found in a.matches(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)"):
         lowest = 1000 * (1 - float(found[2].replace("p", ".")))
         last, count = int((grid >= lowest - 1e-3).nonzero().max()), len(a.given(found[0]))
         if found[1] == "_with_init":  # the first step always, the others from the rest
-            steps = forward.stratified_steps(count - 1, 1, last, source())
+            steps = levels.stratified_steps(count - 1, 1, last, source())
             check(found[0], torch.cat([grid[:1], grid[steps]]))
         else:
             first = int(found[1] == "_wo_init")
-            check(found[0], grid[forward.stratified_steps(count, first, last, source())])
+            check(found[0], grid[levels.stratified_steps(count, first, last, source())])
     a.all_used("out_ff_(discrete|logit_normal).*")
 
 
 @given(st.integers(1, 20), st.integers(0, 999))
 def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None:
-    normal = forward.logit_normal_draws(count, torch.Generator().manual_seed(seed))
+    normal = levels.logit_normal_draws(count, torch.Generator().manual_seed(seed))
     assert normal.min() >= 0.01 and normal.max() < 1.0
     quantiles = torch.special.ndtr(normal.logit())
     inside = (normal > 0.01) & (normal < 1 - 1e-6)  # where the floor did not act
@@ -305,7 +306,7 @@ def test_stratified_draws_fall_one_into_each_part(count: int, seed: int) -> None
 
 @given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
 def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
-    steps = forward.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
+    steps = levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
     assert len(steps) == count and (steps.diff() >= 0).all()
     assert steps[0] >= first and steps[-1] <= max(first, first + length - 1) + (length < count)
     if length >= count and length % count == 0:
@@ -316,6 +317,6 @@ def test_steps_ascend_inside_their_range(count: int, first: int, length: int, se
 def test_no_draw_is_refused() -> None:
     source = torch.Generator()
     with pytest.raises(ValueError, match="at least one draw"):
-        forward.logit_normal_draws(0, source)
+        levels.logit_normal_draws(0, source)
     with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
-        forward.stratified_steps(2, 3, 1, source)
+        levels.stratified_steps(2, 3, 1, source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.mdp.schedules import shift
+from genrl.mdp.levels import shift
 
 
 def shifted_grid(steps: int, factor: float) -> Tensor:

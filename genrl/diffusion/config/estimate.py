@@ -1,20 +1,23 @@
 """What a configuration will cost: model calls by closed form, memory from the headers of weight files. No torch.
 
+Shapes of published pipelines that are not on this machine yet travel with the package (`published.json`).
+
 A model call is one denoiser evaluation of one sample, as the metrics `model_calls/*` count it; a guided step is two.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from genrl.config.folders import read_json
+from genrl.config.folders import DTYPE_BYTES, HeaderError, read_header, read_json, unpacked, weight_files
 from genrl.config.sections import LoRA
-from genrl.config.weight_files import DTYPE_BYTES, HeaderError, read_header, weight_files
 from genrl.diffusion.config.model_rules import DENOISERS, DIVIDED, is_text_encoder
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import ATTENTION_LAYERS, ENCODER_LAYERS
@@ -288,3 +291,21 @@ def context_problems(config: Config, components: tuple[Component, ...]) -> Itera
         for what, number in dict.fromkeys(numbers):
             if number % count:
                 yield f"{denoiser.name} has {number} {what}, which {count} processes cannot share evenly"
+
+
+@cache
+def _published_table() -> Mapping[str, Any]:
+    """`networks` by a name, and `pipelines`: hub id -> component -> name. benchmarks/published_shapes.py makes it."""
+    table: Mapping[str, Any] = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+    return table
+
+
+def published(source: str) -> tuple[Component, ...]:
+    """The networks of a hub id; none where the table does not know it. Their bytes on disk are not known (0)."""
+    names = _published_table()["pipelines"].get(source, {})
+    return tuple(_published_component(part, _published_table()["networks"][name]) for part, name in names.items())
+
+
+def _published_component(part: str, network: Mapping[str, Any]) -> Component:
+    shapes = dict(unpacked(network["shapes"]))
+    return Component(part, network["class"], sum(map(math.prod, shapes.values())), 0, shapes, network["settings"])

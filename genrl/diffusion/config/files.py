@@ -10,10 +10,19 @@ from typing import Any
 
 import genrl_rewards
 from genrl.config.errors import dotted
-from genrl.config.folders import hub_file, is_single_file, looks_local, nearest_folder, read_json
+from genrl.config.folders import (
+    arguments_problems,
+    file_problem,
+    hub_file,
+    is_single_file,
+    looks_local,
+    nearest_folder,
+    pipeline_problems,
+    read_json,
+    scales_problem,
+)
 from genrl.config.plugins import Group, find
 from genrl.config.run_config import FileFinding
-from genrl.config.weight_files import arguments_problems, file_problem, pipeline_problems, scales_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
 from genrl.data.prompts import read as read_prompts

@@ -24,7 +24,6 @@ from genrl.data.sizes import NAMES
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.files.formats import ExportError, Form, adapt, merged_is_alike, unquantised, write_form
-from genrl.diffusion.files.single_file import loading_code
 from genrl.diffusion.policy.adapters import (
     ADAPTER,
     SECOND,
@@ -37,7 +36,7 @@ from genrl.diffusion.policy.adapters import (
     loads_lora,
 )
 from genrl.diffusion.policy.interfaces import Adapted, AdaptedDenoiser, Pipeline
-from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.policy.loading import load_pipeline, loading_code
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_arguments, batch_inputs, call_arguments

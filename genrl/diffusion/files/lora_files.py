@@ -23,8 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from genrl.config.folders import hub_file, read_json
-from genrl.config.weight_files import file_problem
+from genrl.config.folders import file_problem, hub_file, read_json
 from genrl.diffusion.config.model_rules import is_text_encoder
 
 STANDARD = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")

@@ -1,4 +1,5 @@
-"""What the trainers on the forward process share: finished samples, noised to drawn levels.
+"""What the trainers on the forward process share: finished samples, noised to drawn levels, and the optimiser steps of
+methods that train each sample at several noise levels, or steps of its own.
 
 Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 """
@@ -6,13 +7,14 @@ Time: sigma = 1 noise, sigma = 0 data, velocity = noise - data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from genrl.data.preferences import Reader, as_tensor, check_set
 from genrl.data.prompts import Prompt
-from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.schema import Config, Updating
 from genrl.diffusion.forward.settings import Matching
 from genrl.diffusion.policy.decoding import encode
 from genrl.diffusion.policy.policy import Policy
@@ -21,10 +23,11 @@ from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.rollout.scoring import Scored
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.forward import diffusion_sample, diffusion_target, flow_sample, flow_target, logit_normal_draws
+from genrl.mdp.levels import diffusion_sample, diffusion_target, flow_sample, flow_target, logit_normal_draws
 from genrl.mdp.noise import keyed_noise
 from genrl.objectives.groups import group_advantages, group_statistics
-from genrl.runtime.loop.updating import Meter
+from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.updating import Loss, Meter, Results, descend
 from genrl.runtime.weights.low_rank import merged
 
 Tensors = dict[str, Tensor]
@@ -164,3 +167,37 @@ def given_pictures(run: DiffusionRun, reader: Reader, size: tuple[int, int], rew
             slots=plan,
         )
     )
+
+
+def update(
+    run: DiffusionRun,
+    settings: Updating,
+    rollouts: Rollouts,
+    num_draws: int,
+    prepare: Callable[[MicroBatch, int, int], tuple[Batch, Tensors] | None],
+    loss: Loss,
+    meter: Meter,
+    count: Callable[[list[int]], int] | None = None,
+) -> None:
+    """The optimiser steps of one iteration: every micro-batch at `num_draws` noise levels or steps, per inner epoch.
+
+    prepare(micro-batch, epoch, draw) gives the conditions and all that the loss is made of; None = nothing to train.
+    `counts` among it is the weight of every metric, along its last dimension or [] for all: 0 = evaluated with the
+    other processes, but in no metric. loss: the method's.
+    count(slots): losses that the samples of an update have, over all draws and processes; None: each at every draw.
+    """
+
+    def recorded_of(part: tuple[MicroBatch, int, int]) -> Recorded | None:
+        prepared = prepare(*part)
+        return None if prepared is None else Recorded(*prepared)
+
+    def measure(part: object, results: Results, recorded: Recorded) -> None:
+        meter.add_all(results, recorded["counts"] if "counts" in recorded else None)
+
+    run.start_training(settings.epochs * num_draws * len(rollouts.mine))
+    for epoch in range(settings.epochs):
+        for of_update, slots in rollouts.updates(settings.updates):
+            divisor = len(slots) * num_draws if count is None else count(slots)
+            parts = product(of_update, [epoch], range(num_draws if divisor else 0))
+            norms = descend(run.loop, settings, run.policy, parts, recorded_of, loss, divisor=divisor, measure=measure)
+            meter.note({"grad_norm": norms["policy"]})

@@ -1,29 +1,53 @@
-"""Loading a pipeline by the real loader of diffusers, and whether it can be called as configured."""
+"""Loading a pipeline by the real loader of diffusers, from a folder, the hub or one file, and whether it can be called
+as configured.
+
+A .safetensors file that holds an autoencoder is a whole pipeline and read by its class; another one, as ComfyUI has
+them, and a .gguf file are the denoiser alone. What a file lacks (text encoders, often) comes from the base pipeline of
+`model.config`.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import json
+import logging
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, GGUFQuantizationConfig
+from diffusers.loaders.single_file import FromSingleFileMixin
+from diffusers.loaders.single_file_utils import (
+    LDM_VAE_KEYS,
+    SingleFileComponentError,
+    is_clip_model_in_single_file,
+    is_t5_in_single_file,
+)
 from diffusers.quantizers.pipe_quant_config import PipelineQuantizationConfig
 from diffusers.utils import logging as diffusers_logging
+from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from genrl.config.folders import file_problem, is_gguf, read_header, scales_problem
 from genrl.diffusion.config.combinations import OURS
 from genrl.diffusion.config.files import folder_problems, pipeline_class
-from genrl.diffusion.config.model_rules import is_text_encoder, missing_components, missing_packages, quantized
+from genrl.diffusion.config.model_rules import (
+    DENOISERS,
+    is_text_encoder,
+    missing_components,
+    missing_packages,
+    quantized,
+)
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_problems
 from genrl.diffusion.config.sections import Model, Sampling
-from genrl.diffusion.files.single_file import load_single_file
 from genrl.diffusion.policy.interfaces import Pipeline
 from genrl.runtime.weights.low_rank import quantization_config
 from genrl_rewards.given import is_given, take
@@ -140,3 +164,124 @@ def quantization(model: Model) -> PipelineQuantizationConfig | None:
     dtype = getattr(torch, model.dtype)
     mapping = {name: quantization_config(kind, loaders[name], dtype) for name, kind in kinds.items()}
     return PipelineQuantizationConfig(quant_mapping=mapping)
+
+
+logger = logging.getLogger(__name__)
+
+OTHERS = ("vae.", "first_stage_model.", "text_encoders.", "cond_stage_model.", "conditioner.", "model_ema.")
+"""How the keys of what is no denoiser begin."""
+DENOISER = "model.diffusion_model."
+MOST_UNUSED = 0.005
+"""Share of a denoiser's numbers that may be of no use, as buffers are and norms that nothing reads."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """How a file is read: `kind.from_single_file` with `besides` given (components of the base, by name and class), or
+    where it is a denoiser alone, `networks` (its name and class) by theirs, and all else from the base."""
+
+    kind: Any
+    besides: dict[str, Any]
+    networks: dict[str, Any]
+
+
+def load_single_file(model: Model) -> Pipeline:
+    """The pipeline of the file `model.path` on the base `model.config`. Raises ValueError, OSError or LookupError
+    where diffusers reads no such file, or the file lacks weights that the base does not have."""
+    if not is_gguf(model.path):
+        path = Path(model.path).expanduser()
+        if problem := file_problem(path) or scales_problem(path):
+            raise ValueError(f"it {problem}")
+    parts, dtype, base = _parts(model), getattr(torch, model.dtype), model.config
+    held = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf(model.path) else {}
+    try:
+        arguments = {
+            name: kind.from_single_file(model.path, config=base, subfolder=name, torch_dtype=dtype, **held)
+            for name, kind in parts.networks.items()
+        }
+        arguments |= {
+            name: kind.from_pretrained(base, subfolder=name, dtype=dtype, use_safetensors=True)
+            for name, kind in parts.besides.items()
+        }
+        pipe: Pipeline
+        if parts.networks:
+            pipe = DiffusionPipeline.from_pretrained(base, **arguments, dtype=dtype, use_safetensors=True)
+        else:
+            pipe = parts.kind.from_single_file(model.path, config=base, torch_dtype=dtype, **arguments)
+    except SingleFileComponentError as error:  # no ValueError
+        raise ValueError(str(error).splitlines()[0]) from error
+    for name, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            lacking = [weight for weight, value in component.state_dict().items() if value.is_meta]
+            if lacking:
+                raise ValueError(f"it lacks {len(lacking)} weights of {name} ({', '.join(lacking[:3])}...)")
+    if not is_gguf(model.path):
+        _require_used(model, next(name for name in DENOISERS if pipe.components.get(name) is not None), pipe)
+    return pipe
+
+
+def _require_used(model: Model, name: str, pipe: Pipeline) -> None:
+    """Raise ValueError where numbers of the file are in no layer of the denoiser: diffusers' converters take what they
+    know, and leave out the rest of a larger model without a word. They rename, split and join, so numbers are counted.
+    """
+    sizes = {key: math.prod(shape) for key, shape, _ in read_header(Path(model.path).expanduser())}
+    prefixed = {key for key in sizes if key.startswith(DENOISER)}
+    held = sum(sizes[key] for key in prefixed or sizes if not key.startswith(OTHERS))
+    left = held - sum(value.numel() for value in pipe.components[name].state_dict().values())
+    text = f"{left:,} of the {held:,} numbers that the file has of its {name} are in no layer of it"
+    if left > MOST_UNUSED * held:
+        raise ValueError(f"{text}: it is of a larger model than that of model.config")
+    if left > 0:
+        logger.warning("model.path: %s: %s", model.path, text)
+
+
+def loading_code(model: Model) -> str:
+    """Lines of Python that make the same `pipe` without genrl, where diffusers, torch and transformers are imported."""
+    parts, file, base = _parts(model), json.dumps(model.path), json.dumps(model.config)
+    plain = model.dtype == "float32"
+    dtype, old = ("", "") if plain else (f", dtype=torch.{model.dtype}", f", torch_dtype=torch.{model.dtype}")
+    if is_gguf(model.path):
+        old += f", quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=torch.{model.dtype})"
+    lines = [
+        f"{name} = diffusers.{kind.__name__}.from_single_file({file}, config={base}, subfolder={json.dumps(name)}{old})"
+        for name, kind in parts.networks.items()
+    ]
+    lines += [
+        f"{name} = transformers.{kind.__name__}.from_pretrained({base}, subfolder={json.dumps(name)}{dtype})"
+        for name, kind in parts.besides.items()
+    ]
+    arguments = "".join(f", {name}={name}" for name in (*parts.networks, *parts.besides))
+    if parts.networks:
+        lines.append(f"pipe = diffusers.DiffusionPipeline.from_pretrained({base}{arguments}{dtype})")
+    else:
+        lines.append(f"pipe = diffusers.{parts.kind.__name__}.from_single_file({file}, config={base}{arguments}{old})")
+    return "\n".join(lines)
+
+
+def _parts(model: Model) -> _Parts:
+    index = DiffusionPipeline.load_config(model.config)
+    kind = getattr(diffusers, str(index["_class_name"]))
+    names: dict[str, Any] = {}
+    if not is_gguf(model.path):
+        with safe_open(model.path, framework="pt") as file:
+            names = dict.fromkeys(file.keys())
+    held = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry[1]}
+    if any(name.startswith(tuple(LDM_VAE_KEYS)) for name in names):
+        if not issubclass(kind, FromSingleFileMixin):
+            raise ValueError(f"diffusers reads no whole {kind.__name__} from one file; give that of its denoiser alone")
+        encoders = {name: getattr(transformers, entry[1]) for name, entry in held.items() if is_text_encoder(name)}
+        besides = {name: encoder for name, encoder in encoders.items() if not _has_encoder(names, encoder)}
+        return _Parts(kind, besides, {})
+    denoiser = next((name for name in DENOISERS if name in held), None)
+    network = getattr(diffusers, held[denoiser][1], None) if denoiser else None
+    if denoiser is None or not hasattr(network, "from_single_file"):
+        what = f"no {held[denoiser][1]}" if denoiser else f"nothing of a {kind.__name__}"
+        raise ValueError(f"diffusers reads {what} from one file")
+    return _Parts(kind, {}, {denoiser: network})
+
+
+def _has_encoder(names: dict[str, Any], kind: Any) -> bool:
+    """Whether a file with these weights has a text encoder of this class, as diffusers finds it."""
+    if issubclass(kind, transformers.T5EncoderModel):
+        return bool(is_t5_in_single_file(names))
+    return bool(is_clip_model_in_single_file(kind, names))

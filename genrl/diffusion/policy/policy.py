@@ -25,13 +25,12 @@ from torch import Tensor, nn
 
 from genrl.diffusion.config.model_rules import DENOISERS
 from genrl.diffusion.config.pipeline_classes import source_of
-from genrl.diffusion.policy.attention import Switches
-from genrl.diffusion.policy.calls import PipelineCalls
+from genrl.diffusion.policy.blocks import Switches
+from genrl.diffusion.policy.calls import Actions, PipelineCalls, Recording, predicted_clean
 from genrl.diffusion.policy.compiling import TooManyGraphs
 from genrl.diffusion.policy.encoding import memoise_encode_prompt
 from genrl.diffusion.policy.encoding_store import Store
 from genrl.diffusion.policy.interfaces import Pipeline
-from genrl.diffusion.policy.recording import Actions, Recording, predicted_clean
 from genrl.diffusion.policy.scheduler import PolicyHead, Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import ODE, Batch, Children, Kernel, Replayed, StepRecord, Trajectory
 from genrl.mdp.kernels import Reduction
@@ -41,7 +40,7 @@ class Policy:
     """A diffusers pipeline that can be rolled out, replayed and trained.
 
     The pipeline is changed in place: its scheduler becomes a policy head, `prepare_latents` and `encode_prompt` are
-    wrapped on the instance, everything is put into eval mode without gradients (`weights.py` makes parameters
+    wrapped on the instance, everything is put into eval mode without gradients (`adapters.py` makes parameters
     trainable again).
 
     Raises ValueError where the pipeline does not fit, with the reason.

@@ -26,7 +26,7 @@ from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
 from genrl.diffusion.config.pipeline_classes import is_flow_scheduler, scheduler_refusal
-from genrl.diffusion.policy.own_step import require_flow_step
+from genrl.diffusion.policy.interfaces import require_flow_step
 from genrl.mdp.kernels import PredictionType
 
 Parametrisation = Literal["flow", "diffusion"]

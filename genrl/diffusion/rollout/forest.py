@@ -18,8 +18,8 @@ from torch import Tensor
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, NoiseKey, Trajectory
 from genrl.mdp.dpm import solve
+from genrl.mdp.levels import compressed_tail
 from genrl.mdp.plan import SamplingPlan
-from genrl.mdp.schedules import compressed_tail
 from genrl.mdp.tree import Segment, Tree, grow
 
 

@@ -30,8 +30,7 @@ from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
 from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scoring
-from genrl.mdp.batches import bucketed_indices, prompt_indices
-from genrl.mdp.noise import generator
+from genrl.mdp.noise import bucketed_indices, generator, prompt_indices
 from genrl.objectives.credit import max_variance
 from genrl.runtime.loop.economy import NOTHING, Known, choose, looked_at
 from genrl_rewards import compose

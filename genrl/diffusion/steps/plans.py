@@ -1,33 +1,59 @@
-"""From the settings of Flow-GRPO to the sampling plan of an iteration: which steps are noisy, where trees branch.
+"""The steps of an iteration: which of them are noisy and trained, where trees branch, and what each is worth.
 
-Functions of (configuration, iteration): the same in all processes, known before anything is run. What needs no random
-number is in `layout`. `choose_kernel` asks the loaded model too whether the transition is one for it.
+The plan is a function of (configuration, iteration): the same in all processes, known before anything is run. What
+needs no random number of it is in `layout`. `choose_kernel` asks the loaded model too whether the transition is one for
+it.
+
+Advantages and weights of the trained transitions are tables over (step, slot). An edge of a tree is known by its step
+and the slot of the first leaf below it (`forest`), so one table [T, N] serves all structures; of independent samples
+every row is the advantages of the samples. All processes know the same tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, Kernel, Replayed, StepRecord
+from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.rollout.forest import Draw, Drawn, independent
-from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
+from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.layout import fixed_window, plan_of, pruned_depths, stochastic_steps, window_end
+from genrl.diffusion.steps.layout import Prune, Tree, fixed_window, plan_of, pruned_depths, stochastic_steps, window_end
 from genrl.diffusion.steps.settings import EveryStep, PolicyGradient, Stochastic
+from genrl.mdp import tree as trees
 from genrl.mdp.kernels import FLOW_KERNELS
-from genrl.mdp.plan import SamplingPlan, make_plan, unpruned_steps
-from genrl.mdp.schedules import geometric_window, window_steps
-from genrl.objectives.preferences import PreferenceOutput, step_preference_loss
-from genrl.runtime.loop.recorded import Recorded
-from genrl.runtime.loop.updating import require_on_policy
+from genrl.mdp.noise import generator
+from genrl.mdp.plan import (
+    SamplingPlan,
+    check_window,
+    draw_start,
+    geometric_start_probabilities,
+    make_plan,
+    unpruned_steps,
+)
+from genrl.objectives.credit import (
+    PromptHistory,
+    best_siblings,
+    branch_extremes,
+    depth_pruned,
+    edge_weights,
+    extreme_leaves,
+    leaf_counts,
+    level_softmax,
+    mean_of_leaves,
+    normalise_per_depth,
+    path_softmax,
+    signed_advantage,
+    width_pruned,
+)
+from genrl.objectives.groups import group_statistics
+from genrl.runtime.loop.updating import Meter
 
 
 def window_of(config: Config, settings: PolicyGradient, iteration: int) -> range | None:
@@ -41,6 +67,32 @@ def window_of(config: Config, settings: PolicyGradient, iteration: int) -> range
     if window.schedule == "geometric":
         return geometric_window(**place, ratio=window.ratio, seed=config.seed, iteration=iteration)
     return fixed_window(window, steps=steps, iteration=iteration, iterations=config.iterations)
+
+
+def window_steps(size: int, low: int, high: int, *, seed: int, iteration: int) -> range:
+    """The stochastic (trained) steps of one iteration: `size` consecutive ones inside [low, high).
+
+    Their start is uniform in low .. high - size. A pure function of its arguments: the same on every process and for
+    every sample of a group, so that a group's advantages compare the same exploration; never empty.
+    Source: the windows of MixGRPO (arXiv 2507.21802) and of Flow-GRPO-Fast (Flow-GRPO's repository).
+    Raises ValueError unless 1 <= size <= high - low and low >= 0.
+    """
+    check_window(size, low, high)
+    starts = high - low - size + 1
+    offset = int(torch.randint(starts, (1,), generator=generator(seed, "window", iteration)))
+    return range(low + offset, low + offset + size)
+
+
+def geometric_window(size: int, low: int, high: int, *, ratio: float, seed: int, iteration: int) -> range:
+    """`size` consecutive steps inside [low, high), early starts more likely: `geometric_start_probabilities`.
+
+    TreeGRPO has as many starts as steps less the size, so its window ends before the last step: high = steps - 1.
+    A pure function of its arguments, as `window_steps`.
+    """
+    check_window(size, low, high)
+    uniform = float(torch.rand((), generator=generator(seed, "window", iteration), dtype=torch.float64))
+    start = low + draw_start(geometric_start_probabilities(high - low - size + 1, ratio), uniform)
+    return range(start, start + size)
 
 
 class Steps(NamedTuple):
@@ -115,94 +167,160 @@ def chains(
     return independent(policy.roll_out(batch, kernel, steps), slots)
 
 
-Tensors = dict[str, Tensor]
+class Edges(NamedTuple):
+    """Tables [T, N]; 0 where there is no trained edge."""
+
+    advantage: Tensor
+    weight: Tensor
+    """In the loss, which is divided by the sum over an update."""
+    moves: Tensor
+    """Whether a sample below has an advantage. An edge whose samples' advantages cancel still belongs to the loss, with
+    its divergence from the reference; one without any (no score, no spread) does not."""
+    skipped: list[int]
+    """Depths with too few nodes to be normalised alone."""
 
 
-class Transition(Protocol):
-    """Settings of a method that has a transition kernel."""
+def estimate(
+    run: DiffusionRun,
+    settings: PolicyGradient,
+    rollouts: Rollouts,
+    steps: Steps,
+    advantages: Tensor,
+    meter: Meter,
+    *,
+    grouped: bool = True,
+) -> Edges:
+    """Advantage and weight of every trained transition, from the advantages of the samples, float64 [N].
 
-    @property
-    def kernel(self) -> str: ...
-
-
-class Comparison(Transition, Protocol):
-    """Settings of one that compares its actions."""
-
-    @property
-    def beta(self) -> float: ...
-
-    @property
-    def clip_range(self) -> float: ...
-
-
-def replayed(settings: Transition, policy: Policy, given: Recorded) -> Replayed:
-    """The step under the policy as it is: log-probability [B], mean, std and model output of its transition."""
-    if given.graph is not None:  # kept from sampling: the same numbers without a second pass
-        result: Replayed = given.graph
-        return result
-    return policy.replay(StepRecord.of(given.batch, settings.kernel, given.tensors))
-
-
-def compared_steps(settings: Comparison, policy: Policy, given: Recorded) -> tuple[PreferenceOutput, Tensor, Tensors]:
-    """Pairs of actions of one step under the policy as it is: the loss of each by its (first, second, h) in `pairs`,
-    int64 [P, 3], which of the ratios to the reference are outside of `clip_range`, bool [B], and evidence."""
-    new, reference = replayed(settings, policy, given), given["reference_log_prob"]
-    log_prob = new.log_prob
-    first, second, preference = given["pairs"].to(log_prob.device).unbind(1)
-    logs = (log_prob[first], reference[first], log_prob[second], reference[second])
-    # D3PO compares two actions of one step, not two samples: every step is a preference pair of its own.
-    out = step_preference_loss(*logs, preference, beta=settings.beta, clip=settings.clip_range)
-    outside = (log_prob - reference).exp().sub(1.0).abs() > settings.clip_range
-    return out, outside, evidence(new)
-
-
-def evidence(new: Replayed) -> Tensors:
-    """What a dump keeps of a replayed step, to be compared with when it is replayed again."""
-    return {"model_output": new.model_output, "mean": new.mean, "std": new.std, "log_prob": new.log_prob}
-
-
-@torch.no_grad()
-def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scaled: bool = False) -> None:
-    """Replay the first micro-batch before any update, by the weights that drew it: the ratio must be 1. Once per
-    process, later calls do nothing.
-
-    An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
-    raises RuntimeError in all processes, since the clip would cut numerical noise; so does any where the denoiser is
-    compiled. scaled: of ratios whose logarithm is scaled by the std of the step (GRPO-Guard).
+    grouped: whether these compare the samples of a prompt, whose spread is then logged.
     """
-    if run.replays:
-        return
-    # A process without samples has no deviation, but must be there when all compare theirs.
-    deviations = [torch.zeros(1)]
-    first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
-    if first is not None:
-        with run.policy.uncounted(), run.drawing():
-            for piece in first.pieces:
-                for i, old in piece.trajectory.log_probs.items():
-                    new = run.policy.replay(piece.trajectory.step(i))
-                    # GRPO-Guard's log-ratio is that of densities times the std, its quadratic term aside.
-                    size = new.std.flatten() if scaled else 1.0
-                    # expm1, not exp - 1: what is looked for is smaller than the spacing of float32 around 1.
-                    deviations.append((size * (new.log_prob - old)).expm1().abs().cpu())
-    everyone = gather_object([float(torch.cat(deviations).max())])
-    worst = float(torch.tensor(everyone).max())  # tensor: NaN is the largest
-    problem = off_policy(worst, clip, compiled=bool(run.config.kernels.compile))
-    if problem is not None:
-        run.process.progress.say(problem)
-    # Once: a replay that is exact for the first micro-batch is so for all of them, and it costs their sampling again.
-    run.replays = True
+    iteration = run.iteration
+    # Per sample and before trees: a mean over the leaves of clipped advantages stays inside the clip by itself.
+    advantages = advantages.clamp(-settings.advantage_clip, settings.advantage_clip)
+    if grouped:
+        meter.add_spread(group_statistics(rollouts.total, rollouts.group))
+    if settings.layout.tree is None:
+        meter.add_advantages(advantages, settings.advantage_clip)
+        return independent_edges(advantages, steps)
+    rewards = rollouts.total
+    if settings.layout.tree.contrast:
+        advantages = contrasted(run, settings, settings.layout.tree, rollouts)
+        rewards = torch.where(advantages != 0, rewards, torch.nan)  # the others have no part in what is above them
+    # NaN until some process fills them in: a value read of a step that none recorded would show itself.
+    log_probs = torch.full((steps.plan.steps, rollouts.num_samples), torch.nan)
+    if settings.layout.tree.credit != "mean":
+        pieces = [piece for micro_batch in rollouts.mine.values() for piece in micro_batch.pieces]
+        # The likelihood of a path takes the log-probabilities of all its edges, and other processes ran some of the
+        # trees.
+        recorded = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
+        log_probs = run.gather(recorded, log_probs)
+    edges = tree_edges(
+        settings.layout.tree, steps.plan, steps.trained, rewards, advantages, log_probs,
+        clip=settings.advantage_clip, iteration=iteration,
+    )  # fmt: skip
+    meter.add_advantages(edges.advantage[edges.weight > 0], settings.advantage_clip)
+    if edges.skipped and iteration == 0:
+        run.process.progress.say(
+            f"depths {', '.join(map(str, edges.skipped))} have fewer than 4 states: measured against the leaves"
+        )
+    return edges
 
 
-def off_policy(worst: float, clip: float, *, compiled: bool = False) -> str | None:
-    """What to say of the largest |ratio - 1| before the first update. Raises RuntimeError above a tenth of `clip`, or,
-    of a compiled denoiser, above 0: one graph runs in both."""
-    causes = (
-        "Usual causes: a pipeline option that depends on the position in the loop (skip-layer guidance, guidance "
-        "intervals: take it out of sampling.pipeline_args), low precision (model.dtype float32 or float16 instead of "
-        "bfloat16), kernels that are not deterministic. Or widen trainer.clip_range, of which a tenth is allowed."
+def contrasted(run: DiffusionRun, settings: PolicyGradient, tree: Tree, rollouts: Rollouts) -> Tensor:
+    """B2-DiffuRL's advantages: scores over the prompt's history, of the best and worst leaf of each split, [N]."""
+    history = PromptHistory(8)
+    # In the loop's memory, so that it survives a resume and an undone iteration leaves no trace in it.
+    history.rewards = run.loop.memory.setdefault("prompt_history", {})
+    scores = history.normalise(rollouts.total, rollouts.prompts)
+    # With the one split that `contrast` allows, the leaves of a split have consecutive slots.
+    branch = torch.arange(rollouts.num_samples) // tree.ways
+    chosen = branch_extremes(scores, branch, high=0.5, low=-0.5)
+    clip = settings.advantage_clip
+    return torch.where(chosen != 0, signed_advantage(scores, clip=clip), 0.0)
+
+
+def independent_edges(advantages: Tensor, steps: Steps) -> Edges:
+    """The edges of samples that share nothing: advantages [N], weight 1."""
+    table = torch.zeros(steps.plan.steps, len(advantages), dtype=advantages.dtype)
+    weight = torch.zeros_like(table)
+    table[list(steps.trained)], weight[list(steps.trained)] = advantages, 1.0
+    return Edges(table, weight, table != 0, [])
+
+
+def tree_edges(
+    settings: Tree,
+    plan: SamplingPlan,
+    trained: tuple[int, ...],
+    rewards: Tensor,
+    advantages: Tensor,
+    log_probs: Tensor,
+    *,
+    clip: float,
+    iteration: int,
+) -> Edges:
+    """Edges of samples that are leaves. rewards, advantages: [N], of the leaves by slot; log_probs: [T, N], of
+    sampling.
+
+    A leaf without a score (NaN reward) is left out of the values above it.
+    """
+    tree = trees.grow(plan)
+    parent, leaves = tree.parent, tree.num_slots
+    scored = ~rewards.isnan()
+    # BranchGRPO standardises the values of each depth itself, so rewards go in; else the advantages of the leaves do.
+    score = rewards if settings.normalise == "depth" else torch.where(scored, advantages.double(), torch.nan)
+    leaf_values = score.view(-1, leaves)
+    if settings.credit == "mean":
+        values = mean_of_leaves(parent, leaf_values)
+    else:
+        backup = path_softmax if settings.credit == "path_softmax" else level_softmax
+        values = backup(parent, leaf_values, from_table(log_probs, tree), 1.0)
+    skipped: list[int] = []
+    if settings.normalise == "depth":
+        values, skipped = normalise_per_depth(values, tree.depth)
+        # These advantages were made here, after `estimate` clipped those of the samples.
+        values = values.clamp(-clip, clip)
+        skipped = [depth for depth in skipped if depth - 1 in trained]
+    counts = leaf_counts(parent, scored.view(-1, leaves))
+    # An edge below which no leaf has a score has nothing to be credited with.
+    trainable = torch.isin(tree.depth - 1, torch.tensor(trained)) & (counts > 0)
+    if settings.prune is not None:
+        trainable = trainable & unpruned(settings.prune, tree, plan, rewards.view(-1, leaves), iteration)
+    moves = leaf_counts(parent, (advantages != 0).view(-1, leaves)) > 0
+    return Edges(
+        to_table(values.nan_to_num(0.0) * trainable, tree).to(advantages.dtype),
+        to_table(edge_weights(trainable, counts, settings.weight), tree).to(advantages.dtype),
+        to_table(moves, tree),
+        skipped,
     )
-    if compiled:
-        causes = "Write kernels.compile: false; if the ratio is off without it too, that run says why"
-    what = "the ratio of the replayed to the recorded policy"
-    require_on_policy(worst, 0.0 if compiled else clip / 10, what, causes=causes)
-    return f"before the first update {what} is off 1 by {worst:.3g}: rounding of the kernels in use" if worst else None
+
+
+def unpruned(settings: Prune, tree: trees.Tree, plan: SamplingPlan, rewards: Tensor, iteration: int) -> Tensor:
+    """Edges that pruning leaves, bool [P, nodes]. rewards: [P, leaves]."""
+    depths = pruned_depths(settings, plan, iteration)
+    remaining = depth_pruned(tree.depth, depths).expand(len(rewards), -1)
+    if settings.width is None:
+        return remaining
+    last_split = max(plan.splits)
+    if settings.width == "best_sibling":
+        good = best_siblings(tree.parent, tree.depth, rewards, last_split=last_split)
+    else:
+        # A quarter from either end is the half of the leaves that BranchGRPO keeps.
+        good = extreme_leaves(rewards, max(1, rewards.shape[-1] // 4))
+    good = good | rewards.isnan().all(-1, keepdim=True)  # without any score there is nothing to choose by, or to train
+    return remaining & width_pruned(tree.parent, tree.depth, good, last_split=last_split)
+
+
+def to_table(values: Tensor, tree: trees.Tree) -> Tensor:
+    """Values of nodes [P, nodes] by step and slot of the edge into them, [T, P * leaves]."""
+    groups, edges = len(values), tree.depth > 0
+    table = torch.zeros(tree.steps, groups, tree.num_slots, dtype=values.dtype)
+    table[tree.depth[edges] - 1, :, tree.first_leaf[edges]] = values[:, edges].T
+    return table.flatten(1)
+
+
+def from_table(table: Tensor, tree: trees.Tree) -> Tensor:
+    """The reverse of `to_table`, [P, nodes]; NaN for roots."""
+    grid = table.view(tree.steps, -1, tree.num_slots)
+    # Roots have no edge: their index is only made valid here, and their value replaced below.
+    values = grid[(tree.depth - 1).clamp(min=0), :, tree.first_leaf].T
+    return torch.where(tree.depth > 0, values, torch.nan)

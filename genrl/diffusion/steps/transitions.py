@@ -7,20 +7,21 @@ step, its advantage and weight, log p_old, and, with a divergence, what the refe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Replayed, StepRecord
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
-from genrl.diffusion.rollout.rollout import Rollouts
+from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import Edges
 from genrl.diffusion.steps.layout import roots_together
-from genrl.diffusion.steps.plans import Steps, Tensors, check_on_policy, choose_kernel, evidence, replayed
+from genrl.diffusion.steps.plans import Edges, Steps, choose_kernel
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.objectives.policy_losses import (
     SurrogateOutput,
@@ -33,8 +34,9 @@ from genrl.objectives.policy_losses import (
     kl_x_prediction,
     staleness_weight,
 )
+from genrl.objectives.preferences import PreferenceOutput, step_preference_loss
 from genrl.runtime.loop.recorded import Recorded
-from genrl.runtime.loop.updating import EVIDENCE, Meter, Results, descend
+from genrl.runtime.loop.updating import EVIDENCE, Meter, Results, descend, require_on_policy
 
 REFERENCE = {"gaussian": "mean", "gaussian_dt": "mean", "mean_square": "mean", "k2": "log_prob"}
 """What a divergence reads of the reference; the others read its output."""
@@ -63,6 +65,7 @@ class Action(NamedTuple):
         return self.piece.slots[self.step]
 
 
+Tensors = dict[str, Tensor]
 Settings = TypeVar("Settings", bound=PolicyGradient)
 Loss = Callable[[Settings, Policy, Recorded], Tensors]
 Actions = Mapping[int, list[Action]]
@@ -94,6 +97,53 @@ def collect(run: DiffusionRun, settings: PolicyGradient, steps: Steps, *, scaled
 
 
 @torch.no_grad()
+@torch.no_grad()
+def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scaled: bool = False) -> None:
+    """Replay the first micro-batch before any update, by the weights that drew it: the ratio must be 1. Once per
+    process, later calls do nothing.
+
+    An exact 1 passes in silence; a deviation below a tenth of the clip range passes with a warning; anything above
+    raises RuntimeError in all processes, since the clip would cut numerical noise; so does any where the denoiser is
+    compiled. scaled: of ratios whose logarithm is scaled by the std of the step (GRPO-Guard).
+    """
+    if run.replays:
+        return
+    # A process without samples has no deviation, but must be there when all compare theirs.
+    deviations = [torch.zeros(1)]
+    first: MicroBatch | None = next(iter(rollouts.mine.values()), None)
+    if first is not None:
+        with run.policy.uncounted(), run.drawing():
+            for piece in first.pieces:
+                for i, old in piece.trajectory.log_probs.items():
+                    new = run.policy.replay(piece.trajectory.step(i))
+                    # GRPO-Guard's log-ratio is that of densities times the std, its quadratic term aside.
+                    size = new.std.flatten() if scaled else 1.0
+                    # expm1, not exp - 1: what is looked for is smaller than the spacing of float32 around 1.
+                    deviations.append((size * (new.log_prob - old)).expm1().abs().cpu())
+    everyone = gather_object([float(torch.cat(deviations).max())])
+    worst = float(torch.tensor(everyone).max())  # tensor: NaN is the largest
+    problem = off_policy(worst, clip, compiled=bool(run.config.kernels.compile))
+    if problem is not None:
+        run.process.progress.say(problem)
+    # Once: a replay that is exact for the first micro-batch is so for all of them, and it costs their sampling again.
+    run.replays = True
+
+
+def off_policy(worst: float, clip: float, *, compiled: bool = False) -> str | None:
+    """What to say of the largest |ratio - 1| before the first update. Raises RuntimeError above a tenth of `clip`, or,
+    of a compiled denoiser, above 0: one graph runs in both."""
+    causes = (
+        "Usual causes: a pipeline option that depends on the position in the loop (skip-layer guidance, guidance "
+        "intervals: take it out of sampling.pipeline_args), low precision (model.dtype float32 or float16 instead of "
+        "bfloat16), kernels that are not deterministic. Or widen trainer.clip_range, of which a tenth is allowed."
+    )
+    if compiled:
+        causes = "Write kernels.compile: false; if the ratio is off without it too, that run says why"
+    what = "the ratio of the replayed to the recorded policy"
+    require_on_policy(worst, 0.0 if compiled else clip / 10, what, causes=causes)
+    return f"before the first update {what} is off 1 by {worst:.3g}: rounding of the kernels in use" if worst else None
+
+
 def actions_of(run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, edges: Edges) -> Actions:
     """The trained transitions of this process. log p_old is as recorded; or, where the trained policy goes without the
     guidance that sampled, or older weights drew, evaluated now, before the first update, under the conditions it is
@@ -186,6 +236,36 @@ def record(
     return Recorded(step.batch, step.tensors() | tensors, graph)
 
 
+class Transition(Protocol):
+    """Settings of a method that has a transition kernel."""
+
+    @property
+    def kernel(self) -> str: ...
+
+
+class Comparison(Transition, Protocol):
+    """Settings of one that compares its actions."""
+
+    @property
+    def beta(self) -> float: ...
+
+    @property
+    def clip_range(self) -> float: ...
+
+
+def replayed(settings: Transition, policy: Policy, given: Recorded) -> Replayed:
+    """The step under the policy as it is: log-probability [B], mean, std and model output of its transition."""
+    if given.graph is not None:  # kept from sampling: the same numbers without a second pass
+        result: Replayed = given.graph
+        return result
+    return policy.replay(StepRecord.of(given.batch, settings.kernel, given.tensors))
+
+
+def evidence(new: Replayed) -> Tensors:
+    """What a dump keeps of a replayed step, to be compared with when it is replayed again."""
+    return {"model_output": new.model_output, "mean": new.mean, "std": new.std, "log_prob": new.log_prob}
+
+
 def penalised(
     settings: PolicyGradient,
     surrogate: SurrogateOutput,
@@ -252,3 +332,42 @@ def reference_kl(kind: str, new: Replayed, reference: Tensor) -> Tensor:
     if kind == "k2":
         return kl_k2(new.log_prob, reference)
     return kl_velocity(new.model_output, reference)
+
+
+def compared_steps(settings: Comparison, policy: Policy, given: Recorded) -> tuple[PreferenceOutput, Tensor, Tensors]:
+    """Pairs of actions of one step under the policy as it is: the loss of each by its (first, second, h) in `pairs`,
+    int64 [P, 3], which of the ratios to the reference are outside of `clip_range`, bool [B], and evidence."""
+    new, reference = replayed(settings, policy, given), given["reference_log_prob"]
+    log_prob = new.log_prob
+    first, second, preference = given["pairs"].to(log_prob.device).unbind(1)
+    logs = (log_prob[first], reference[first], log_prob[second], reference[second])
+    # D3PO compares two actions of one step, not two samples: every step is a preference pair of its own.
+    out = step_preference_loss(*logs, preference, beta=settings.beta, clip=settings.clip_range)
+    outside = (log_prob - reference).exp().sub(1.0).abs() > settings.clip_range
+    return out, outside, evidence(new)
+
+
+@dataclass(frozen=True)
+class OldMeans:
+    """Number of a transition -> its mean before the first update, [B, ...]."""
+
+    means: dict[int, Tensor]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, run: DiffusionRun, settings: PolicyGradient, rollouts: Rollouts, actions: Actions) -> Self:
+        """Means of all transitions but those of the first update, whose own evaluation is that."""
+        # In the first update the policy is still the one that sampled, so its loss pass yields these means for free
+        # (`note`).
+        later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
+        every = [action for micro_batch in later for action in actions[micro_batch.slots[0]]]
+        steps = {action_of.number: step_of(run, settings, action_of.piece, action_of.step) for action_of in every}
+        return cls({number: replayed_before(run, step).mean for number, step in steps.items()})
+
+    def known(self, action: Action) -> dict[str, Tensor]:
+        """What a loss reads of the policy that sampled; nothing in the first update."""
+        return {"old_mean": self.means[action.number]} if action.number in self.means else {}
+
+    def note(self, action: Action, results: Results) -> None:
+        """Keep the evaluation of the first update for the epochs that follow."""
+        self.means.setdefault(action.number, results["mean"].detach())

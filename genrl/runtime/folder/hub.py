@@ -19,8 +19,7 @@ import yaml
 
 from genrl import __version__
 from genrl.config import RunConfig
-from genrl.config.folders import is_hub_id, looks_local
-from genrl.config.weight_files import hub_errors
+from genrl.config.folders import hub_errors, is_hub_id, looks_local
 from genrl.runtime.folder.run import Run, read_metrics, write_atomic
 from genrl.runtime.show import pictures
 from genrl_rewards.given import is_given

@@ -12,10 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from genrl.config.folders import is_hub_id, read_json
+from genrl.config.folders import file_problem, is_hub_id, read_json, weights_problem
 from genrl.config.plugins import names
 from genrl.config.run_config import FileFinding
-from genrl.config.weight_files import file_problem, weights_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.vla.config.names import PREDICTS, SAMPLERS, SIMULATORS
 from genrl.vla.config.schema import VLAConfig, not_trained

@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from genrl.config.folders import read_json
+from genrl.config.folders import DTYPE_BYTES, Shape, read_header, read_json, unpacked, weight_files
 from genrl.config.sections import LARGEST_COPY
-from genrl.config.weight_files import DTYPE_BYTES, Shape, read_header, unpacked, weight_files
 from genrl.vla.config.schema import VLAConfig
 
 KEPT, KEPT_WITH_LORA = (10.1, 4.0, 2.0), (7.3, 3.0, 2.3)

@@ -19,8 +19,8 @@ from genrl.runtime.folder.hub import local_folder
 from genrl.vla.config.files import is_recording
 from genrl.vla.data.lerobot_dataset import Dataset, Episode, open_dataset
 from genrl.vla.policies.encoder import MODES
-from genrl.vla.policies.normalise import normalise, statistics, with_least_spread
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Policy, Statistics
+from genrl.vla.policies.robot import normalise, statistics, with_least_spread
 
 if TYPE_CHECKING:
     from genrl.vla.config.schema import VLAConfig
@@ -117,7 +117,7 @@ def chunks(
 
 
 def frame_statistics(frames: Batch) -> Statistics:
-    """`normalise.statistics` of every float entry of some frames; the std of states is `STD_FLOOR` at least."""
+    """`robot.statistics` of every float entry of some frames; the std of states is `STD_FLOOR` at least."""
     stats = {name: with_least_spread(statistics(value)) for name, value in frames.items() if value.is_floating_point()}
     for name in stats.keys() - {ACTION}:
         stats[name]["std"] = stats[name]["std"].clamp(min=STD_FLOOR)

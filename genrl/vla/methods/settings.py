@@ -70,6 +70,11 @@ class Update(VLAMethod):
         """Whether a rollout ends when the first episode of every environment has ended, and holds no others."""
         return True
 
+    @property
+    def rollout_decisions(self) -> int | None:
+        """Decisions of a rollout; None = as many as the longest episode needs."""
+        return None
+
     def problems(self, config: VLAConfig) -> Iterator[Finding]:
         """What the surrogate cannot do: bounds that fall, filters without groups, entropy that has no gradient."""
         sampler = config.sampler

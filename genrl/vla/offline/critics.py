@@ -30,8 +30,8 @@ from genrl.vla.offline.transitions import (
     take,
 )
 from genrl.vla.policies.encoder import MODES, ObservationEncoder, value_head
-from genrl.vla.policies.normalise import normalise
 from genrl.vla.policies.policy import ACTION, SEEN, Batch, Inputs, PredictsNoise, Statistics, vocabulary
+from genrl.vla.policies.robot import normalise
 from genrl.vla.rollout.sampling import Acting
 
 if TYPE_CHECKING:

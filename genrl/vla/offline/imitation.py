@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from genrl.mdp import ddpm, forward
+from genrl.mdp import ddpm, levels
 from genrl.mdp.noise import generator
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Loss, Meter, Results, descend, summed
@@ -79,11 +79,11 @@ def matching_error(
     """
     if isinstance(policy, PredictsVelocity):
         sigma = level.to(actions)
-        x = forward.flow_sample(actions, noise, sigma)
-        return policy.velocity(context, x, sigma) - forward.flow_target(actions, noise)
+        x = levels.flow_sample(actions, noise, sigma)
+        return policy.velocity(context, x, sigma) - levels.flow_target(actions, noise)
     if not isinstance(policy, PredictsNoise) or alpha_bars is None:
         raise TypeError(f"{type(policy).__name__} predicts neither velocity nor noise, and has no loss of its own")
-    x = forward.diffusion_sample(actions, noise, alpha_bars[level])
+    x = levels.diffusion_sample(actions, noise, alpha_bars[level])
     return policy.noise(context, x, level) - noise
 
 
@@ -91,7 +91,7 @@ def noise_and_levels(policy: Policy, shape: Sequence[int], rng: torch.Generator,
     """Noise [B, H, A] of a shape and the levels [B] of `matching_error`, with the alpha_bars."""
     noise = torch.randn(tuple(shape), generator=rng)
     if isinstance(policy, PredictsVelocity):
-        level = forward.flow_times(shape[0], rng)
+        level = levels.flow_times(shape[0], rng)
     else:
         level = torch.randint(len(alpha_bars), (shape[0],), generator=rng)
     return {"noise": noise, "level": level, "alpha_bars": alpha_bars}

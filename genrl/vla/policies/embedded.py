@@ -27,8 +27,8 @@ from genrl.vla.policies.encoder import (
 )
 from genrl.vla.policies.folder import critic_of
 from genrl.vla.policies.lerobot import Adapt, existing, write
-from genrl.vla.policies.normalise import normalise, unnormalise
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, STATE, Batch, Inputs, NoiseHead, Statistics
+from genrl.vla.policies.robot import normalise, unnormalise
 
 if TYPE_CHECKING:
     from genrl.vla.config.sections import NewPolicy

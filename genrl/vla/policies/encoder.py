@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from genrl.vla.policies import policy
-from genrl.vla.policies.normalise import Mode, normalise
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, POINTS, SEEN, STATE, TOKENS, Batch, Inputs, Statistics
+from genrl.vla.policies.robot import Mode, normalise
 from genrl_rewards.models.checkpoints import find, read_weights
 
 MODES: dict[str, Mode] = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ENV": "MEAN_STD", "ACTION": "MIN_MAX"}
@@ -31,7 +31,7 @@ def check_statistics(inputs: Inputs, action_dim: int, stats: Statistics) -> None
     for name, width in widths.items():
         shapes = {key: tuple(v.shape) for key, v in stats.get(name, {}).items() if key != "count"}
         if width and (not shapes or set(shapes.values()) != {(width,)}):
-            raise ValueError(f"{name} needs statistics of shape [{width}] (normalise.statistics); found {shapes}")
+            raise ValueError(f"{name} needs statistics of shape [{width}] (robot.statistics); found {shapes}")
 
 
 class ResidualMLP(nn.Module):

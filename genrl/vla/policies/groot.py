@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from genrl.mdp.forward import flow_times
+from genrl.mdp.levels import flow_times
 from genrl.vla.policies import lerobot
 from genrl.vla.policies.folder import HeadSizes, PublishedFlow, vocabulary_size
 from genrl.vla.policies.groot_folder import (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from genrl.mdp import categorical
+from genrl.mdp import chains
 from genrl.vla.policies import lerobot, openvla_folder
 from genrl.vla.policies.folder import HeadSizes, PublishedPolicy
 from genrl.vla.policies.layers import merged_state
@@ -132,7 +132,7 @@ class OpenVLA(PublishedPolicy):
 
     def demonstration_error(self, context: Batch, actions: Tensor) -> Tensor:
         """`-ln p` of the tokens of normalised actions [B, H, A], in that shape."""
-        return -categorical.chosen(categorical.log_probs(self.logits(context), 1.0), action_tokens(actions))
+        return -chains.chosen_log_prob(chains.token_log_probs(self.logits(context), 1.0), action_tokens(actions))
 
     def loss_noise(self, count: int, rng: torch.Generator) -> Batch:
         """Nothing in it is random."""

@@ -49,7 +49,7 @@ NoiseHead = Literal["none", "expert", "context"]
 """Where a head is that sets the noise of a flow policy: on the action expert (Flow-Noise), beside it (ReinFlow)."""
 Batch = dict[str, Tensor]
 Statistics = dict[str, dict[str, Tensor]]
-"""Vectors by feature and by name of a statistic: `normalise.statistics` of every feature."""
+"""Vectors by feature and by name of a statistic: `robot.statistics` of every feature."""
 
 IMAGE = "observation.image"
 """uint8 [B, S, S, 3], as rollouts store it."""

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.mdp import categorical, chains, ddpm, kernels, schedules
+from genrl.mdp import chains, ddpm, kernels, levels
 from genrl.mdp.chains import Chain
 from genrl.mdp.kernels import Reduction, Transition
 from genrl.vla.policies.policy import (
@@ -183,7 +183,7 @@ class Denoising(Sampler):
         """The step without noise: of a flow, one of Euler's along its ODE."""
         if not isinstance(policy, PredictsVelocity):
             raise TypeError(f"a flow sampler needs a policy that predicts velocity, {type(policy).__name__} does not")
-        sigmas = schedules.linspace_grid(self.steps)
+        sigmas = levels.linspace_grid(self.steps)
         x = kernels.ode(x, policy.velocity(context, x, sigmas[index].to(x)), sigmas[index], sigmas[index + 1]).mean
         return x if self.mean_clip is None else x.clamp(-self.mean_clip, self.mean_clip)
 
@@ -233,7 +233,7 @@ class FlowSteps(Denoising):
         """See `Denoising`."""
         if not isinstance(policy, PredictsVelocity):
             raise TypeError(f"FlowSteps needs a policy that predicts velocity, {type(policy).__name__} does not")
-        sigmas = schedules.linspace_grid(self.steps)
+        sigmas = levels.linspace_grid(self.steps)
         now, following = sigmas[index], sigmas[index + 1]
         # Rows of one call differ in which step is noisy, and a step of level 0 is that of the ODE.
         level = (torch.ones(len(x)) if noisy is None else noisy).double() * self.noise_level
@@ -266,7 +266,7 @@ class LearnedNoise(Denoising):
         """See `Denoising`."""
         if not isinstance(policy, LearnsNoise):
             raise TypeError(f"LearnedNoise needs a policy with a noise head, {type(policy).__name__} has none")
-        sigmas = schedules.linspace_grid(self.steps)
+        sigmas = levels.linspace_grid(self.steps)
         velocity, raw = policy.velocity_and_noise(context, x, sigmas[index].to(x))
         std = chains.bounded_std(raw, self.low, self.high)
         return chains.learned_noise(x, velocity, sigmas[index], sigmas[index + 1], std=std, clip=self.mean_clip)
@@ -346,8 +346,8 @@ class Tokens(Sampler):
         """See `Sampler`; the noise decides."""
         noise = random.noise[:, -1].to(next(iter(context.values())).device)
         chooser, every = _chooser(policy), self._log_probs(policy, context)
-        tokens = categorical.draw(every, noise)
-        log_prob = categorical.chosen(every, tokens)[:, None]
+        tokens = chains.draw_tokens(every, noise)
+        log_prob = chains.chosen_log_prob(every, tokens)[:, None]
         index = torch.zeros(len(noise), 1, dtype=torch.int64)
         chunk = chooser.centres.to(noise)[tokens]
         return Sample(chunk, torch.zeros_like(log_prob), tokens[:, None], index, log_prob)
@@ -356,7 +356,7 @@ class Tokens(Sampler):
         """See `Sampler`."""
         every = self._log_probs(policy, context)
         tokens = next_states[:, 0].to(every.device)
-        return Replay(categorical.chosen(every, tokens)[:, None], categorical.entropy(every)[:, None])
+        return Replay(chains.chosen_log_prob(every, tokens)[:, None], chains.token_entropy(every)[:, None])
 
     @torch.no_grad()
     def act(self, policy: Policy, context: Batch, noise: Tensor, *, frozen: Frozen | None = None) -> Tensor:
@@ -367,7 +367,7 @@ class Tokens(Sampler):
 
     def _log_probs(self, policy: Policy, context: Batch) -> Tensor:
         """Log-probabilities of all tokens, [B, H, A, K]."""
-        return categorical.log_probs(_chooser(policy).logits(context), self.temperature)
+        return chains.token_log_probs(_chooser(policy).logits(context), self.temperature)
 
 
 @dataclass(frozen=True)

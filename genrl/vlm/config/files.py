@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import genrl_rewards
-from genrl.config.folders import PROCESSORS, looks_local, nearest_folder, no_transformers_model
+from genrl.config.folders import (
+    PROCESSORS,
+    arguments_problems,
+    looks_local,
+    nearest_folder,
+    no_transformers_model,
+    tokenizer_problem,
+    weights_problem,
+)
 from genrl.config.plugins import find
 from genrl.config.run_config import FileFinding
 from genrl.config.sections import missing_quantizer
-from genrl.config.weight_files import arguments_problems, tokenizer_problem, weights_problem
 from genrl.config.yaml_source import KeyPath
 from genrl.data.prompts import PromptError, PromptRows
 from genrl.data.prompts import read as read_prompts

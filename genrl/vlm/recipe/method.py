@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from genrl.config.errors import Finding
 from genrl.config.section import AnyOf, Count
-from genrl.objectives.bounds import LARGEST_STALENESS_WEIGHT
+from genrl.objectives import LARGEST_STALENESS_WEIGHT
 from genrl.vlm.config.names import OUTPUTS
 from genrl.vlm.config.schema import Row, VLMMethod
 from genrl.vlm.recipe import Choice

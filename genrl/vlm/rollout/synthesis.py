@@ -48,7 +48,7 @@ class DataServer:
     """
 
     def __init__(self, pipeline: str, num_inference_steps: int, guidance_scale: float) -> None:
-        command = [sys.executable, "-m", "genrl.diffusion.data_server", pipeline]
+        command = [sys.executable, "-m", "genrl.diffusion.sample", pipeline]
         command += ["--num-inference-steps", str(num_inference_steps), "--guidance-scale", str(guidance_scale)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.arrived: queue.Queue[str] = queue.Queue()

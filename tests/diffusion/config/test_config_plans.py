@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from genrl.config import load
-from genrl.diffusion.config.shares import even, most_processes, processes_problem, remedy, waiting
+from genrl.diffusion.config.combinations import even, most_processes, processes_problem, remedy, waiting
 from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient

@@ -25,7 +25,7 @@ from genrl.diffusion.config.estimate import (
 )
 from genrl.diffusion.config.memory_estimate import _kept_by_blocks, memory
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.policy.weights import trainable
+from genrl.diffusion.policy.adapters import trainable
 from tests.diffusion import runs
 
 FLOW_GRPO = {"algorithm": "flow_grpo"}

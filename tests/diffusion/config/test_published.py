@@ -10,9 +10,8 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 
 from genrl import recipes
 from genrl.config import load
-from genrl.diffusion.config.estimate import plan
+from genrl.diffusion.config.estimate import plan, published
 from genrl.diffusion.config.memory_estimate import memory
-from genrl.diffusion.config.published import published
 from genrl.diffusion.config.schema import Config
 
 BILLIONS = {  # of the model cards, and of the sizes of the published files

@@ -22,10 +22,9 @@ from genrl.config import LoRA, dump
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.files.export import ExportError, export, save_lora, write_card
-from genrl.diffusion.policy.adapters import loads_lora
+from genrl.diffusion.policy.adapters import loads_lora, trainable
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint

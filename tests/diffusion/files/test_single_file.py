@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.files.export import export
-from genrl.diffusion.files.single_file import loading_code
-from genrl.diffusion.policy.loading import load_pipeline
+from genrl.diffusion.policy.loading import load_pipeline, loading_code
 from genrl.diffusion.train import train
 from tests.diffusion import original_format, runs
 

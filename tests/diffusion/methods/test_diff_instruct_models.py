@@ -20,9 +20,9 @@ from genrl.diffusion.config.schema import Config
 from genrl.diffusion.files.export import export
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
+from genrl.diffusion.policy.adapters import snapshot_base
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise

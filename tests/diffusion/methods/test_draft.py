@@ -14,9 +14,9 @@ from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward import direct
 from genrl.diffusion.methods.draft import train as draft
+from genrl.diffusion.policy.adapters import trainable
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.train import train
 from tests.diffusion import runs

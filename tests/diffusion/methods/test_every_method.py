@@ -56,7 +56,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
         EVALUATION,
         {},
     ),
-    "opd": ({"teachers": [{"guidance": 2.0}]}, PLAIN | {"zero_std_ratio", "group_std_mean"}, {}),
+    "opd": ({"teachers": {"teacher": {"guidance": 2.0}}}, PLAIN | {"zero_std_ratio", "group_std_mean"}, {}),
     "diffusion_nft": ({"kl_weight": 0.0}, KL | EVALUATION, {"ema": None}),
     "ddpo": (FLOW, PLAIN | {"zero_std_ratio", "group_std_mean"}, {"sampling": {"group_size": 1}}),
     "prompt_rl": (

@@ -38,7 +38,7 @@ def test_the_model_itself_teaches_nothing_and_under_guidance_something(folder: P
     seen = run(runs.config(folder, model, trainer=OWN, iterations=1, **QUIET))
     assert seen.rows[0]["distill"] == 0
     assert all(not bool(g.any()) for g in seen.updates[0].gradient.values())
-    guided = {**OWN, "teachers": [{"guidance": 3.0}], "weight": "unit", "noise_level": 1e-6}
+    guided = {**OWN, "teachers": {"teacher": {"guidance": 3.0}}, "weight": "unit", "noise_level": 1e-6}
     rows = run(runs.config(folder, model, trainer=guided, iterations=12, **QUIET)).rows
     assert 0 < rows[-1]["distill"] < 0.8 * rows[0]["distill"]
 
@@ -51,7 +51,7 @@ def taught(folder: Path, model: Path) -> dict[str, Any]:
         train(runs.config(folder, model, optimizer={"lr": 0.05}, **QUIET, **own))
     rows = [{"prompt": text, "teacher": "ab"[k % 2]} for k, text in enumerate(runs.PROMPTS)]
     (folder / "routed.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    teachers = [{"name": name, "lora": str(folder / name / "lora")} for name in "ab"]
+    teachers = {name: {"lora": str(folder / name / "lora")} for name in "ab"}
     prompts = {"train": str(folder / "routed.jsonl")}
     return {"trainer": {**OWN, "teachers": teachers}, "prompts": prompts}
 

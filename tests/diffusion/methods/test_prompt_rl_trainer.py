@@ -22,7 +22,7 @@ from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.sample import load, sample
 from genrl.diffusion.train import train
-from genrl.mdp.batches import prompt_indices
+from genrl.mdp.noise import prompt_indices
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import watch
 from tests.diffusion.policy.test_rewriter import TINY, anything, moved

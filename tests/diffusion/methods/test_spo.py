@@ -18,7 +18,7 @@ from genrl.diffusion.methods.spo.train import Found, Pairs, chosen_rows, compare
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.diffusion.steps.plans import last_step_is_drawn
-from genrl.diffusion.steps.plans import replayed as replayed_step
+from genrl.diffusion.steps.transitions import replayed as replayed_step
 from genrl.mdp.kernels import sample
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.plan import SamplingPlan

@@ -14,8 +14,7 @@ from genrl.diffusion.methods.dynamic_tree_rpo import train as dynamic_tree_rpo
 from genrl.diffusion.methods.dynamic_tree_rpo.train import progress_table
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import Edges
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Edges, Steps
 from genrl.diffusion.steps.transitions import actions_of
 from genrl.diffusion.train import train
 from genrl.mdp.tree import Tree

@@ -15,8 +15,8 @@ from torch import Tensor
 from genrl.config import load
 from genrl.config.method import code_of
 from genrl.diffusion.config.schema import Config
+from genrl.diffusion.policy.adapters import trainable
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import trainable
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from genrl.config import LoRA
 from genrl.diffusion.files.export import export, save_lora
-from genrl.diffusion.policy.adapters import activate, load_lora
+from genrl.diffusion.policy.adapters import activate, load_lora, trainable
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.policy.weights import trainable
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.weights.weights import REFERENCE, Weights
 from tests.diffusion import runs

@@ -8,8 +8,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
+from genrl.diffusion.before import require_apart
 from genrl.diffusion.config.files import _settings_in_memory
-from genrl.diffusion.policy.apart import require_apart
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.scheduler import Request, as_policy_head
 from genrl.diffusion.policy.trajectory import Batch

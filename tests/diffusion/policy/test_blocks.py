@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from genrl.diffusion import train
 from genrl.diffusion.config.sections import Kernels, Model
-from genrl.diffusion.policy.attention import Switches
-from genrl.diffusion.policy.blocks import BLOCKS, install
+from genrl.diffusion.policy.blocks import BLOCKS, Switches, install
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.train import use_kernels
@@ -79,7 +78,7 @@ def test_every_block_is_diffusers_own_within_rounding(name: str) -> None:
     install([policy.denoiser], Switches(fused=True, attention="math"))
     for call, own in zip(calls, before, strict=True):
         processor = getattr(call[0], "processor", None)
-        assert processor is None or type(processor).__module__ == "genrl.diffusion.policy.attention"
+        assert processor is None or type(processor).__module__ == "genrl.diffusion.policy.blocks"
         assert_alike(values_and_gradients(call), own)
 
 

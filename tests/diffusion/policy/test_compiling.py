@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from genrl.diffusion.policy import compiling
-from genrl.diffusion.policy.attention import Switches
-from genrl.diffusion.policy.blocks import install
+from genrl.diffusion.policy.adapters import trainable
+from genrl.diffusion.policy.blocks import Switches, install
 from genrl.diffusion.policy.compiling import compile_denoisers
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Kernel
-from genrl.diffusion.policy.weights import trainable
-from genrl.diffusion.steps.plans import off_policy
+from genrl.diffusion.steps.transitions import off_policy
 from genrl.diffusion.train import train
 from genrl.kernels.machine import compile_problem
 from genrl.runtime.loop.recorded import Recorded

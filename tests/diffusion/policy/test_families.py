@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from genrl.config import LoRA
 from genrl.diffusion.config.pipeline_classes import problems
 from genrl.diffusion.files.export import save_lora
-from genrl.diffusion.policy.adapters import denoiser_that_loads, loads_lora
+from genrl.diffusion.policy.adapters import denoiser_that_loads, loads_lora, trainable
 from genrl.diffusion.policy.loading import check_call_arguments
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
-from genrl.diffusion.policy.weights import trainable
 from genrl.mdp.noise import derive_seed
 from tests.diffusion.families import FAMILIES, REFUSED, tiered
 from tests.diffusion.tiny_parts import Family

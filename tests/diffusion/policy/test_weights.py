@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from genrl.config import LoRA
+from genrl.diffusion.policy.adapters import snapshot_base, trainable
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.policy.weights import snapshot_base, trainable
 from genrl.runtime.weights.weights import Weights
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from genrl.config.weight_files import weights_problem
+from genrl.config.folders import weights_problem
 from genrl.diffusion.config.files import folder_problems
 from genrl.diffusion.config.sections import Model
 from genrl.diffusion.policy.loading import load_pipeline

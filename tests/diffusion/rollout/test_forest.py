@@ -14,7 +14,7 @@ from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, Trajectory
 from genrl.diffusion.rollout.forest import Drawn, roll_out
-from genrl.diffusion.steps.edges import tree_edges
+from genrl.diffusion.steps.plans import tree_edges
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
 from tests.diffusion import runs

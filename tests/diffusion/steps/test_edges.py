@@ -11,8 +11,7 @@ from torch import Tensor
 
 from genrl.diffusion.methods.dynamic_tree_rpo.train import progress_table
 from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
-from genrl.diffusion.steps.edges import Edges, from_table, independent_edges, to_table, tree_edges
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Edges, Steps, from_table, independent_edges, to_table, tree_edges
 from genrl.mdp.plan import SamplingPlan, make_plan
 from genrl.mdp.tree import Tree, grow
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from genrl.mdp import chains, ddpm, schedules
+from genrl.mdp import chains, ddpm, levels
 from genrl.mdp.chains import Chain
 from genrl.mdp.noise import generator
 from genrl.objectives import actor_critic
@@ -189,7 +189,7 @@ def test_reinflow(golden) -> None:
         options, states = case.params, case["chains"]
         weights = {name: case[name].requires_grad_() for name in ("W", "N")}
         state, steps = case["state"].flatten(1), options["K"]
-        sigmas, shape = schedules.linspace_grid(steps), states[:, 0].shape
+        sigmas, shape = levels.linspace_grid(steps), states[:, 0].shape
 
         def field(x: Tensor, time: Tensor) -> Tensor:
             return torch.tanh(x.flatten(1) @ weights["W"] + time * case["b"] + state @ case["C"]).view(shape)

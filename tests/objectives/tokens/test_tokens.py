@@ -448,6 +448,6 @@ def test_dcpo_does_not_grow_with_the_batch_and_reinforce_pp_takes_the_unbiased_v
     rule = presets.PRESETS["dcpo"].aggregation
     assert aggregate(terms, mask, rule) == aggregate(terms.repeat(2, 1), mask.repeat(2, 1), rule) == 3.0
     recipe = presets.PRESETS["reinforce_pp"].advantage
-    assert isinstance(recipe, WhitenedReturns) and not recipe.population and recipe.eps < 1e-6
+    assert isinstance(recipe, WhitenedReturns) and recipe.ddof == 1 and recipe.eps < 1e-6
     scores = whitened(torch.tensor([[1.0], [2.0], [3.0]]), torch.ones(3, 1), eps=0.0)
     torch.testing.assert_close(scores, torch.tensor([[-1.0], [0.0], [1.0]], dtype=torch.float64))

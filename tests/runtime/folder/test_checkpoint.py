@@ -128,7 +128,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 def leave_the_folder(path: Path) -> None:
     (path.parent / "outside").write_text("x")
-    outside = {"bytes": 1, "sha256": checkpoint.shares.sha256(path.parent / "outside")}
+    outside = {"bytes": 1, "sha256": checkpoint.sharding.sha256(path.parent / "outside")}
     rewrite(path, files=json.loads((path / "manifest.json").read_text())["files"] | {"../outside": outside})
 
 

@@ -12,8 +12,8 @@ from genrl.vla.data.frames import check_spread
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset, write_dataset
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.policies.lerobot import Adapt
-from genrl.vla.policies.normalise import normalise, statistics, with_least_spread
 from genrl.vla.policies.policy import ACTION, IMAGE, STATE
+from genrl.vla.policies.robot import normalise, statistics, with_least_spread
 from genrl.vla.setup import adapted
 from tests.vla.published import pi_folder
 

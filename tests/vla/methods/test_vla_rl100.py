@@ -11,8 +11,7 @@ from genrl.objectives.episodes import chunk_gae
 from genrl.playground.minitable import MiniTable
 from genrl.vla.data.frames import frame_statistics
 from genrl.vla.methods.rl100 import train as rl100
-from genrl.vla.methods.rl100.distillation import distil, one_step
-from genrl.vla.methods.rl100.experience import Dynamics, offline_value, seen, train_dynamics
+from genrl.vla.methods.rl100.experience import Dynamics, distil, offline_value, one_step, seen, train_dynamics
 from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.offline.critics import Critics, seen_statistics
 from genrl.vla.offline.transitions import from_rollout

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.mdp import ddpm, forward
-from genrl.mdp.forward import flow_times
+from genrl.mdp import ddpm, levels
+from genrl.mdp.levels import flow_times
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.playground.minitable import MiniTable, demonstrate, expert_chunk, task
 from genrl.runtime.weights import state
@@ -137,11 +137,11 @@ def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
         context = policy.encode(observation)
         if policy.__class__.__name__ == "TinyFlowVLA":
             sigma = flow_times(len(action), rng)
-            x = forward.flow_sample(actions, noise, sigma)
+            x = levels.flow_sample(actions, noise, sigma)
             error = policy.velocity(context, x, sigma) - (noise - actions)
         else:
             timestep = torch.randint(20, (len(action),), generator=rng)
-            x = forward.diffusion_sample(actions, noise, bars[timestep])
+            x = levels.diffusion_sample(actions, noise, bars[timestep])
             error = policy.noise(context, x, timestep) - noise
         torch.testing.assert_close(found, error.square().mean((1, 2)))
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from genrl.mdp.forward import flow_times
+from genrl.mdp.levels import flow_times
 from genrl.mdp.noise import keyed_noise
 from genrl.vla.config.sections import PolicyLoRA
 from genrl.vla.policies import groot

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.vla.policies.folder import load_policy, save_policy
-from genrl.vla.policies.normalise import normalise, statistics, unnormalise
 from genrl.vla.policies.policy import ACTION, rows
-from genrl.vla.policies.robot import letterbox
+from genrl.vla.policies.robot import letterbox, normalise, statistics, unnormalise
 from tests.vla.published import pi_folder, smol_folder
 from tests.vla.tiny_policies import FEELS, SEES, TOLD, diffusion, flow, frames
 

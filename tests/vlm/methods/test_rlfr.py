@@ -138,7 +138,7 @@ def test_a_model_that_teaches_itself_has_nothing_to_say(tmp_path: Path) -> None:
 
 
 def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path) -> None:
-    teachers = [{"name": "red", "prompt": TOLD}, {"name": "other", "path": str(vlm_runs.MODEL)}]
+    teachers = {"red": {"prompt": TOLD}, "other": {"path": str(vlm_runs.MODEL)}}
     changes = {"teachers": teachers, "estimator": "distribution", "top": 6, "epochs": 8}
     settings = config_of_opd_language(tmp_path, changes, optimizer={"lr": 3e-4})
     method: Any = settings.trainer
@@ -176,7 +176,7 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
         with pytest.raises(ValueError, match="other: the checkpoint was taught by other weights"):
             Teachers(run, method)
         answers.rows[0].columns["teacher"] = "nobody"
-        with pytest.raises(ValueError, match="teacher: 'nobody', which is none of the teachers red, other"):
+        with pytest.raises(ValueError, match="teacher: 'nobody', which is none of the teachers other, red"):
             teaching.names(answers)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from genrl.diffusion import data_server as drawing
+from genrl.diffusion import sample as drawing
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import Augmentation
 from genrl.vlm.rollout import augment, synthesis

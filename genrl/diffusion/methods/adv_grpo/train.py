@@ -30,8 +30,7 @@ from genrl.diffusion.methods.adv_grpo.settings import AdvGRPO
 from genrl.diffusion.rollout.rollout import Rollouts, to_bytes
 from genrl.diffusion.rollout.scoring import Scorers, plain, score
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Steps, estimate
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
 from genrl.mdp.noise import generator

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.forward import noising
-from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under, update
 from genrl.diffusion.methods.awm.settings import AWM
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import update
-from genrl.mdp.forward import stratified_steps
+from genrl.mdp.levels import stratified_steps
 from genrl.mdp.noise import generator
 from genrl.objectives.groups import informative
 from genrl.objectives.matching import awm_advantage, awm_log_prob, matching_error, ramp

@@ -18,13 +18,12 @@ from __future__ import annotations
 import torch
 
 from genrl.diffusion.forward import noising
-from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under, update
 from genrl.diffusion.methods.crd.settings import CRD
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.matching import (
     crd_loss,

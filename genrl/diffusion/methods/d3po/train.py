@@ -16,13 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from genrl.diffusion.forward.noising import update
 from genrl.diffusion.methods.d3po.settings import D3PO
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.plans import Tensors, compared_steps, every_step
-from genrl.diffusion.updating import update
+from genrl.diffusion.steps.plans import every_step
+from genrl.diffusion.steps.transitions import Tensors, compared_steps
 from genrl.objectives.preferences import preference_pairs
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter

@@ -18,13 +18,12 @@ from __future__ import annotations
 import torch
 
 from genrl.diffusion.forward import noising
-from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under, update
 from genrl.diffusion.methods.dgpo.settings import DGPO
 from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.groups import informative
 from genrl.objectives.matching import dgpo_clipped, dgpo_group_weight, dgpo_loss, matching_error, ramp

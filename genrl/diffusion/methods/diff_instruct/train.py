@@ -34,9 +34,9 @@ from torch import Tensor
 from genrl.diffusion.forward.direct import chain_loss, recorded_chain, reward_gradient, reward_loss
 from genrl.diffusion.forward.noising import own_noise, solved
 from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
+from genrl.diffusion.policy.adapters import snapshot_base
 from genrl.diffusion.policy.policy import Policy, guides_by_negative, without_prompts
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.policy.weights import snapshot_base
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.kernels import per_sample

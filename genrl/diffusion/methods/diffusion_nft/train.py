@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.forward import noising
-from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under
+from genrl.diffusion.forward.noising import REFERENCE, Tensors, noised, under, update
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.groups import informative
 from genrl.objectives.matching import diffusion_nft_loss, nft_old_policy_decay, nft_reward_weight

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from genrl.data.preferences import open_set
 from genrl.diffusion.forward.noising import given_pictures, picture_size
-from genrl.diffusion.forward.pairs import loss, train_on
+from genrl.diffusion.methods.dpo.train import loss, train_on
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.run import DiffusionRun
 

@@ -22,9 +22,8 @@ from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import Edges, estimate, to_table
-from genrl.diffusion.steps.plans import Steps, Tensors, replayed
-from genrl.diffusion.steps.transitions import Action, collect, penalised, step_of, update
+from genrl.diffusion.steps.plans import Edges, Steps, estimate, to_table
+from genrl.diffusion.steps.transitions import Action, Tensors, collect, penalised, replayed, step_of, update
 from genrl.mdp.tree import Tree, grow
 from genrl.objectives.credit import mean_of_leaves
 from genrl.objectives.groups import group_advantages

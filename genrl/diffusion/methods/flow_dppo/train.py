@@ -15,10 +15,8 @@ from torch import Tensor
 from genrl.diffusion.methods.flow_dppo.settings import FlowDPPO
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.old_means import OldMeans
-from genrl.diffusion.steps.plans import Steps, Tensors, replayed
-from genrl.diffusion.steps.transitions import actions_of, collect, penalised, update
+from genrl.diffusion.steps.plans import Steps, estimate
+from genrl.diffusion.steps.transitions import OldMeans, Tensors, actions_of, collect, penalised, replayed, update
 from genrl.objectives.groups import group_advantages
 from genrl.objectives.policy_losses import SurrogateOutput, gated_surrogate, importance_ratio, kl_gaussian
 from genrl.runtime.loop.recorded import Recorded

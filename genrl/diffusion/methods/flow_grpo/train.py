@@ -19,8 +19,7 @@ from torch import Tensor
 from genrl.diffusion.methods.flow_grpo.settings import FlowGRPO
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Steps, estimate
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
 from genrl.objectives.groups import gdpo_advantages, group_advantages

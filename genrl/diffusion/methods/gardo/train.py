@@ -22,8 +22,7 @@ from torch import Tensor
 from genrl.diffusion.methods.gardo.settings import GARDO, Gate, Moving
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Steps, estimate
 from genrl.diffusion.steps.transitions import Action, collect, update
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.objectives.groups import group_advantages, group_means

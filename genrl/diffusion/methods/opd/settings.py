@@ -5,7 +5,9 @@ guidance."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
@@ -26,8 +28,6 @@ ROUTE = "teacher"
 class Teacher(Section):
     """One who says how a step should have gone."""
 
-    name: Text = "teacher"
-    """What the column `teacher` calls it, and the metrics."""
     lora: Text | None = None
     """Its LoRA, of this very model: a file, a folder, or a hub id; null = the model before training."""
     guidance: NonNegative | None = None
@@ -53,9 +53,9 @@ class OPD(Windowed):
 
     algorithm: Literal["opd"] = "opd"
     """Which trainer."""
-    teachers: tuple[Teacher, ...] = (Teacher(),)
-    """Who teaches. [{}] is the model before training, for example under `guidance: 3`, taught to do without. Of
-    several, the column `teacher` of the prompts names that of each row."""
+    teachers: Annotated[dict[Text, Teacher], Field(min_length=1)] = {"teacher": Teacher()}
+    """Who teaches, by name, as the metrics call them. {teacher: {}} is the model before training, for example under
+    `guidance: 3`, taught to do without. Of several, the column `teacher` of the prompts names that of each row."""
     weight: Literal["exact", "no_dt", "unit"] = "exact"
     """Squared distance of the means over 2 s^2 (the exact KL of a step), over 2 s^2 / dt (Flow-OPD, as Flow-GRPO's
     KL), or half of it (for steps without noise: noise_level 1e-6)."""
@@ -69,14 +69,11 @@ class OPD(Windowed):
     @property
     def other_guidance(self) -> tuple[float, ...]:
         return super().other_guidance + tuple(
-            {teacher.guidance for teacher in self.teachers if teacher.guidance is not None}
+            {teacher.guidance for teacher in self.teachers.values() if teacher.guidance is not None}
         )
 
     def problems(self, config: Config) -> Iterator[Finding]:
         yield from super().problems(config)
-        names = [teacher.name for teacher in self.teachers]
-        if len(set(names)) < len(names) or not names:
-            yield ("trainer.teachers",), f"teachers need names of their own, found {', '.join(names) or 'none'}"
         if self.noise_level == 0:
             yield ("trainer.noise_level",), "steps without any noise are not recorded; write 1e-6, and weight: unit"
         for key, wrong, text in (
@@ -84,10 +81,10 @@ class OPD(Windowed):
             ("distributed.fsdp", config.distributed.fsdp, "teachers' adapters are not in shards; write false"),
             ("kernels.compile", config.kernels.compile, "a compiled denoiser cannot change its adapter; write false"),
         ):
-            if wrong and (key == "model.lora" or any(teacher.lora for teacher in self.teachers)):
+            if wrong and (key == "model.lora" or any(teacher.lora for teacher in self.teachers.values())):
                 yield (key, "trainer.teachers"), text
         if config.model.offload.text_encoders == "encode_then_free" and any(
-            teacher.prompt != "{prompt}" for teacher in self.teachers
+            teacher.prompt != "{prompt}" for teacher in self.teachers.values()
         ):
             text = "the prompts of teachers are not encoded ahead; write between"
             yield ("model.offload.text_encoders", "trainer.teachers"), text
@@ -97,10 +94,10 @@ class OPD(Windowed):
         from genrl.diffusion.config.files import lora_problems
 
         named: dict[KeyPath, str] = {
-            ("trainer", "teachers", k, "lora"): teacher.lora for k, teacher in enumerate(self.teachers) if teacher.lora
+            ("trainer", "teachers", name, "lora"): one.lora for name, one in self.teachers.items() if one.lora
         }
         yield from lora_problems(named, notes)
-        names = [teacher.name for teacher in self.teachers]
+        names = list(self.teachers)
         if train is None or len(names) == 1:
             return
         for row in train.rows:
@@ -113,7 +110,7 @@ class OPD(Windowed):
         """And a call of the teacher for every trained state."""
         scales = [
             config.sampling.guidance_scale if teacher.guidance is None else teacher.guidance
-            for teacher in self.teachers
+            for teacher in self.teachers.values()
         ]
         each = sum(guided(scale) for scale in scales) / len(scales)
         states = mean_of(config, self.rounds(config), lambda teacher: teacher.plan.training_calls(teacher.trained))

@@ -12,20 +12,28 @@ Every row has signal, so none is left out for want of spread or of a score. docs
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from genrl.diffusion.methods.opd.settings import OPD
-from genrl.diffusion.methods.opd.teaching import Teachers
-from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Replayed
+from genrl.diffusion.files.lora_files import locate
+from genrl.diffusion.methods.opd.settings import OPD, ROUTE, Teacher
+from genrl.diffusion.policy.adapters import activate, load_lora
+from genrl.diffusion.policy.policy import Policy, guided
+from genrl.diffusion.policy.trajectory import Batch, Replayed
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps, Tensors, replayed
-from genrl.diffusion.steps.transitions import Action, collect, penalised, update
+from genrl.diffusion.steps.plans import Steps, estimate
+from genrl.diffusion.steps.transitions import Action, Tensors, collect, penalised, replayed, update
 from genrl.objectives.groups import group_advantages
 from genrl.objectives.policy_losses import clipped_surrogate, kl_gaussian, kl_gaussian_dt, kl_mean_square
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, Results
+from genrl.runtime.weights.low_rank import in_input_precision
 
 
 def train(run: DiffusionRun, settings: OPD) -> None:
@@ -42,8 +50,8 @@ def train(run: DiffusionRun, settings: OPD) -> None:
             edges = edges._replace(moves=edges.weight > 0)
 
             def note(action: Action, results: Results, meter: Meter = meter) -> None:
-                for name in {teachers.of(slot).name for slot in action.slots}:
-                    of_it = [teachers.of(slot).name == name for slot in action.slots]
+                for name in {teachers.of(slot) for slot in action.slots}:
+                    of_it = [teachers.of(slot) == name for slot in action.slots]
                     distance = results["distill"].detach()
                     meter.add(f"distill/{name}", distance, distance.new_tensor(of_it))
 
@@ -71,3 +79,97 @@ def distance(settings: OPD, new: Replayed, teacher_mean: Tensor) -> Tensor:
     if settings.weight == "no_dt":
         return kl_gaussian_dt(new.mean, teacher_mean, new.std, new.step.sigma - new.step.sigma_next)
     return 0.5 * kl_mean_square(new.mean, teacher_mean)
+
+
+HASHES = "teachers"
+"""Where a checkpoint says who taught."""
+
+
+class Teachers:
+    """The teachers of a run, whose adapters lie in its denoisers, switched off.
+
+    Raises ValueError for a LoRA that does not fit, and where a checkpoint was taught by others.
+    """
+
+    def __init__(self, run: DiffusionRun, settings: OPD) -> None:
+        self.run, self.settings = run, settings
+        self.known = settings.teachers
+        self.denoisers: list[Any] = list(run.policy.denoisers.values())
+        hashes = {}
+        for name, teacher in self.known.items():
+            if teacher.lora is not None:
+                hashes[name] = hashlib.sha256(locate(teacher.lora).read_bytes()).hexdigest()
+                load_lora(run.policy.pipe, teacher.lora, _adapter(name))
+        for name, part in run.policy.pipe.components.items():
+            beside = set(getattr(part, "peft_config", {})) & set(map(_adapter, self.known))
+            if beside and part not in self.denoisers:
+                raise ValueError(
+                    f"trainer.teachers: a LoRA adapts the {name}, too, which encodes prompts for all alike"
+                )
+        for denoiser in self.denoisers:
+            in_input_precision(denoiser)
+            activate(denoiser)
+        before = run.loop.memory.setdefault(HASHES, hashes)
+        if before != hashes:
+            others = sorted(name for name in {**before, **hashes} if before.get(name) != hashes.get(name))
+            text = "the checkpoint was taught by other files; give the same, or begin a new run"
+            raise ValueError(f"trainer.teachers: {', '.join(others)}: {text}")
+
+    def close(self) -> None:
+        """Take the adapters out again, so that the pipeline that is handed over has its own alone."""
+        for adapter in map(_adapter, self.known):
+            for denoiser in self.denoisers:
+                if adapter in denoiser.peft_config:
+                    denoiser.delete_adapters(adapter)
+
+    def of(self, slot: int) -> str:
+        """Who teaches the sample in this slot."""
+        if len(self.known) == 1:
+            return next(iter(self.known))
+        return str(self.run.iteration_prompts[slot // self.run.config.sampling.group_size].columns[ROUTE])
+
+    @torch.no_grad()
+    def means(self, action: Action) -> dict[str, Tensor]:
+        """Where the teachers would have gone from the states of a transition: mean [B, ...], one pass for each teacher
+        on its own rows; and their numbers, int64 [B]."""
+        names = [self.of(slot) for slot in action.slots]
+        numbers = torch.tensor([list(self.known).index(name) for name in names])
+        means: list[Tensor] = []
+        for name in dict.fromkeys(names):
+            rows = [row for row, other in enumerate(names) if other == name]
+            trajectory = action.piece.trajectory.take(rows)
+            batch = self.asked(self.known[name], trajectory.batch, [action.slots[row] for row in rows])
+            with self.acting(name), self.run.loop.fitting():
+                means.append(self.run.policy.replay(trajectory.step(action.step, batch)).mean)
+        places = torch.cat([(numbers == list(self.known).index(name)).nonzero()[:, 0] for name in dict.fromkeys(names)])
+        return {"teacher_mean": torch.cat(means)[places.argsort()], "teacher": numbers}
+
+    def asked(self, teacher: Teacher, batch: Batch, slots: list[int]) -> Batch:
+        """The conditions under which a teacher judges."""
+        if teacher.prompt != "{prompt}":
+            rows = [self.run.iteration_prompts[slot // self.run.config.sampling.group_size] for slot in slots]
+            texts = [teacher.prompt.format(**{**row.columns, "prompt": row.text}) for row in rows]
+            batch = replace(batch, prompts=texts)
+        return guided(batch, teacher.guidance)
+
+    def acting(self, name: str) -> AbstractContextManager[None]:
+        """Within the block the model is this teacher."""
+        return self.run.weights.reference() if self.known[name].lora is None else self._adapted(_adapter(name))
+
+    @contextmanager
+    def _adapted(self, adapter: str) -> Iterator[None]:
+        for denoiser in self.denoisers:
+            if adapter in denoiser.peft_config:  # of two denoisers, it may be of one
+                activate(denoiser, adapter)
+            else:
+                denoiser.disable_adapters()
+        try:
+            yield
+        finally:
+            for denoiser in self.denoisers:
+                denoiser.enable_adapters()
+                activate(denoiser)
+
+
+def _adapter(name: str) -> str:
+    return f"teacher_{name}"

@@ -15,8 +15,7 @@ from torch import Tensor
 from genrl.diffusion.methods.paco_grpo.settings import PaCoGRPO
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps
+from genrl.diffusion.steps.plans import Steps, estimate
 from genrl.diffusion.steps.transitions import clipped_loss as loss
 from genrl.diffusion.steps.transitions import collect, update
 from genrl.objectives.groups import Scale, complete_rewards, group_advantages

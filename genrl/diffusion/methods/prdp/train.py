@@ -27,7 +27,8 @@ from genrl.diffusion.methods.prdp.settings import PRDP
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.plans import Tensors, check_on_policy, every_step, evidence, replayed
+from genrl.diffusion.steps.plans import every_step
+from genrl.diffusion.steps.transitions import Tensors, check_on_policy, evidence, replayed
 from genrl.objectives.groups import group_statistics
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, descend

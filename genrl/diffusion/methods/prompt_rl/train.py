@@ -34,10 +34,9 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Draw, Drawn
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps, check_on_policy
+from genrl.diffusion.steps.plans import Steps, estimate
+from genrl.diffusion.steps.transitions import check_on_policy, sampler, update
 from genrl.diffusion.steps.transitions import clipped_loss as loss
-from genrl.diffusion.steps.transitions import sampler, update
 from genrl.objectives.groups import group_advantages
 from genrl.objectives.policy_losses import importance_ratio, kl_k3
 from genrl.runtime.loop.updating import Meter

@@ -22,13 +22,13 @@ from genrl.diffusion.forward.noising import (
     noised_by,
     own_noise,
     picture_size,
+    update,
 )
 from genrl.diffusion.methods.sft.settings import PipelineSFT
 from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.updating import update
 from genrl.mdp.noise import generator
 from genrl.objectives.matching import matching_error
 from genrl.runtime.loop.recorded import Recorded

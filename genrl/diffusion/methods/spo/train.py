@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from genrl.diffusion.forward.noising import update
 from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, NoiseKey, StepRecord
@@ -31,8 +32,8 @@ from genrl.diffusion.rollout.forest import Drawn
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.rollout.scoring import Scoring
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.plans import Tensors, choose_kernel, compared_steps, last_step_is_drawn, replayed
-from genrl.diffusion.updating import update
+from genrl.diffusion.steps.plans import choose_kernel, last_step_is_drawn
+from genrl.diffusion.steps.transitions import Tensors, compared_steps, replayed
 from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
 from genrl.objectives.preferences import step_winners

@@ -28,12 +28,11 @@ from genrl.diffusion.rollout.forest import Drawn, independent
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.rollout.scoring import score
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.edges import estimate
-from genrl.diffusion.steps.plans import Steps, check_on_policy, choose_kernel
+from genrl.diffusion.steps.plans import Steps, choose_kernel, estimate
+from genrl.diffusion.steps.transitions import check_on_policy, update
 from genrl.diffusion.steps.transitions import clipped_loss as loss
-from genrl.diffusion.steps.transitions import update
 from genrl.mdp import kernels
-from genrl.mdp.batches import prompt_indices, shares
+from genrl.mdp.noise import prompt_indices, shares
 from genrl.objectives.groups import group_advantages
 from genrl.runtime.loop.updating import Meter
 from genrl_rewards import compose

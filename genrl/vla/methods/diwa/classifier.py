@@ -19,8 +19,8 @@ from genrl.vla.data.demonstrations import World
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, as_observation, latent_inputs
 from genrl.vla.offline.imitation import step_beside
 from genrl.vla.policies.encoder import ObservationEncoder
-from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Statistics, tokenise
+from genrl.vla.policies.robot import statistics
 
 CONTRAST, TEMPERATURE = 0.5, 0.5
 """Weight of the classifier's contrastive loss, and its temperature."""

@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from genrl.mdp.noise import derive_seed, generator
 from genrl.vla.offline.imitation import step_beside
-from genrl.vla.policies.normalise import normalise, statistics, unnormalise
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Inputs
+from genrl.vla.policies.robot import normalise, statistics, unnormalise
 
 _LEAST_STD = 0.05
 

@@ -32,8 +32,8 @@ from genrl.vla.methods.ppo.train import loss as ppo_loss
 from genrl.vla.offline.imitation import followed, imitate
 from genrl.vla.offline.transitions import Store
 from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig
-from genrl.vla.policies.normalise import statistics
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, Statistics, rows, vocabulary
+from genrl.vla.policies.robot import statistics
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.setup import side_by_side
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from genrl.mdp import ddpm, forward
+from genrl.mdp import ddpm, levels
 from genrl.mdp.kernels import Transition
 from genrl.mdp.noise import generator, seeded
 from genrl.objectives import actor_critic
@@ -132,7 +132,7 @@ def recorded_batch(
 def loss(settings: FISOR, acting: Acting, given: Recorded) -> dict[str, Tensor]:
     """Weighted noise regression on the chunks of a batch, []."""
     actor, noise, timestep = acting.policy, given["noise"], given["level"]
-    x = forward.diffusion_sample(given["actions"], noise, given["alpha_bars"][timestep])
+    x = levels.diffusion_sample(given["actions"], noise, given["alpha_bars"][timestep])
     predicted = actor.noise(actor.encode(observation_of(given)), x, timestep)
     return {"loss": actor_critic.weighted_noise_loss(predicted.flatten(1), noise.flatten(1), given["weight"])}
 
@@ -225,8 +225,8 @@ class Released(Diffusion):
 
 def sampler_of(actor: DiffusionMLP) -> Diffusion:
     """All of the actor's noise levels."""
-    levels = actor.config.train_steps
-    return Released(train_steps=levels, steps=levels, ft_denoising_steps=levels, floor=1e-3, schedule="vp")
+    count = actor.config.train_steps
+    return Released(train_steps=count, steps=count, ft_denoising_steps=count, floor=1e-3, schedule="vp")
 
 
 def new_policy(config: VLAConfig) -> DiffusionMLP:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
-from genrl.config.section import Margin, Positive, Share, Whole
+from genrl.config.section import Count, Margin, Positive, Share, Whole
 from genrl.vla.methods.settings import Update, from_a_loaded_policy
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ class PPO(Update):
     discount: Literal["chunk", "smdp"] = "chunk"
     """Gamma per decision (pi_RL, DPPO), or gamma^n for its n executed actions (exact)."""
     episodes: Literal["first", "all"] = "first"
-    """Train on the first episode of every environment, or on all that fit into its longest one."""
+    """Train on the first episode of every environment, or on all that fit into `decisions`."""
+    decisions: Count | None = None
+    """Decisions of a rollout; null = as many as the longest episode needs."""
     critic_warmup: Whole = 2
     """First iterations, in which only the critic is trained; `environment.staleness` adds as many."""
     value_clip: Positive | None = None
@@ -67,6 +69,11 @@ class PPO(Update):
     def first_episodes(self) -> bool:
         """See `Update`."""
         return self.episodes == "first"
+
+    @property
+    def rollout_decisions(self) -> int | None:
+        """See `Update`."""
+        return self.decisions
 
     def critic_values(self, horizon: int) -> int:
         """One of the chunk, or one for every action of it."""

@@ -23,12 +23,12 @@ from genrl.objectives.episodes import chunk_gae, normalise_advantages
 from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import Meter, deal
-from genrl.vla.methods.rl100.distillation import distilled
 from genrl.vla.methods.rl100.experience import (
     Dynamics,
     acted,
     collected,
     demonstrated,
+    distilled,
     offline_value,
     success_of,
     train_dynamics,

@@ -4,7 +4,9 @@ each token. A teacher is another model with the same tokens, or the model before
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
@@ -27,8 +29,6 @@ LEAST = 0.01
 class Teacher(Section):
     """One who says how likely the model's answers would have been."""
 
-    name: Text = "teacher"
-    """What the column `teacher` calls it."""
     path: Text | None = None
     """A model with the same tokens, a folder or a hub id; null = the model before training."""
     prompt: Text = "{question}"
@@ -59,8 +59,9 @@ class LanguageOPD(Answers):
     """Which method."""
     preset: PresetName = "dapo"
     """The method whose surrogate and mean over tokens are used; the functions below are null = as it has them."""
-    teachers: tuple[Teacher, ...] = (Teacher(),)
-    """Who teaches; all have the model's tokens. Of several, the column `teacher` names that of each question."""
+    teachers: Annotated[dict[Text, Teacher], Field(min_length=1)] = {"teacher": Teacher()}
+    """Who teaches, by name; all have the model's tokens. Of several, the column `teacher` names that of each question.
+    """
     estimator: Literal["sampled", "distribution"] = "sampled"
     """The gap of log-probabilities of each sampled token as its advantage (policy gradient of the reverse KL), or a
     distance of whole distributions in the loss."""
@@ -82,14 +83,11 @@ class LanguageOPD(Answers):
         yield (
             "further forward",
             "teacher",
-            f"the answers under {' or '.join(teacher.name for teacher in self.teachers)}",
+            f"the answers under {' or '.join(self.teachers)}",
         )
 
     def refused(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         yield from super().refused(config, preset)
-        names = [teacher.name for teacher in self.teachers]
-        if len(set(names)) < len(names) or not names:
-            yield ("trainer.teachers",), f"teachers need names of their own, found {', '.join(names) or 'none'}"
         if 0 < self.beta < LEAST or 1 - LEAST < self.beta < 1:
             yield ("trainer.beta",), f"so near to 0 or 1 the distance vanishes; write 0, 1, or {LEAST} to {1 - LEAST}"
         if preset.of_rows:

@@ -1,7 +1,7 @@
 """On-policy distillation of language models: answer, let a teacher read the answers, estimate, update.
 
-    sampled       A[b,t] = c_r A[b] + c (l_T - l)[b,t], l_T and l log-probs of the sampled token under teacher and model
-    distribution  L = L_preset(c_r A) + c D(model, teacher), D by whole distributions (`divergence`)
+    sampled       A[b,t] = c_r A[b] + (l_T - l)[b,t], l_T and l log-probs of the sampled token under teacher and model
+    distribution  L = L_preset(c_r A) + D(model, teacher), D by whole distributions (`divergence`)
 
 The first is the policy gradient of the reverse KL, by any surrogate; the gap is neither centred nor divided. Groups
 whose rewards are equal, and answers that were cut, teach too. docs/opd_language.md
@@ -28,7 +28,7 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.vlm.common import Estimated
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.extras import CHUNK, allowed_logits, replayed
-from genrl.vlm.methods.opd.settings import LEAST, ROUTE, LanguageOPD, Teacher
+from genrl.vlm.methods.opd.settings import LEAST, ROUTE, LanguageOPD
 from genrl.vlm.methods.policy_loss import recipe_loss
 from genrl.vlm.methods.updates import Asked
 from genrl.vlm.policies.folder import open_policy
@@ -55,24 +55,24 @@ class Teachers:
 
     def __init__(self, run: AnswersRun, settings: LanguageOPD) -> None:
         self.run, self.settings = run, settings
-        self.known = {teacher.name: teacher for teacher in settings.teachers}
-        self.models = {name: self._opened(teacher) for name, teacher in self.known.items()}
-        files = {teacher.name: teacher.path and identity(teacher.path) for teacher in settings.teachers}
+        self.known = settings.teachers
+        self.models = {name: self._opened(name) for name in self.known}
+        files = {name: teacher.path and identity(teacher.path) for name, teacher in self.known.items()}
         before = run.loop.memory.setdefault("teachers", files)
         if others := sorted(name for name in {**before, **files} if before.get(name) != files.get(name)):
             text = "the checkpoint was taught by other weights; give the same, or begin a new run"
             raise ValueError(f"trainer.teachers: {', '.join(others)}: {text}")
 
-    def _opened(self, teacher: Teacher) -> Policy:
+    def _opened(self, name: str) -> Policy:
         """Its model; the policy itself where it is that without its LoRA."""
-        config, policy = self.run.loop.config, self.run.policy
-        if teacher.path is None and policy.peft is not None:
+        config, policy, path = self.run.loop.config, self.run.policy, self.known[name].path
+        if path is None and policy.peft is not None:
             return policy
         plain = config.model_copy(update={"vlm": config.vlm.model_copy(update={"lora": None})})
-        model = open_policy(plain, policy.device, teacher.path)
+        model = open_policy(plain, policy.device, path)
         model.model.requires_grad_(False)
         if model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-            raise ValueError(f"trainer.teachers: {teacher.name} numbers its tokens otherwise than the model; take one "
+            raise ValueError(f"trainer.teachers: {name} numbers its tokens otherwise than the model; take one "
                              "of the same family")  # fmt: skip
         return model
 
@@ -83,11 +83,11 @@ class Teachers:
     def names(self, answers: Answers) -> list[str]:
         """Who teaches each question. Raises ValueError for a row whose column names none."""
         if len(self.known) == 1:
-            return [self.settings.teachers[0].name] * len(answers.rows)
+            return [*self.known] * len(answers.rows)
         for row in answers.rows:
             if row.columns.get(ROUTE) not in self.known:
                 raise ValueError(f"{row.name} has {ROUTE}: {row.columns.get(ROUTE)!r}, which is none of the teachers "
-                                 f"{', '.join(self.known)} (trainer.teachers)")  # fmt: skip
+                                 f"{', '.join(sorted(self.known))} (trainer.teachers)")  # fmt: skip
         return [str(row.columns[ROUTE]) for row in answers.rows]
 
     def prompts(self, answers: Answers, names: Sequence[str]) -> list[Encoded]:

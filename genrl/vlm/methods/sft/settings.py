@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 from genrl.config.errors import Finding
 from genrl.config.method import MetricDoc
 from genrl.config.section import Count, Fraction, NonNegative, Positive, Section, Share, Text
-from genrl.objectives.bounds import MarkedLoss, PairLoss
+from genrl.objectives import MarkedLoss, PairLoss
 from genrl.vlm.config.schema import Row, Shared, VLMMethod
 
 if TYPE_CHECKING:

@@ -1,12 +1,17 @@
-"""The forward process: a finished sample, noised to any level, what the network is to predict there, and which levels.
+"""Noise levels: the grids that samplers step down, the levels that losses draw, and a finished sample noised to one.
 
-Losses that need no sampling steps live on it (DiffusionNFT, AWM, DGPO, CRD, Diffusion-DPO, Diff-Instruct*).
-Shapes: clean, noise [B, ...]; levels a float, [] or [B]. float32, float64 if clean or noise is.
+A grid goes from sigma = 1, noise, to 0, data: float32 [N + 1], strictly decreasing, its last value 0; it is computed in
+float64. Pin the grid of a run and store it with its trajectories: what a scheduler makes by default differs between
+releases.
 
-Levels are draws over (0, 1) or over the steps of a grid, float32 on the CPU, functions of the generator's state (see
-`noise.generator`). Stratified draws fall into one of `count` equal parts each, which lowers the variance of the loss
-and changes no mean. A draw u of (0, 1) becomes a level by `sigma = low + (high - low) u`. AWM takes six per iteration,
-shared by a micro-batch (arXiv 2509.25050; code).
+Losses that need no sampling steps live on the forward process, which noises a finished sample to any level
+(DiffusionNFT, AWM, DGPO, CRD, Diffusion-DPO, Diff-Instruct*). Shapes: clean, noise [B, ...]; levels a float, [] or [B].
+float32, float64 if clean or noise is.
+
+Their levels are draws over (0, 1) or over the steps of a grid, float32 on the CPU, functions of the generator's state
+(see `noise.generator`). Stratified draws fall into one of `count` equal parts each, which lowers the variance of the
+loss and changes no mean. A draw u of (0, 1) becomes a level by `sigma = low + (high - low) u`. AWM takes six per
+iteration, shared by a micro-batch (arXiv 2509.25050; code).
 """
 
 from __future__ import annotations
@@ -15,9 +20,57 @@ import torch
 from torch import Tensor
 
 from genrl.mdp.kernels import PredictionType, compute_dtype, per_sample
-from genrl.mdp.schedules import shift
 
 Scalar = Tensor | float
+
+
+def shift(sigmas: Tensor, factor: float) -> Tensor:
+    """`s u / (1 + (s - 1) u)`: the resolution shift of Stable Diffusion 3 (arXiv 2403.03206, eq. 23), s = factor > 0.
+
+    sigmas: any shape, in [0, 1]. Raises ValueError for a factor that is not positive.
+    The dynamic shifts of FLUX and Qwen-Image are the same map: "exponential" has s = exp(mu), "linear" s = mu.
+    """
+    if factor <= 0:
+        raise ValueError(f"the shift must be positive, got {factor} (a dynamic shift's factor is exp(mu), not mu)")
+    return factor * sigmas / (1.0 + (factor - 1.0) * sigmas)
+
+
+def linspace_grid(steps: int) -> Tensor:
+    """`1, (N-1)/N, ..., 1/N, 0`, float32 [steps + 1]: the unshifted grid of pi0 and of the embedded policies.
+
+    Raises ValueError for fewer than one step.
+    """
+    if steps < 1:
+        raise ValueError(f"a grid needs at least one step, got {steps}")
+    sigmas = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64)
+    return torch.cat([sigmas, sigmas.new_zeros(1)]).float()
+
+
+def compressed_tail(sigmas: Tensor, start: int, steps: int, *, factor: float | None = None) -> Tensor:
+    """`steps` + 1 levels from sigmas[start] down to 0 in place of the grid's own: MixGRPO-Flash's tail.
+
+    factor: the grid's shift, undone before the tail is spaced evenly and done again (arXiv 2507.21802, code); None =
+    evenly spaced places in the grid, linear between its values, for a grid of any kind. Float32 [steps + 1].
+    (The released code counts the points, not the steps, and with one point stops at sigmas[start], never denoised.)
+    Raises ValueError unless 1 <= steps <= the number that they replace.
+    """
+    replaces = len(sigmas) - 1 - start
+    if not 0 <= start or not 1 <= steps <= replaces:
+        raise ValueError(
+            f"a tail of {steps} steps cannot replace the {replaces} steps from step {start} on; use 1 or more"
+        )
+    grid = sigmas.double()
+    if factor is None:
+        place = torch.linspace(start, len(grid) - 1, steps + 1, dtype=torch.float64)
+        # The last place has no value of the grid to its right.
+        left = place.floor().long().clamp(max=len(grid) - 2)
+        tail = grid[left] + (place - left) * (grid[left + 1] - grid[left])
+    else:
+        even = torch.linspace(float(shift(grid[start], 1.0 / factor)), 0.0, steps + 1, dtype=torch.float64)
+        tail = shift(even, factor)
+    # The ends to the bit: the states are at the first level, and a last one of 1e-17 would divide by it.
+    tail[0], tail[-1] = grid[start], 0.0
+    return tail.float()
 
 
 def flow_sample(clean: Tensor, noise: Tensor, sigma: Scalar) -> Tensor:
