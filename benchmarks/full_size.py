@@ -61,7 +61,7 @@ from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.memory_estimate import memory
 from genrl.diffusion.config.schema import Config
 from genrl.runtime.loop.frame import train
-from tests.diffusion import editing_families, further_families, image_families, video_families
+from tests.diffusion import image_families, starting_families, video_families
 from tests.diffusion import tiny_parts as parts
 from tests.diffusion.tiny_parts import Family
 
@@ -296,7 +296,7 @@ MODELS: dict[str, Published] = {
         changes=("model.encodings=null",),
     ),
     "flux1_kontext": Published(
-        editing_families.flux_kontext,
+        starting_families.flux_kontext,
         (FluxTransformer2DModel, {"guidance_embeds": True, "num_layers": 1, "num_single_layers": 1}),
         (AutoencoderKL, KL16 | {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
         {"text_encoder": lambda: parts.clip_encoder(768), "text_encoder_2": lambda: parts.t5_encoder(4096)},
@@ -312,7 +312,7 @@ MODELS: dict[str, Published] = {
         ("flux1_schnell_diffusion_nft",),
     ),
     "flux2_klein_4b": Published(
-        further_families.flux2_klein,
+        image_families.flux2_klein,
         (
             Flux2Transformer2DModel,
             {
@@ -346,7 +346,7 @@ MODELS: dict[str, Published] = {
         changes=NO_FROZEN,
     ),
     "qwen_image_edit": Published(
-        editing_families.qwen_image_edit,
+        starting_families.qwen_image_edit,
         (QwenImageTransformer2DModel, {"num_layers": 2}),
         (AutoencoderKLQwenImage, {}),
         {"text_encoder": lambda: parts.qwen_vl_encoder(3584)},

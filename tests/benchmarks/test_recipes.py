@@ -24,8 +24,8 @@ ELSEWHERE = {
     "sdxl_diff_instruct": "tests/diffusion/methods/test_diff_instruct_models.py",
     "flux1_dev_prompt_rl": "tests/diffusion/policy/test_seeing_rewriter.py",
     "flux1_kontext_prompt_rl": "tests/diffusion/policy/test_seeing_rewriter.py",
-    "qwen_image_edit_talk2move_rotate": "tests/diffusion/methods/test_talk2move_recipes.py",
-    "qwen_image_edit_talk2move_sft": "tests/diffusion/methods/test_talk2move_recipes.py",
+    "qwen_image_edit_talk2move_rotate": "tests/diffusion/methods/test_talk2move.py",
+    "qwen_image_edit_talk2move_sft": "tests/diffusion/methods/test_talk2move.py",
 }
 """Rehearsed with more of what is theirs: recipe -> by which tests."""
 TINY = {"flux2_klein_4b": ("sampling.pipeline_args.text_encoder_out_layers=[1, 2]",)}

@@ -42,6 +42,12 @@ def model(made_once: Made) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sd(made_once: Made) -> Path:
+    """A tiny random Stable Diffusion 1.5 (epsilon prediction). Not to be changed."""
+    return made_once("tiny-sd15", lambda folder: FAMILIES["sd15"]().pipe.save_pretrained(folder))
+
+
+@pytest.fixture(scope="session")
 def kontext(made_once: Made) -> Path:
     """A tiny random FLUX.1-Kontext, which edits pictures. Not to be changed."""
     return made_once("tiny-kontext", lambda folder: FAMILIES["flux_kontext"]().pipe.save_pretrained(folder))

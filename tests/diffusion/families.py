@@ -1,24 +1,15 @@
-"""Tiny random-weight pipelines of many families: the material of the family tests.
+"""Tiny random-weight pipelines: `FAMILIES[name]()` builds one in well under a second, without network or files."""
 
-`FAMILIES[name]()` builds one in well under a second, without network or files. Two prompts are
-what their `inputs` are made for.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from tests.diffusion import (
-    editing_families,
-    further_families,
-    further_video_families,
-    image_families,
-    starting_families,
-    video_families,
-)
+from tests.diffusion import image_families, starting_families, video_families
 from tests.diffusion.tiny_parts import Family
 
 Builder = Callable[[], Family]
@@ -52,10 +43,8 @@ def _table(*modules: ModuleType) -> dict[str, Builder]:
     return found
 
 
-_EVERY = _table(
-    image_families, editing_families, further_families, starting_families, video_families, further_video_families
-)
-_NOT_FITTING = ("chroma_inpaint", "sd_latent_upscaler", "ltx_i2v", "stable_audio", "ace_step_guided")
+_EVERY = _table(image_families, starting_families, video_families)
+_NOT_FITTING = ("chroma_inpaint", "sd_latent_upscaler", "ltx_i2v", "stable_audio")
 
 
 def saved(name: str, folder: Path) -> Path:
@@ -67,3 +56,15 @@ def saved(name: str, folder: Path) -> Path:
 FAMILIES = {name: build for name, build in _EVERY.items() if name not in _NOT_FITTING}
 REFUSED = {name: _EVERY[name] for name in _NOT_FITTING}
 """Pipelines whose loop does not fit; each says why in its docstring."""
+
+ARCHITECTURES = (
+    *("sd15", "sd3", "flux", "qwen_image", "sana", "flux_kontext", "sd15_inpaint"),
+    *("wan22", "cogvideox", "mochi", "ace_step"),
+)
+"""A family of each: UNet, joint and linear transformers, with pictures to edit or to fill, two experts, v-prediction of
+videos, time that runs the other way, sound."""
+
+
+def tiered(names: Iterable[str], fast: Collection[str] = ARCHITECTURES) -> list[Any]:
+    """Parameters of a test: those that are not in `fast` are slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]

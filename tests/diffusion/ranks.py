@@ -13,7 +13,6 @@ from genrl.config.method import code_of
 from genrl.diffusion import train as training
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.runtime.loop.guards import NonFiniteError
 from genrl.runtime.weights.sharding import whole
 from tests.diffusion import runs
 
@@ -63,32 +62,6 @@ def samples(found: Rollouts) -> dict[str, Tensor]:
     return tensors
 
 
-def planted(path: str, out: str, rank: int, call: int) -> None:
-    """Train with a NaN in the loss of the `call`-th backward pass of process `rank`; the weights go to `out`."""
-
-    def prepare(run: DiffusionRun) -> None:
-        here = run.accelerator.process_index
-        runs.spoil(run, lambda number: here == rank and number == call + 1)
-
-        def keep(name: str) -> None:
-            values = {k: p.detach().clone() for k, p in run.weights.named.items()}
-            save_file(values, Path(out) / f"{name}-{here}.safetensors")
-
-        step = run.loop.optimization.step
-
-        def watched_step(groups: Any = None) -> dict[str, float]:
-            keep("before")
-            try:
-                return step(groups)
-            except NonFiniteError:
-                keep("after")
-                raise
-
-        run.loop.optimization.step = watched_step  # type: ignore[method-assign]
-
-    trained(path, prepare)
-
-
 def short(path: str, most: int, phase: str, rank: int) -> None:
     """Train where memory runs out in one process."""
     running_out(most, phase, rank)
@@ -96,8 +69,7 @@ def short(path: str, most: int, phase: str, rank: int) -> None:
 
 
 def running_out(most: int, phase: str, rank: int = 0) -> None:
-    """From here on the denoiser of process `rank` has no room for more than `most` samples in this phase of the second
-    iteration. On a CPU no such error comes of itself."""
+    """From here on process `rank` has room for `most` samples only in this phase of the second iteration."""
     begin = DiffusionRun.begin
 
     def armed(run: DiffusionRun, found: Path | None) -> None:

@@ -1,7 +1,4 @@
-"""Tiny whole runs on the CPU: a random-weight SD3 pipeline on disk, a few prompts, a reward in a file.
-
-An iteration takes well under a second.
-"""
+"""Tiny whole runs on the CPU: a random SD3 pipeline, a few prompts, a reward; an iteration takes under a second."""
 
 import math
 import shutil
@@ -169,8 +166,7 @@ def opened(config: Config) -> Iterator[DiffusionRun]:
 
 
 def spoil(run: DiffusionRun, when: Callable[[int], bool], factor: float = math.nan) -> list[Tensor]:
-    """From here on, losses are multiplied by `factor` in the micro-batches (from 1) for which `when` says so. Returns
-    the list that gets the losses as they were."""
+    """From here on, losses of the micro-batches (from 1) that `when` names are multiplied; returned as they were."""
     losses: list[Tensor] = []
     backward = run.loop.optimization.backward
 

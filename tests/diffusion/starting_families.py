@@ -1,18 +1,22 @@
-"""Tiny random-weight pipelines that start from pictures: whole ones (img2img) or parts of them (inpainting).
+"""Tiny random-weight pipelines that start from pictures: to edit them, whole (img2img) or in parts (inpainting).
 
-Each is made of the components of its text-to-image family. At strength below 1 they cut their schedule themselves.
+Most are made of the components of their text-to-image family. At strength below 1 they cut their schedule themselves.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import diffusers
+from diffusers import FluxKontextPipeline, QwenImageEditPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 
 from tests.diffusion import image_families as image
 from tests.diffusion import tiny_parts as parts
+from tests.diffusion.image_families import QWEN_CALL, QWEN_UNGUIDED, SIZE, flux_parts, qwen_parts
 from tests.diffusion.tiny_parts import Family
 
 Builder = Callable[[], Family]
@@ -83,3 +87,25 @@ def sd_latent_upscaler() -> Family:
     scheduler = diffusers.EulerDiscreteScheduler(**image.SD_BETAS)
     pipe = diffusers.StableDiffusionLatentUpscalePipeline(**components, scheduler=scheduler)
     return replace(base, name="sd_latent_upscaler", pipe=pipe, call={}, inputs={"image": [*parts.pictures(16)]})
+
+
+def flux_kontext() -> Family:
+    call = {**SIZE, "guidance_scale": 2.5, "max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
+    inputs = {"image": parts.pictures()}
+    return Family("flux_kontext", FluxKontextPipeline(**flux_parts()), call, inputs=inputs)
+
+
+_dimensions = pipeline_qwenimage_edit.calculate_dimensions
+
+
+@functools.wraps(_dimensions)
+def _small_dimensions(target_area: int, ratio: float) -> tuple[int, int, None]:
+    return _dimensions(target_area // 32**2, ratio)
+
+
+def qwen_image_edit() -> Family:
+    # The pipeline scales every picture to 1024 x 1024, a constant of its code; here to 32 x 32.
+    pipeline_qwenimage_edit.calculate_dimensions = _small_dimensions
+    pipe = QwenImageEditPipeline(**qwen_parts(), processor=parts.qwen_vl_processor())
+    inputs = {"image": parts.pictures(32), "negative_prompt": [" ", " "]}
+    return Family("qwen_image_edit", pipe, QWEN_CALL, unguided=QWEN_UNGUIDED, inputs=inputs)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
-from genrl.config import ConfigError, load
+from genrl.config import ConfigError
 from genrl.diffusion.chosen import adapter_of
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
@@ -84,13 +84,6 @@ def test_commands_take_the_best(ended: Path, tmp_path: Path) -> None:
     assert lost.exit_code == 2 and "no config.yaml" in " ".join(lost.output.replace("│", "").split())
 
 
-def test_gone_on_with(ended: Path, tmp_path: Path) -> None:
-    again = runs.resumed(ended, tmp_path, 4)
-    assert runs.differences(ended, again) == []
-    train(load(Run(again).config), again)  # it has ended: nothing is done again
-    assert runs.differences(ended, again) == []
-
-
 def test_what_cannot_be_watched(folder: Path, model: Path) -> None:
     for changes, message in (
         ({"monitor": {"reward": "rednes"}}, "no held-out figure is called 'rednes'; did you mean 'redness'"),
@@ -108,20 +101,6 @@ BACK: dict[str, Any] = {"evaluation": {"every": 1, "monitor": WATCH, "on_collaps
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """One lower evaluation is enough."""
     monkeypatch.setattr(collapse, "PATIENCE", 1)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("impatient")
-def test_a_rewriter_goes_back_with_the_model(folder: Path, model: Path) -> None:
-    """The two are saved as they were evaluated together; also where the run was left after the best evaluation."""
-    rewriter = {"path": str(TINY_LM), "instruction": "{prompt}", "max_new_tokens": 16, "lr": 1e-2}
-    trainer = {"algorithm": "prompt_rl", "retained": 1, "rewriter": rewriter, "clip_range": 1e-2}
-    sampling = {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4}
-    straight = train(config(folder, model, **BACK | {"trainer": trainer, "sampling": sampling, "iterations": 2}))
-    assert runs.differences(straight, runs.resumed(straight, folder, 1)) == []
-    end, best = (checkpoint.load(Run(straight).checkpoints / f"step-00000{step}").tensors for step in (2, 1))
-    assert equal(end["weights"], best["weights"]) and equal(end["kept-rewriter"], best["kept-rewriter"])
-    assert runs.rows(straight)[2]["rewriter/grad_norm"] > 0  # it had learnt since
 
 
 @pytest.mark.slow

@@ -1,22 +1,17 @@
 """Runs with samples of several sizes: micro-batches of one size, ratio 1, the same when continued."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
-from genrl.config import dump
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.rollout.rollout import Sheet
 from genrl.diffusion.train import train
 from tests.cli import commands
-from tests.diffusion import ranks, runs
-from tests.diffusion.families import FAMILIES
+from tests.diffusion import runs
+from tests.diffusion.families import saved
 
 SIZES = [[16, 16], [16, 24]]
 TEXTS = {"train": runs.PROMPTS, "eval": [*runs.HELD_OUT, "a dog"]}
@@ -50,66 +45,50 @@ def test_a_run_draws_and_trains_every_size(folder: Path, model: Path, trainer: d
     assert {(16, 16), (24, 16)} <= {Image.open(file).size for file in (run / "samples").rglob("*.png")}
 
 
-def test_micro_batches_are_whole_groups_of_one_size(folder: Path, model: Path) -> None:
-    with runs.opened(settings(folder, model)) as run:
-        assert len({tuple(row.size.items()) for row in run.prompts}) == 2
-        for iteration in range(3):
-            sheet = Sheet.of(run.config, run.prompts, iteration, leaves=1, roots_together=None)
-            batches = [sheet.batch(run.config, slots) for slots in sheet.plan]
-            found = sorted((batch.sampling["height"], batch.sampling["width"], len(batch)) for batch in batches)
-            assert found == [(16, 16, 4), (16, 24, 4)]
-
-
-def test_a_size_with_too_few_prompts_is_refused_before_the_model_is_loaded(folder: Path, model: Path) -> None:
-    few = settings(folder, model, sampling={"buckets": [*SIZES, [24, 16]]})
+def test_a_size_with_too_few_prompts_is_refused(folder: Path, model: Path) -> None:
     with pytest.raises(ValueError, match=r"sampling\.buckets: 16 x 24 has 1 of the 4 prompts, and a micro-batch is"):
-        train(few)
+        train(settings(folder, model, sampling={"buckets": [*SIZES, [24, 16]]}))
+
+
+def written(folder: Path, **rows: Any) -> None:
+    """Prompt files of `TEXTS`; `rows` makes a row's further columns from its number and file."""
+    for name, texts in TEXTS.items():
+        lines = [{"prompt": text} | {key: made(name, k) for key, made in rows.items()} for k, text in enumerate(texts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
 
 
 def wan(folder: Path) -> dict[str, Any]:
-    """A video pipeline in `folder/model`, and rows of 1 and 5 frames; its section `sampling`."""
-    FAMILIES["wan_t2v"]().pipe.save_pretrained(folder / "model")
-    for name, texts in TEXTS.items():
-        lines = [{"prompt": text, "num_frames": (5, 1)[k % 2]} for k, text in enumerate(texts)]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    """A video pipeline in `folder/wan_t2v`, and rows of 1 and 5 frames; its section `sampling`."""
+    written(folder, num_frames=lambda _, k: (5, 1)[k % 2])
     return {"buckets": "rows", "height": 16, "width": 16, "pipeline_args": {"max_sequence_length": 16}}
 
 
-def kontext(folder: Path) -> dict[str, Any]:
+def flux_kontext(folder: Path) -> dict[str, Any]:
     """The same of an editing pipeline; each row has the bucket of its picture's shape."""
-    FAMILIES["flux_kontext"]().pipe.save_pretrained(folder / "model")
-    for name, texts in TEXTS.items():
-        lines = []
-        for k, text in enumerate(texts):
-            size = (16, 24)[k % 2], 16
-            Image.new("RGB", size, (60 * k, 99, 0)).save(folder / f"{name}{k}.png")
-            lines.append({"prompt": text, "before_image": f"{name}{k}.png"})
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+
+    def drawn(name: str, k: int) -> str:
+        Image.new("RGB", ((16, 24)[k % 2], 16), (60 * k, 99, 0)).save(folder / f"{name}{k}.png")
+        return f"{name}{k}.png"
+
+    written(folder, before_image=drawn)
     arguments = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
     return {"buckets": SIZES, "inputs": {"image": "before_image"}, "pipeline_args": arguments}
 
 
-NUMBERS = {wan: (5 * 768 + 768 + 5 * 768) / 3, kontext: (768 + 720 + 768) / 3}
+NUMBERS = {"wan_t2v": (5 * 768 + 768 + 5 * 768) / 3, "flux_kontext": (768 + 720 + 768) / 3}
 """In the three pictures of an evaluation, on average. Kontext brings 16 x 24 to the area `max_area`: 12 x 20."""
 
 
-def sized(folder: Path, kind: Callable[[Path], dict[str, Any]], **changes: Any) -> Config:
-    """A run of these models, in `folder/tiny.yaml`."""
-    (folder / "content.py").write_text(CONTENT)
-    reward = [{"name": f"{folder / 'content.py'}:content"}]
-    evaluation = {"every": 1, "num_prompts": 3, "batch_size": 2}
-    common = {"rewards": reward, "evaluation": evaluation, "iterations": 1, "sampling": kind(folder)}
-    common["prompts"] = {name: str(folder / f"{name}.jsonl") for name in TEXTS}
-    config = settings(folder, folder / "model", **common, **changes)
-    (folder / "tiny.yaml").write_text(dump(config), encoding="utf-8")
-    return config
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [wan, kontext])
-def test_evaluations_draw_each_prompt_in_its_size(folder: Path, kind: Callable[[Path], dict[str, Any]]) -> None:
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_evaluations_draw_each_prompt_in_its_size(folder: Path, kind: str) -> None:
     """In training, and `genrl eval` of the run alike; one size for all where it is asked for."""
-    run = train(sized(folder, kind))
+    (folder / "content.py").write_text(CONTENT)
+    common = {"rewards": [{"name": f"{folder / 'content.py'}:content"}], "iterations": 1}
+    common["sampling"] = wan(folder) if kind == "wan_t2v" else flux_kontext(folder)
+    common["evaluation"] = {"every": 1, "num_prompts": 3, "batch_size": 2}
+    common["prompts"] = {name: str(folder / f"{name}.jsonl") for name in TEXTS}
+    run = train(settings(folder, saved(kind, folder), **common))
     row = [row for row in runs.rows(run) if row["step"] == 1][0]
     assert row["ratio/max_abs_dev"] == 0.0 and row["eval/content/numbers_mean"] == pytest.approx(NUMBERS[kind])
 
@@ -120,22 +99,5 @@ def test_evaluations_draw_each_prompt_in_its_size(folder: Path, kind: Callable[[
 
     found = scores("--batch-size", "2")
     assert found == pytest.approx({key: row[key] for key in found}, abs=1e-6) and "eval/content_mean" in found
-    one_size = ["--height", "16", "--width", "16", *(["num_frames=1"] if kind is wan else [])]
+    one_size = ["--height", "16", "--width", "16", *(["num_frames=1"] if kind == "wan_t2v" else [])]
     assert scores(*one_size)["eval/content/numbers_mean"] == 3 * 16 * 16
-
-
-@pytest.mark.slow
-def test_two_processes_draw_the_same_sizes(folder: Path) -> None:
-    """Samples and held-out pictures to the bit."""
-    drawn, shown = [], []
-    for count in (1, 2):
-        out, run = folder / str(count), folder / f"run-{count}"
-        out.mkdir()
-        sized(folder, kontext, output=str(run))
-        runs.finish(folder / "tiny.yaml", count, ranks.record, str(out))
-        drawn.append([load_file(path) for path in sorted(out.glob("*.safetensors"))])
-        shown.append({p.name: p.read_bytes() for p in (run / "samples" / "step-000000").iterdir()})
-    ((alone,), shared), places = drawn, sorted(key for key in drawn[0][0] if key.startswith("position/"))
-    assert sorted(key for part in shared for key in part if key.startswith("position/")) == places
-    assert all(torch.equal(alone[key], part[key]) for part in shared for key in part if "gradient" not in key)
-    assert shown[0] == shown[1] and len(shown[0]) == 4

@@ -69,11 +69,6 @@ def test_both_start_from_the_noise_that_plain_diffusers_has(model: Path, other: 
     assert categories == {"a red star": "single", "two blue circles": "count", "a cat": None}
 
 
-def made(first: Path | str, second: Path | str, page: Page, *more: Any, count: int = 3, **options: Any) -> None:
-    """The pairs of two models in a page, unguided and in two steps."""
-    compare(*sides(str(first), str(second), None, None, ARGUMENTS), ROWS[:count], page, *more, **options)
-
-
 def test_rewards_score_what_people_see(model: Path, other: Path, tmp_path: Path) -> None:
     """One that scores a picture alone, and one that looks at a group, which is the pair."""
 
@@ -86,27 +81,20 @@ def test_rewards_score_what_people_see(model: Path, other: Path, tmp_path: Path)
     bright = genrl_rewards.load(f"{tmp_path}/rewards.py:brightness")
     out = tmp_path / "compare.html"
     page = Page(out, question="")
-    made(model, other, page, [plain({"bright": bright, "brightest": brightest})])
+    compare(
+        *sides(str(model), str(other), None, None, ARGUMENTS),
+        ROWS,
+        page,
+        [plain({"bright": bright, "brightest": brightest})],
+    )
     page.write({})
     found = shown(out)
     for pair in json.loads(key_path(out).read_text())["pairs"].values():
         a, b = pair["rewards"]["bright"]
         assert pair["rewards"]["brightest"] == [float(a >= b), float(b >= a)]
         for name, score in (("a", a), ("b", b)):
-            picture = torch.from_numpy(found[pair["prompt"], name][0].copy()).movedim(-1, 0)[None].float() / 255
-            assert score == pytest.approx(
-                float(genrl_rewards.score(bright, images=picture, prompts=[""]).values[0]), abs=1e-6
-            )
-
-
-def test_a_page_that_would_be_too_large_stops_at_the_first_sample(
-    model: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("genrl.runtime.show.compare.page.LARGEST_PAGE", 1000)
-    drawn: list[int] = []
-    with pytest.raises(ValueError, match="a page has at most 0 MB. Give --num-prompts or --per-prompt"):
-        made(model, other, Page(tmp_path / "compare.html", question=""), advance=drawn.append)
-    assert drawn == []
+            (picture,) = found[pair["prompt"], name]
+            assert score == pytest.approx(float(picture.mean()) / 255, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -161,19 +149,19 @@ def test_a_run_a_lora_and_their_base(finished: Path, model: Path, tmp_path: Path
 
 def test_what_cannot_be_compared(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One and the same model, another kind of pipeline, another size (unless one is given), a broken file."""
-    families.FAMILIES["sd15"]().pipe.save_pretrained(tmp_path / "sd")
-    shutil.copytree(model, tmp_path / "large")
-    file = tmp_path / "large" / "transformer" / "config.json"
+    large = tmp_path / "large"
+    shutil.copytree(model, large)
+    file = large / "transformer" / "config.json"
     own = json.loads(file.read_text())
     file.write_text(json.dumps(own | {"sample_size": 2 * own["sample_size"]}))
     (tmp_path / "lora.safetensors").write_text("no weights")
     monkeypatch.chdir(model.parent)
     for other, says in (
         (f"./{model.name}", "A and B are the same model, .*: give a run"),
-        (tmp_path / "sd", "A is a StableDiffusion3Pipeline, B a StableDiffusionPipeline: the same"),
-        (tmp_path / "large", "A makes latents of size .*, B of .*Give --height and --width"),
+        (families.saved("sd15", tmp_path), "A is a StableDiffusion3Pipeline, B a StableDiffusionPipeline: the same"),
+        (large, "A makes latents of size .*, B of .*Give --height and --width"),
         (tmp_path / "lora.safetensors", r"lora\.safetensors is no \.safetensors file, or is cut off"),
     ):
         with pytest.raises(ValueError, match=says):
             sides(str(model), str(other), None, None, {})
-    sides(str(model), str(tmp_path / "large"), None, None, ARGUMENTS)
+    sides(str(model), str(large), None, None, ARGUMENTS)

@@ -8,38 +8,28 @@ import torch
 from torch import nn
 
 from genrl.diffusion import before
-from genrl.diffusion import train as training
 from genrl.diffusion.policy.encoding import NotEncoded
 from genrl.diffusion.policy.encoding_store import Store
 from genrl.diffusion.policy.policy import Policy
-from genrl.diffusion.policy.trajectory import Batch, NoiseKey
+from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import encode, open_policy, train
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 
 AHEAD = {"text_encoders": "encode_then_free"}
 
 
-def quiet(done: int, count: int) -> None:
-    pass
-
-
-def refuse_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: Any) -> None:
-        raise AssertionError("a text encoder was loaded")
-
-    monkeypatch.setattr(before, "load_components", never)
+def quiet(done: int, count: int) -> None: ...
 
 
 def drawn_ahead(name: str, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples of these prompts, plain and with encodings made ahead, pairwise."""
 
-    def batch(prompts: list[str]) -> Batch:
-        keys: list[NoiseKey] = [("k", k) for k in range(len(prompts))]
-        return Batch(prompts, keys, {"num_inference_steps": 2, **FAMILIES[name]().call})
+    def batch(*prompts: str) -> Batch:
+        call = {"num_inference_steps": 2, **FAMILIES[name]().call}
+        return Batch([*prompts], [("k", k) for k in range(len(prompts))], call)
 
-    wanted = Policy(FAMILIES[name]().pipe).roll_out(batch(texts)).final
+    wanted = Policy(FAMILIES[name]().pipe).roll_out(batch(*texts)).final
     pipe: Any = FAMILIES[name]().pipe
     encoders = {part: getattr(pipe, part) for part in before.text_encoders(pipe) if getattr(pipe, part)}
     for part in encoders:
@@ -47,9 +37,9 @@ def drawn_ahead(name: str, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor
     policy = Policy(pipe, text_encoders="encode_then_free")
     with policy.memo.present(encoders):
         for text in texts:
-            policy.calls.encode(batch([texts[0], text]))
+            policy.calls.encode(batch(texts[0], text))
     assert policy.memo.encoders == []
-    return wanted, policy.roll_out(batch(texts)).final
+    return wanted, policy.roll_out(batch(*texts)).final
 
 
 @pytest.mark.parametrize(
@@ -99,34 +89,33 @@ def test_a_full_folder_needs_no_text_encoder(folder: Path, model: Path, monkeypa
     count, new, written = encode(config, "cpu", quiet)
     assert (count, new) == (6, 6) and written > 0  # 4 prompts to train on, 2 held-out ones
     assert encode(config, "cpu", quiet) == (6, 0, 0)
-    refuse_loading(monkeypatch)
+    monkeypatch.setattr(before, "load_components", lambda *_: pytest.fail("a text encoder was loaded"))
     assert runs.differences(plain, train(config)) == []
 
 
 def test_the_folder_tells_models_apart(folder: Path, model: Path) -> None:
     """Other precision, other encodings; and a prompt more is encoded alone."""
     kept = {"encodings": str(folder / "encodings")}
-    assert encode(runs.config(folder, model, model=kept), "cpu", quiet)[1] == 6
-    assert encode(runs.config(folder, model, model={**kept, "dtype": "bfloat16"}), "cpu", quiet)[1] == 6
-    assert encode(runs.config(folder, model, model={**kept, "quantize": "int8"}), "cpu", quiet)[1] == 6
+    for changes in ({}, {"dtype": "bfloat16"}, {"quantize": "int8"}):
+        assert encode(runs.config(folder, model, model=kept | changes), "cpu", quiet)[1] == 6
     (folder / "eval.txt").write_text("three stars\na yellow dog\nsix cats")
     more = runs.config(folder, model, model=kept, evaluation={"every": 2, "num_prompts": 3})
     assert encode(more, "cpu", quiet)[:2] == (7, 1)
 
 
 def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:
-    value = (torch.arange(1000.0), None, [torch.ones(2, 3, dtype=torch.bfloat16), "text"], 3)
-    size = 5_000
-    store = Store(tmp_path, "identity", 5 * size)
-    assert store.read(store.name(("a", 1))) is None
-    store.write(store.name(("a", 1)), value)
-    found = Store(tmp_path, "identity", 5 * size).read(store.name(("a", 1)))
+    value, size = (torch.arange(1000.0), None, [torch.ones(2, 3, dtype=torch.bfloat16), "text"], 3), 5_000
+    store, again, another = (Store(tmp_path, name, 5 * size) for name in ("identity", "identity", "another"))
+    one = store.name(("a", 1))
+    assert store.read(one) is None
+    store.write(one, value)
+    found = again.read(one)
     assert found is not None and torch.equal(found[0][0], value[0]) and torch.equal(found[0][2][0], value[2][0])
     assert found[0][1] is None and found[0][2][1] == "text" and found[0][3] == 3
-    assert Store(tmp_path, "another", 5 * size).read(Store(tmp_path, "another", 5 * size).name(("a", 1))) is None
+    assert another.read(another.name(("a", 1))) is None
     (file,) = tmp_path.glob("*/*.safetensors")
     file.write_bytes(file.read_bytes()[:100])
-    assert store.read(store.name(("a", 1))) is None and not file.exists()
+    assert store.read(one) is None and not file.exists()
     for k in range(20):  # of five processes
         Store(tmp_path, "identity", 5 * size).write(store.name(("b", k)), value)
         assert store.read(store.name(("b", 0))) is not None  # used at every step, so never the oldest
@@ -139,9 +128,11 @@ def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:
         store.write("x", {1})
 
 
-def test_refused_where_prompts_cannot_be_known(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_where_there_is_no_folder_or_no_room(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=r"model.encodings: no folder is named"):
         encode(runs.config(folder, model), "cpu", quiet)
     monkeypatch.setattr(before.os, "sysconf", lambda name: 10)
     with pytest.raises(ValueError, match=r"model.encodings: 6 encodings take about .* half of this machine's memory"):
-        training.open_policy(runs.config(folder, model, model={"offload": AHEAD}), "cpu")
+        open_policy(runs.config(folder, model, model={"offload": AHEAD}), "cpu")

@@ -14,6 +14,7 @@ from genrl.diffusion.train import train
 from genrl.runtime.loop.frame import shrink
 from genrl.runtime.weights import weights
 from tests.diffusion import ranks, runs
+from tests.diffusion.families import tiered
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
@@ -76,13 +77,12 @@ def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
         assert run.policy.model_calls == calls and not run.loop.optimizer.state
 
 
+NFT: dict[str, Any] = {"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0.1}, "lora": None}
+
+
 @pytest.mark.parametrize(
     ("changes", "copies"),
-    [
-        ({"ema": {"decay": 0.9}}, 2),  # taken before
-        ({"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0.1}, "lora": None}, 3),
-        ({"trainer": {"algorithm": "crd"}}, 4),
-    ],
+    [({"ema": {"decay": 0.9}}, 2), (NFT, 3), ({"trainer": {"algorithm": "crd"}}, 4)],  # the average is taken before
 )
 def test_room_for_snapshots_that_the_trainer_takes(
     folder: Path, model: Path, changes: dict[str, Any], copies: int, monkeypatch: pytest.MonkeyPatch
@@ -103,40 +103,28 @@ def test_room_for_snapshots_that_the_trainer_takes(
     assert len(seen[0].weights.snapshots) - number == taken
 
 
-def test_where_a_trial_would_say_nothing(folder: Path, model: Path) -> None:
-    for changes in (
-        {"trainer": {"algorithm": "flow_grpo", "keep_graph": True}},
-        {"distributed": {"fsdp": True}},
-    ):
-        with pytest.raises(ValueError, match="sampling.fit_batch"):
-            runs.config(folder, model, sampling=SAMPLING, **changes)
-
-
 QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "iterations": 3}
+PHASES = {"flow_grpo": "training", "diffusion_nft": "sampling", "prdp": "training"}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "phase"),
-    [
-        ("flow_grpo", "training"),
-        ("diffusion_nft", "sampling"),
-        pytest.param("prdp", "training", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("algorithm", tiered(PHASES, ("flow_grpo", "diffusion_nft")))
 def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
-    folder: Path, model: Path, algorithm: str, phase: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    folder: Path, model: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """To the bit the run that has the smaller size from that iteration on."""
     trainer = {"algorithm": algorithm} | ({"kernel": "flow_sde"} if algorithm == "prdp" else {})
     changes = {**QUIET, "trainer": trainer, "sampling": {**SAMPLING, "batch_size": 8}}
     wanted = train(runs.config(folder, model, **{**changes, "iterations": 1, "output": str(folder / "by-hand")}))
+
+    def settle(run: DiffusionRun, prompts: object) -> None:
+        run.loop.memory.update(batch_size=2)
+        run.resize(2)
+
     with monkeypatch.context() as by_hand:
-        by_hand.setattr(
-            diffusion_run, "settle", lambda run, prompts: (run.loop.memory.update(batch_size=2), run.resize(2))
-        )
+        by_hand.setattr(diffusion_run, "settle", settle)
         train(runs.config(folder, model, **changes, output=str(wanted)), wanted)
     monkeypatch.setattr(DiffusionRun, "begin", DiffusionRun.begin)  # put back in the end
-    ranks.running_out(2, phase)
+    ranks.running_out(2, PHASES[algorithm])
     found = train(runs.config(folder, model, **changes))
     said = capsys.readouterr().err
     assert "memory ran out in iteration 2 with 8 samples in a micro-batch: it is done again, with 4" in said
@@ -162,11 +150,9 @@ def test_processes_go_down_together(folder: Path, model: Path, phase: str) -> No
 
 def test_memory_that_runs_out_in_a_reward(folder: Path, model: Path) -> None:
     """The iteration is done again; without the key the run ends with the error and what to do."""
+    full = "def full(images):\n    if len(images) > 2:\n        raise torch.OutOfMemoryError('CUDA out of memory')\n"
     with (folder / "rewards.py").open("a") as file:
-        file.write(
-            "def full(images):\n    if len(images) > 2:\n        raise torch.OutOfMemoryError('CUDA out of memory')\n"
-            "    return brightness(images)\n"
-        )
+        file.write(f"{full}    return brightness(images)\n")
     changes: dict[str, Any] = {**QUIET, "iterations": 1, "rewards": [runs.reward(folder, "full")]}
     fixed = {**SAMPLING, "batch_size": 4, "fit_batch": False}
     with pytest.raises(torch.OutOfMemoryError) as error:
@@ -175,16 +161,6 @@ def test_memory_that_runs_out_in_a_reward(folder: Path, model: Path) -> None:
     found = train(runs.config(folder, model, **changes, sampling={**SAMPLING, "batch_size": 4}))
     assert runs.last_state(found).state["memory"]["batch_size"] == 2
     assert runs.rows(found)[0]["reward/full_failed"] == 0
-
-
-def test_where_an_iteration_cannot_be_left(folder: Path, model: Path) -> None:
-    """Without the key; and where weights were changed of which there is no copy."""
-    for fit_batch, updates in ((False, 0), (True, 1)):
-        config = runs.config(folder, model, lora=None, sampling={**SAMPLING, "fit_batch": fit_batch})
-        with runs.opened(config) as run:
-            run.loop.optimization.updates = updates
-            with pytest.raises(torch.OutOfMemoryError), run.loop.fitting():
-                raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_smaller_micro_batches_are_checked_anew(folder: Path, model: Path) -> None:

@@ -1,23 +1,28 @@
-"""A run that is stopped, damaged or edited goes on as if nothing had been. Kills:
-tests/runtime/folder/test_checkpoint.py."""
+"""A run that is stopped, damaged or edited goes on as if nothing had been (kills: tests/runtime/folder).
+Whole runs with every type of adapter: on-policy ratios, resumed to the bit, exported merged; begun from another."""
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from diffusers import DiffusionPipeline
 
 from genrl.config import dump, load
+from genrl.diffusion.config.estimate import read_components, trained_parameters
 from genrl.diffusion.config.schema import Config
+from genrl.diffusion.files.export import export
+from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
+from genrl.runtime.folder import run as run_folder
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
 from tests.diffusion import runs
-
-pytestmark = pytest.mark.usefixtures("unproven")
 
 GRPO = {"algorithm": "flow_grpo", "window": {"size": 1, "low": 0, "high": 3}, "kl_weight": 0.01, "clip_range": 1e-2}
 GRPO |= {"inner_epochs": 2, "updates_per_iteration": 2}
@@ -53,6 +58,7 @@ def straight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return of
 
 
+@pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize("name", LORAS)
 def test_gone_on_with_from_a_checkpoint(straight: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """Weights, snapshots, optimiser, random numbers and metrics to the bit."""
@@ -98,12 +104,12 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: Place, number: int) -> None:
     monkeypatch.setattr(updating, "_backward", passed)
 
 
+@pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize("where", STOPS)
 def test_stopped_by_a_signal(
     straight: Callable[[str], Path], folder: Path, model: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the iteration or evaluation had done is undone and done again; each row is written once, however often the
-    run is stopped."""
+    """What had been done is undone and done again; each row is written once, however often the run is stopped."""
     whole = straight("flow_grpo")
     again = folder / "again"
     first = STOPS[where][0][1]
@@ -120,32 +126,73 @@ def test_stopped_by_a_signal(
     assert runs.differences(whole, again) == []
 
 
-def test_an_iteration_that_cannot_be_undone_is_ended_first(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of all weights of a large model, of which no copy is kept."""
-    monkeypatch.setattr("genrl.runtime.weights.weights.LARGEST_COPY", 10)
-    trainer = {"algorithm": "flow_grpo", "inner_epochs": 2}
-    config = runs.config(folder, model, lora=None, trainer=trainer, iterations=3, evaluation={"every": 0})
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        stop_at(patch, ("training", 0, 5), signal.SIGTERM)
-        train(config)
-    assert runs.last_state(Path(config.output)).step == 1
-
-
 def test_a_finished_run_can_be_asked_for_more_and_not_for_something_else(copied: Config) -> None:
     run = Path(copied.output)
+    with pytest.raises(ValueError, match=f"go on with it by `genrl resume {run}`"):
+        train(copied)
+    lock = run_folder.lock(run)
+    with pytest.raises(ValueError, match="another process is training"):
+        train(copied, run)
+    lock.release()
     before = runs.rows(run)
     train(copied, run)
     assert runs.rows(run) == before and runs.last_state(run).step == 2
     train(copied.model_copy(update={"iterations": 3}), run)
     assert [row["step"] for row in runs.rows(run)] == [0, 1, 2, 3] and runs.rows(run)[:2] == before[:2]
-    lora = copied.model.lora
-    assert lora is not None
-    ranked = copied.model.model_copy(update={"lora": lora.model_copy(update={"rank": 8})})
-    other = copied.model_copy(update={"model": ranked})
+    other = load(Run(run).config, ["model.lora.rank=8"])
     with pytest.raises(ValueError, match=r"cannot resume .* with another value of model\.lora\.rank"):
         train(other, run)
     Run(run).config.write_text(dump(other))  # and where the file was edited as well
     with pytest.raises(ValueError, match=r"another value of model\.lora\.rank"):
         train(load(Run(run).config), run)
+
+
+picture = partial(runs.picture, guidance_scale=7.0)
+
+
+def trained(folder: Path, model: Path, name: str, **lora: Any) -> Path:
+    keys = {"rank": 4, "alpha": 8.0} | lora if "from" not in lora else lora
+    trainer = {"algorithm": "flow_grpo", "kl_weight": 0.01}  # the reference takes part
+    return train(runs.config(folder, model, output=str(folder / name), lora=keys, trainer=trainer))
+
+
+def check_resumed(run: Path) -> None:
+    """From the first of two iterations; and what was on-policy had ratios of 1."""
+    assert runs.differences(run, runs.resumed(run, run.parent, 1)) == []
+    assert [row["ratio/max_abs_dev"] for row in runs.rows(run)[1:]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dora", marks=pytest.mark.slow), pytest.param("rslora", marks=pytest.mark.slow), "lokr"]
+)
+def test_each_type(folder: Path, model: Path, kind: str) -> None:
+    run = trained(folder, model, "run", type=kind)
+    check_resumed(run)
+    config = load(Run(run).config)
+    weights = runs.last_state(run).tensors["weights"]
+    assert trained_parameters(config, read_components(model)) == sum(t.numel() for t in weights.values())  # type: ignore[arg-type]
+    plain = DiffusionPipeline.from_pretrained(model)
+    base = picture(plain)
+    load_lora(plain, str(run / "lora"))
+    merged = DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True))
+    np.testing.assert_allclose(picture(merged), picture(plain), rtol=1e-4, atol=1e-4)
+    assert not np.allclose(picture(plain), base, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_from_another_beside_a_frozen_one(folder: Path, model: Path, finished: Path) -> None:
+    """The reference is the model that training begins with, in a resumed run, too."""
+    first, second = trained(folder, model, "first", rank=2, alpha=6.0), finished
+    run = trained(folder, model, "third", **{"from": str(first / "lora"), "frozen": [str(second / "lora")]})
+    check_resumed(run)
+    rows = runs.rows(run)
+    begun = [row["kl_reference"] for row in rows[1:] if "kl_reference" in row]
+    assert not begun or begun[0] == 0.0
+    card = (run / "lora" / "README.md").read_text()
+    assert "pipe.set_adapters(['trained', 'frozen_0'])" in card and str(second / "lora") in card
+    pipe = DiffusionPipeline.from_pretrained(model)
+    for name, source in (("trained", run), ("frozen_0", second)):
+        load_lora(pipe, str(source / "lora"), name)
+    pipe.set_adapters(["trained", "frozen_0"])
+    merged = DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True))
+    np.testing.assert_allclose(picture(merged), picture(pipe), rtol=1e-4, atol=1e-4)

@@ -47,8 +47,7 @@ NOT_ELSEWHERE = {"spo": "candidates", "dpo_offline": "nothing to draw", "talk2mo
 
 
 def shrunken(path: Path, output: Path) -> Config:
-    """The file's settings with the fewest samples: one prompt for each optimiser step, small groups and trees;
-    few steps, where no tree stands on them."""
+    """The file's settings with the fewest samples, and few steps where no tree stands on them."""
     full = load(path)
     group = full.sampling.group_size
     if getattr(full.trainer, "tree", None) is None:

@@ -30,7 +30,8 @@ def pipe(model: Path) -> Any:
 
 
 def test_each_picture_is_that_of_a_plain_call(pipe: Any, model: Path, tmp_path: Path) -> None:
-    """Prompt k of seed s is drawn alone from seed s + k: it does not depend on the other prompts."""
+    """Prompt k of seed s is drawn alone from seed s + k: it does not depend on other prompts. Pictures of an earlier
+    call are removed: those that its prompts.json lists, nothing else."""
     paths = sample(pipe, PROMPTS, tmp_path, seed=40, arguments=ARGUMENTS)
     assert [path.name for path in paths] == ["00000.png", "00001.png", "00002.png"]
     plainly = DiffusionPipeline.from_pretrained(model)
@@ -41,13 +42,18 @@ def test_each_picture_is_that_of_a_plain_call(pipe: Any, model: Path, tmp_path: 
     record = json.loads((tmp_path / "prompts.json").read_text())
     assert record == [{"file": f"0000{k}.png", "prompt": PROMPTS[k], "seed": 40 + k} for k in range(3)]
     assert Image.open(tmp_path / "grid.png").width > 3 * 16
+    others = {"mine.png", "00007.png"}
+    for name in others:
+        (tmp_path / name).write_bytes(b"kept")
+    sample(pipe, PROMPTS[:1], tmp_path, arguments=ARGUMENTS)
+    assert {path.name for path in tmp_path.iterdir()} == {"00000.png", "grid.png", "prompts.json"} | others
+    (tmp_path / "prompts.json").write_text('[{"file": "../mine.png"}, {"file": "mine.png"}, 3]')
+    sample(pipe, PROMPTS[:1], tmp_path, arguments=ARGUMENTS)
+    assert (tmp_path / "mine.png").read_bytes() == b"kept"
 
 
 def test_loading(model: Path, tmp_path: Path) -> None:
-    """With its autoencoder as in training; what is not there, or is no adapter of this model, is named.
-
-    diffusers only warns of an adapter of another model, and would draw the untrained model's pictures.
-    """
+    """What is no adapter of this model is named: diffusers only warns, and draws the untrained model's pictures."""
     vae = load(Model(path=str(model), slice_vae=True, tile_vae=True), None).vae
     assert vae.use_slicing and vae.use_tiling
     with pytest.raises(ValueError, match=r"model\.path: '.*nowhere' could not be loaded as a diffusers pipeline"):
@@ -100,6 +106,7 @@ def test_evaluation_is_that_of_training(finished: Path, model: Path) -> None:
 
 
 def test_evaluation_keeps_some_pictures_and_parts_whatever_the_batch(folder: Path, pipe: Any) -> None:
+    """Where no number of steps is given: the default of the pipeline's call."""
     scorers = plain({"redness": genrl_rewards.load(f"{folder}/rewards.py:redness")})
     rows = [Prompt(f"{k} dogs") for k in range(6)]
 
@@ -116,39 +123,20 @@ def test_evaluation_keeps_some_pictures_and_parts_whatever_the_batch(folder: Pat
     parts = every.scored.parts
     torch.testing.assert_close(parts["redness/red"] - parts["redness/blue"], every.total, rtol=0, atol=1e-6)
     assert every.metrics["eval/redness/red_mean"] == pytest.approx(float(parts["redness/red"].mean()))
-
-
-def test_the_pipeline_has_its_own_number_of_steps(folder: Path, pipe: Any) -> None:
-    """Where none is given: the default of the pipeline's call."""
-    scorers = plain({"brightness": genrl_rewards.load(f"{folder}/rewards.py:brightness")})
-    without = {name: value for name, value in ARGUMENTS.items() if name != "num_inference_steps"}
     default = inspect.signature(StableDiffusion3Pipeline.__call__).parameters["num_inference_steps"].default
-    found, given, other = (
-        float(evaluate_pipeline(pipe, [Prompt("a cat")], scorers, arguments=arguments).total)
-        for arguments in (without, without | {"num_inference_steps": default}, ARGUMENTS)
+    found, given, three = (
+        float(evaluate_pipeline(pipe, rows[:1], scorers, arguments=runs.CALL | steps).total)
+        for steps in ({}, {"num_inference_steps": default}, {"num_inference_steps": 3})
     )
-    assert found == given != other
+    assert found == given != three
 
 
-@pytest.mark.parametrize(("count", "length"), [(0, 3), (1, 1), (2, 3), (16, 96), (16, 5), (7, 30)])
-def test_pictures_are_spread_over_the_prompts(count: int, length: int) -> None:
-    rows = spread(count, length)
-    assert len(rows) == min(count, length) and rows == sorted(set(rows))
-    gaps = {b - a for a, b in zip(rows, [*rows[1:], length], strict=True)} if rows else {0}
-    assert max(gaps) - min(gaps) <= 1 and rows[:1] == ([0] if count else [])
-
-
-def test_pictures_of_an_earlier_call_are_removed(pipe: Any, tmp_path: Path) -> None:
-    """Those that its prompts.json lists; nothing else."""
-    sample(pipe, PROMPTS, tmp_path, arguments=ARGUMENTS)
-    (tmp_path / "mine.png").write_bytes(b"kept")
-    (tmp_path / "00007.png").write_bytes(b"kept")
-    sample(pipe, PROMPTS[:1], tmp_path, arguments=ARGUMENTS)
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"00000.png", "grid.png", "prompts.json", "mine.png", "00007.png"}
-    (tmp_path / "prompts.json").write_text('[{"file": "../mine.png"}, {"file": "mine.png"}, 3]')
-    sample(pipe, PROMPTS[:1], tmp_path, arguments=ARGUMENTS)
-    assert (tmp_path / "mine.png").read_bytes() == b"kept"
+def test_pictures_are_spread_over_the_prompts() -> None:
+    for count, length in ((0, 3), (1, 1), (2, 3), (16, 96), (16, 5), (7, 30)):
+        rows = spread(count, length)
+        assert len(rows) == min(count, length) and rows == sorted(set(rows))
+        gaps = {b - a for a, b in zip(rows, [*rows[1:], length], strict=True)} if rows else {0}
+        assert max(gaps) - min(gaps) <= 1 and rows[:1] == ([0] if count else [])
 
 
 def test_pictures_that_are_not_finite_are_counted_and_end_the_command(folder: Path, pipe: Any) -> None:

@@ -1,16 +1,20 @@
-"""The cost estimate: model calls against hand counts, sizes against files written by safetensors."""
+"""Model calls against hand counts, sizes against files, kept memory against what blocks really keep."""
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
 from safetensors.numpy import save_file
+from torch import Tensor, nn
 
-from genrl.config import load
+from genrl.config import LoRA, load
 from genrl.diffusion.config.estimate import (
     Component,
     HeaderError,
@@ -19,8 +23,9 @@ from genrl.diffusion.config.estimate import (
     read_header,
     trained_parameters,
 )
-from genrl.diffusion.config.memory_estimate import memory
+from genrl.diffusion.config.memory_estimate import _kept_by_blocks, memory
 from genrl.diffusion.config.schema import Config
+from genrl.diffusion.policy.adapters import trainable
 from tests.diffusion import runs
 
 FLOW_GRPO = {"algorithm": "flow_grpo"}
@@ -40,34 +45,28 @@ def config(**sections: Any) -> Config:
     [
         ("", 60, 48, 48),  # 12 samples x 5 steps; x 4 trained steps
         ("sampling: {guidance_scale: 4.0}", 120, 96, 96),
-        ("sampling: {guidance_scale: null}", 120, 96, 96),
         ("trainer: {algorithm: flow_grpo, kl_weight: 0.1}", 60, 96, 48),
         ("trainer: {algorithm: flow_grpo, keep_graph: true}", 60, 0, 48),
         ("trainer: {algorithm: flow_grpo, keep_graph: true, kl_weight: 0.1}", 60, 48, 48),  # the reference's
         ("trainer: {algorithm: flow_grpo, window: {size: 2}}", 60, 24, 24),
-        ("trainer: {algorithm: flow_grpo, inner_epochs: 3, updates_per_iteration: 3}", 60, 144, 144),
         ("trainer: {algorithm: flow_grpo, guidance_in_training: false}, sampling: {guidance_scale: 4.0}", 120, 96, 48),
         ("trainer: {algorithm: grpo_guard, updates_per_iteration: 3}", 60, 80, 48),  # means of two thirds
-        ("trainer: {algorithm: prdp, kernel: flow_sde}", 60, 96, 48),
         ("trainer: {algorithm: prdp, kernel: flow_sde, inner_epochs: 2}", 60, 192, 96),
         ("trainer: {algorithm: diffusion_nft}", 60, 144, 48),
-        ("trainer: {algorithm: awm}", 60, 216, 72),  # the policy, the reference, the slow copy; at 6 levels
-        ("trainer: {algorithm: awm, updates_per_iteration: 3}", 60, 264, 72),  # the old one for two thirds
+        # the policy, the reference, the slow copy; at 6 levels; the old one for two thirds
+        ("trainer: {algorithm: awm, updates_per_iteration: 3}", 60, 264, 72),
         ("trainer: {algorithm: awm, kl_weight: 0, ema_kl_weight: 0}", 60, 72, 72),
         ("trainer: {algorithm: dgpo, first_steps: 5}, sampling: {guidance_scale: 4.0}", 120, 144, 48),
-        ("trainer: {algorithm: crd}", 60, 144, 48),
         ("trainer: {algorithm: crd, kl_weight: 0, timesteps_per_sample: 2}", 60, 48, 24),
         ("trainer: {algorithm: dpo, timesteps_per_sample: 3}", 60, 36, 18),  # 3 pairs
         ("trainer: {algorithm: dpo_offline}, sampling: {prompts_per_iteration: 6, group_size: 2}", 0, 24, 12),
         ("trainer: {algorithm: d3po}", 60, 96, 48),
-        ("trainer: {algorithm: draft}", 60, 12, 12),
         ("trainer: {algorithm: draft, steps: 3}, sampling: {guidance_scale: 4.0}", 120, 144, 72),
         ("trainer: {algorithm: draft, truncation: alignprop, steps: 2}", 60, 30, 18),  # 1 or 4 calls
         ("trainer: {algorithm: draft, truncation: refl, steps: 3}", 48, 12, 12),  # 3, 4 or 5 steps drawn
         # the assistant's two steps, its score, the teacher's two, the generator
         ("trainer: {algorithm: diff_instruct, assistant_steps: 2}, sampling: {num_inference_steps: 1}", 12, 72, 72),
         ("trainer: {algorithm: diff_instruct, guidance_scale: 1}, sampling: {num_inference_steps: 1}", 12, 48, 48),
-        ("trainer: {algorithm: diffusion_nft, kl_weight: 0}", 60, 96, 48),
         ("trainer: {algorithm: diffusion_nft, timesteps_per_sample: 2}", 60, 72, 24),
         ("trainer: {algorithm: diffusion_nft, old_policy_decay: none, kl_weight: 0}", 60, 48, 48),
         ("sampling: {pipeline_args: {true_cfg_scale: 4.0, negative_prompt: ' '}}", 120, 96, 96),
@@ -91,12 +90,6 @@ WINDOW = {"size": 2, "high": 4}
         # one tree: 2 shared steps at first (0, 1, 2 by place), the split's own call, then 4 chains
         ({"window": {**WINDOW, "schedule": "progressive", "every": 99}, "tree": {"ways": 4}}, 1 + 4 * 4, 1 + 4),
         ({"window": {**WINDOW, "low": 2}, "tree": {"ways": 4}}, 3 + 4 * 2, 1 + 4),
-        # places 0, 1, 2 by turns of 4, 4, 2 iterations: 17, 14 and 11 calls
-        (
-            {"window": {**WINDOW, "schedule": "progressive", "every": 4}, "tree": {"ways": 4}},
-            (4 * 17 + 4 * 14 + 2 * 11) / 10,
-            5,
-        ),
         ({"window": WINDOW, "tree": {"ways": 4}}, (17 + 14 + 11) / 3, 5),
         # places 0, 1, 2 with likelihood 4 : 2 : 1
         ({"window": {**WINDOW, "schedule": "geometric"}, "tree": {"ways": 4}}, (4 * 17 + 2 * 14 + 11) / 7, 5),
@@ -124,17 +117,6 @@ def test_model_calls_of_windows_and_trees(trainer: dict[str, Any], sample: float
     assert found.total_calls(10) == round(30 * (sample + train)) + found.evaluations * found.evaluation_calls
 
 
-def test_guidance() -> None:
-    flux = Component("transformer", "FluxTransformer2DModel", 1, 4, {}, {"guidance_embeds": True})
-    embedded = config(sampling={"guidance_scale": 3.5})  # an input of the model: one call
-    assert plan(embedded, (flux,)).sample_calls == 60 and plan(embedded).sample_calls == 120
-    tree = {**TREE_RPO, "window": {**WINDOW, "low": 2}}
-    guided = plan(config(trainer=tree, sampling={"guidance_scale": 4.0}))
-    assert (guided.sample_calls, guided.train_calls, guided.backward_calls) == (66, 42, 30)
-    unguided = plan(config(trainer={**tree, "guidance_in_training": False}, sampling={"guidance_scale": 4.0}))
-    assert (unguided.sample_calls, unguided.train_calls) == (66, 3 * (5 + 5 + 2))  # learned, judged, and the best path
-
-
 def test_whole_run() -> None:
     found = plan(config(trainer={**FLOW_GRPO, "updates_per_iteration": 3, "inner_epochs": 2}))
     assert found.optimizer_steps == 60
@@ -143,6 +125,14 @@ def test_whole_run() -> None:
     assert found.total_calls(10) == 10 * (60 + 96) + 4 * 30
     assert plan(config(evaluation={"every": 0})).evaluations == 0
     assert plan(config(evaluation={"num_inference_steps": 9, "guidance_scale": 2.0})).evaluation_calls == 6 * 9 * 2
+    flux = Component("transformer", "FluxTransformer2DModel", 1, 4, {}, {"guidance_embeds": True})
+    embedded = config(sampling={"guidance_scale": 3.5})  # an input of the model: one call
+    assert plan(embedded, (flux,)).sample_calls == 60 and plan(embedded).sample_calls == 120
+    tree = {**TREE_RPO, "window": {**WINDOW, "low": 2}}
+    for judged, train, backward in ((True, 42, 30), (False, 36, 15)):  # learned, judged, and the best path
+        trainer = {**tree, "guidance_in_training": judged}
+        guided = plan(config(trainer=trainer, sampling={"guidance_scale": 4.0}))
+        assert (guided.sample_calls, guided.train_calls, guided.backward_calls) == (66, train, backward)
 
 
 def write_pipeline(folder: Path) -> None:
@@ -183,22 +173,19 @@ def test_memory_parts(tmp_path: Path) -> None:
     write_pipeline(tmp_path)
     components = read_components(tmp_path)
     with_lora = config(model={"lora": {"rank": 2}, "dtype": "bfloat16"})
-    adapters = 2 * (32 + 16) + 2 * (32 + 32)
+    adapters, size = 2 * (32 + 16) + 2 * (32 + 32), components[0].num_parameters
     assert trained_parameters(with_lora, components) == adapters
     parts = dict(memory(with_lora, components))
     assert parts["adapters"] == parts["gradients (float32)"] == parts["average (ema)"] == 4 * adapters
     assert parts["optimiser state (adamw)"] == 8 * adapters
     assert parts["copy to undo an iteration"] == (4 + 8 + 4) * adapters
+    assert parts["weights of transformer"] == 2 * size and "reference" not in parts
     lion = dict(memory(config(model={"lora": {"rank": 2}}, optimizer={"name": "lion"}), components))
     assert lion["optimiser state (lion)"] == 4 * adapters
     assert lion["copy to undo an iteration"] == (4 + 4 + 4) * adapters
-    assert parts["weights of transformer"] == 2 * components[0].num_parameters
-    assert "reference" not in parts
-
-    trainer = {"algorithm": "diffusion_nft"}
-    full = config(model={"lora": None, "dtype": "bfloat16", "autocast": "bfloat16"}, trainer=trainer, ema=None)
+    of_model = {"lora": None, "dtype": "bfloat16", "autocast": "bfloat16"}
+    full = config(model=of_model, trainer={"algorithm": "diffusion_nft"}, ema=None)
     parts = dict(memory(full, components))
-    size = components[0].num_parameters
     assert trained_parameters(full, components) == size
     assert parts["weights of transformer"] == parts["old policy"] == parts["reference"] == 4 * size
     assert "average (ema)" not in parts and parts["weights of vae"] == 12
@@ -279,21 +266,93 @@ def test_the_formula_is_what_was_measured(root: Path) -> None:
         assert sum(size for _, size in memory(found, components)) / 1e6 == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("raw", "says"),
-    [
+def test_files_that_are_not_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    for raw, says in (
         (b"\x80\x02}q\x00.", "not a safetensors file"),  # a pickle
         (struct.pack("<Q", 2**62) + b"{}", "not a safetensors file"),
         (struct.pack("<Q", 5) + b"{nope", "not JSON"),
         (struct.pack("<Q", 4) + b"\xff\xfe\x00\x00", "not JSON"),
         (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
         (struct.pack("<Q", 10) + b'{"a": "b"}', "is not a tensor"),
-        (struct.pack("<Q", 12) + b'{"a": {"x":1', "not JSON"),
         (struct.pack("<Q", 200_000) + b"[" * 200_000, "not JSON"),
-    ],
-)
-def test_files_that_are_not_safetensors(raw: bytes, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(raw)
-    with pytest.raises(HeaderError, match=says):
-        list(read_header(path))
+    ):
+        path.write_bytes(raw)
+        with pytest.raises(HeaderError, match=says):
+            list(read_header(path))
+
+
+WIDTH, TEXT = 512, 77
+ROTATED = {"attention_head_dim": 128, "num_attention_heads": 4}
+PICTURE = torch.randn(1, 256, 64)
+STATES = torch.randn(1, TEXT, 64)
+POOLED = torch.randn(1, 64)
+
+
+def sd3(**settings: Any) -> tuple[nn.Module, Callable[..., Any]]:
+    model = SD3Transformer2DModel(
+        sample_size=32, num_layers=2, attention_head_dim=64, num_attention_heads=8, joint_attention_dim=64,
+        caption_projection_dim=WIDTH, pooled_projection_dim=64, **settings,
+    )  # fmt: skip
+    picture = torch.randn(1, 16, 32, 32)
+    return model, lambda to: model(to(picture), to(STATES), to(POOLED), torch.tensor([500.0]))
+
+
+def flux() -> tuple[nn.Module, Callable[..., Any]]:
+    model = FluxTransformer2DModel(
+        num_layers=1, num_single_layers=2, joint_attention_dim=64, pooled_projection_dim=64, guidance_embeds=True,
+        **ROTATED,
+    )  # fmt: skip
+    return model, lambda to: model(
+        to(PICTURE), to(STATES), to(POOLED), to(torch.tensor([0.5])), torch.zeros(256, 3), torch.zeros(TEXT, 3),
+        guidance=torch.tensor([3.5]),
+    )  # fmt: skip
+
+
+def qwen_image() -> tuple[nn.Module, Callable[..., Any]]:
+    model = QwenImageTransformer2DModel(num_layers=2, joint_attention_dim=64, **ROTATED)
+    mask = torch.ones(1, TEXT, dtype=torch.long)
+    return model, lambda to: model(
+        to(PICTURE), to(STATES), mask, to(torch.tensor([0.5])), img_shapes=[[(1, 16, 16)]]
+    )  # fmt: skip
+
+
+def wan() -> tuple[nn.Module, Callable[..., Any]]:
+    model = WanTransformer3DModel(num_layers=2, text_dim=64, freq_dim=64, ffn_dim=2973, **ROTATED)  # as 8960 of 1536
+    video = torch.randn(1, 16, 3, 32, 32)
+    return model, lambda to: model(to(video), torch.tensor([500.0]), to(STATES[:, :8]))
+
+
+MODELS = {
+    "SD3": (sd3, 256 + TEXT),
+    "SD3.5": (lambda: sd3(qk_norm="rms_norm"), 256 + TEXT),
+    "SD3.5, dual": (lambda: sd3(qk_norm="rms_norm", dual_attention_layers=(0,)), 256 + TEXT),
+    "FLUX.1": (flux, 256 + TEXT),
+    "Qwen-Image": (qwen_image, 256 + TEXT),
+    "Wan": (wan, 3 * 256),
+}
+"""Name -> model of the published proportions, and tokens that run through its blocks."""
+
+
+@pytest.mark.parametrize(("name", "way"), [*((name, "whole") for name in MODELS), ("SD3", "lora"), ("FLUX.1", "half")])
+def test_what_blocks_keep(name: str, way: str) -> None:
+    make, tokens = MODELS[name]
+    model, call = make()
+    dtype = torch.bfloat16 if way == "half" else torch.float32
+    model.to(dtype).requires_grad_(False)
+    trainable({"transformer": model}, None if way == "whole" else LoRA())
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call(lambda tensor: tensor.to(dtype))
+    found = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    settings = dict(model.config)
+    layers = settings["num_layers"] + settings.get("num_single_layers", 0)
+    component = Component("transformer", type(model).__name__, 0, 0, {}, settings)
+    estimate = getattr(_kept_by_blocks(component, layers, 256 / tokens if "SD3" in name else 1.0), way)
+    assert found / (tokens * layers * WIDTH) == pytest.approx(estimate, rel=0.12)

@@ -1,12 +1,12 @@
-"""Which samples several processes can compute together, by the sizes that a configuration names."""
+"""What a configuration asks of a model's sizes: layers with adapters, samples computed together; adapters on disk."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from genrl.config import load
-from genrl.diffusion.config.estimate import Component, context_problems
+from genrl.config import ConfigError, LoRA, check_files, dump, load, load_located
+from genrl.diffusion.config.estimate import Component, context_problems, layer_problems
 
 ROOT = Path(__file__).resolve().parents[3]
 VAE = Component("vae", "AutoencoderKL", 0, 0, {}, {"block_out_channels": [1, 1, 1, 1]})
@@ -17,26 +17,71 @@ def flux(**settings: Any) -> tuple[Component, ...]:
     return Component("transformer", "FluxTransformer2DModel", 0, 0, {}, plain | settings), VAE
 
 
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ([], []),
-        (["sampling.width=496", "sampling.height=528"], ["1023 tokens of a picture"]),
-        (["sampling.buckets=[[512,512],[528,496]]", "sampling.height=null", "sampling.width=null"], ["1023 tokens"]),
-        (["evaluation.width=496", "evaluation.height=528"], ["1023 tokens of a picture"]),
-        (["sampling.pipeline_args={max_sequence_length: 77}"], ["77 tokens of its text"]),
-    ],
-)
-def test_tokens(changes: list[str], found: list[str]) -> None:
-    config = load(ROOT / "configs/diffusion/flux1_dev_24gb.yaml", ["distributed.context=2", *changes])
-    texts = list(context_problems(config, flux()))
-    assert len(texts) == len(found) and all(part in text for part, text in zip(found, texts, strict=True))
+def test_samples_that_processes_compute_together() -> None:
+    other = Component("transformer", "SD3Transformer2DModel", 0, 0, {}, {}), VAE
+    buckets = ["sampling.buckets=[[512,512],[528,496]]", "sampling.height=null", "sampling.width=null"]
+    pair = "distributed.context=2"
+    for changes, components, wanted in (
+        ([pair], flux(), []),
+        ([pair, "sampling.width=496", "sampling.height=528"], flux(), ["1023 tokens of a picture"]),
+        ([pair, *buckets], flux(), ["1023 tokens"]),
+        ([pair, "evaluation.width=496", "evaluation.height=528"], flux(), ["1023 tokens of a picture"]),
+        ([pair, "sampling.pipeline_args={max_sequence_length: 77}"], flux(), ["77 tokens of its text"]),
+        ([pair], flux(num_attention_heads=3), ["3 heads"]),
+        ([pair], other, ["no tokens of a SD3Transformer2DModel"]),
+        ([], other, []),
+    ):
+        texts = list(context_problems(load(ROOT / "configs/diffusion/flux1_dev_24gb.yaml", changes), components))
+        assert len(texts) == len(wanted) and all(part in text for part, text in zip(wanted, texts, strict=True))
 
 
-def test_heads_and_classes() -> None:
-    config = load(ROOT / "configs/diffusion/flux1_dev_24gb.yaml", ["distributed.context=2"])
-    assert ["3 heads" in text for text in context_problems(config, flux(num_attention_heads=3))] == [True]
-    other = Component("transformer", "SD3Transformer2DModel", 0, 0, {}, {})
-    assert ["no tokens of a SD3Transformer2DModel" in text for text in context_problems(config, (other, VAE))] == [True]
-    alone = load(ROOT / "configs/diffusion/flux1_dev_24gb.yaml")
-    assert list(context_problems(alone, (other, VAE))) == []
+QUICK = Path("configs/flow_grpo.yaml")
+SHAPES = {f"blocks.0.{name}.weight": (8, 8) for name in ("attn.to_q", "attn.to_out.0", "ff")}
+TRANSFORMER = Component("transformer", "X", 200, 0, SHAPES | {"blocks.0.norm.weight": (8,)}, {})
+ENCODER = Component("text_encoder", "Y", 64, 0, {"layers.0.to_v.weight": (8, 8)}, {})
+
+
+def test_layers_that_are_not_there() -> None:
+    rows: list[tuple[LoRA, dict[str, str]]] = [
+        (LoRA(), {}),
+        (LoRA(targets=("to_q", "attn.to_out.0", "ff"), ranks={"ff": 2, "transformer": 3}), {}),
+        (LoRA(targets=("to_q", "norm")), {"model.lora.targets": "no layer of the transformer (X) is called norm"}),
+        (LoRA(targets=("to_v",)), {"model.lora.targets": "is called to_v; its layers end in ff, to_q"}),
+        (LoRA(ranks={"ff": 2}), {"model.lora.ranks.ff": "no adapted layer's name ends in ff"}),
+        (LoRA(ranks={"unet": 2}), {"model.lora.ranks.unet": "components: transformer; a layer: blocks.0.attn.to_q"}),
+    ]
+    for lora, wrong in rows:
+        found = dict(layer_problems(lora, [ENCODER, TRANSFORMER]))
+        assert found.keys() == wrong.keys() and all(wrong[key] in text for key, text in found.items())
+    unread = Component("transformer", "X", 0, 0, {}, {}, "no weights")
+    assert list(layer_problems(LoRA(targets=("nothing",), ranks={"no": 1}), [unread])) == []  # names are not known
+
+
+def test_check_knows_what_training_refuses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+    config, origins = load_located("configs/quickstart.yaml", ["model.lora.ranks={to_x: 2}"])
+    with pytest.raises(ConfigError, match=r"model\.lora\.ranks\.to_x.*no adapted layer's name ends in to_x"):
+        check_files(config, origins)
+
+
+def test_from_survives_a_file(tmp_path: Path) -> None:
+    config = load(QUICK, ["model.lora.from=org/lora", "trackers=[]", f"output={tmp_path}/run"])
+    (tmp_path / "again.yaml").write_text(dump(config))
+    assert "    from: org/lora" in dump(config) and load(tmp_path / "again.yaml") == config
+    assert LoRA.model_validate({"from": "org/lora"}).begin == "org/lora"
+
+
+@pytest.mark.parametrize("key", ["model.lora.from", "model.lora.frozen.0"])
+def test_folders_of_adapters(tmp_path: Path, key: str) -> None:
+    def notes(source: object) -> list[str]:
+        value = f"model.lora.from={source}" if key.endswith("from") else f"model.lora.frozen=[{source}]"
+        return check_files(load(QUICK, [value, "trackers=[]", f"output={tmp_path}/run"]))
+
+    assert any(note.startswith(f"{key}: org/lora is not on this machine") for note in notes("org/lora"))
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(ConfigError, match=rf"{key}: .* there is no \.safetensors file"):
+        notes(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=f"{key}: no such folder: .*adaptr; did you mean .*adapter"):
+        notes(tmp_path / "adaptr")
+    (tmp_path / "adapter" / "a.safetensors").touch()
+    assert not any(note.startswith(key) for note in notes(tmp_path / "adapter"))

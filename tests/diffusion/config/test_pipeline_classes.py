@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from diffusers import LCMScheduler
 
 from genrl.config import ConfigError, check_files, load
 from genrl.diffusion.config.pipeline_classes import loop_problems, problems
-from genrl.diffusion.policy.policy import Policy
-from tests.diffusion.families import FAMILIES, REFUSED
+from tests.diffusion.families import FAMILIES, REFUSED, saved
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 
@@ -30,12 +28,11 @@ def config(folder: Path, lora: str = "null", **sampling: int) -> Path:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_trains_passes(name: str, tmp_path: Path) -> None:
+def test_what_trains_passes(name: str) -> None:
     """Every family that is tested as a policy, with a LoRA where diffusers has one; for sounds there are no rewards."""
     family = FAMILIES[name]()
-    pipe = family.pipe
-    networks = {n: type(c).__name__ for n, c in pipe.components.items() if n in DENOISERS and c is not None}
-    kind = type(pipe).__name__
+    kind, parts = type(family.pipe).__name__, family.pipe.components.items()
+    networks = {n: type(c).__name__ for n, c in parts if n in DENOISERS and c is not None}
     said = [text for _, text in problems(kind, networks, lora=False)]
     assert len(said) == (family.media == "audio") and all("makes sounds, and the rewards" in text for text in said)
     assert list(loop_problems(kind, is_flow=family.kind == "flow", branches=False)) == []
@@ -50,8 +47,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_that_do_not_fit(name: str, tmp_path: Path) -> None:
-    pipe = REFUSED[name]().pipe
-    pipe.save_pretrained(tmp_path / "model")
+    REFUSED[name]().pipe.save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match=f"model.path: {LOOPS[name]}"):
         check_files(load(config(tmp_path)))
 
@@ -90,25 +86,23 @@ def test_loras_by_the_class(kind: str, networks: dict[str, str], reason: str | N
     assert all(reason in text for _, text in found)
 
 
-def test_a_vae_that_decodes_one_video_at_a_time(tmp_path: Path) -> None:
-    FAMILIES["hunyuan_video15"]().pipe.save_pretrained(tmp_path / "model")
+def test_a_vae_that_decodes_one_video_at_a_time_or_in_tiles_alone(tmp_path: Path) -> None:
+    saved("hunyuan_video15", tmp_path).rename(tmp_path / "model")
+    path = config(tmp_path)
     with pytest.raises(ConfigError, match="model.slice_vae: AutoencoderKLHunyuanVideo15 decodes one video at a time"):
-        check_files(load(config(tmp_path)))
-    check_files(load(config(tmp_path), ["model.slice_vae=true"]))
-
-
-def test_a_vae_that_decodes_in_tiles_alone(tmp_path: Path) -> None:
-    FAMILIES["allegro"]().pipe.save_pretrained(tmp_path / "model")
-    ddim = ["trainer={algorithm: flow_grpo, kernel: ddim, noise_level: 1}"]
-    path, kept = config(tmp_path), [*ddim, "model.slice_vae=true", "model.tile_vae=true"]
+        check_files(load(path))
+    check_files(load(path, ["model.slice_vae=true"]))
+    ddim = [f"model.path={saved('allegro', tmp_path)}", "trainer={algorithm: flow_grpo, kernel: ddim, noise_level: 1}"]
+    kept = [*ddim, "model.slice_vae=true", "model.tile_vae=true"]
     check_files(load(path, kept))
     check_files(load(path, [*kept, "sampling.height=144", "sampling.width=176", "sampling.num_frames=40"]))
-    with pytest.raises(ConfigError, match="model.tile_vae: AutoencoderKLAllegro decodes in tiles only"):
-        check_files(load(path, ddim))
-    with pytest.raises(ConfigError, match="sampling.width: its VAE decodes tiles of 128 .*; write 176 for 160"):
-        check_files(load(path, [*kept, "sampling.width=160"]))
-    with pytest.raises(ConfigError, match="sampling.num_frames: its VAE .*; write 24 for 8"):
-        check_files(load(path, [*kept, "sampling.num_frames=8"]))
+    for changes, says in (
+        (ddim, "model.tile_vae: AutoencoderKLAllegro decodes in tiles only"),
+        ([*kept, "sampling.width=160"], "sampling.width: its VAE decodes tiles of 128 .*; write 176 for 160"),
+        ([*kept, "sampling.num_frames=8"], "sampling.num_frames: its VAE .*; write 24 for 8"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check_files(load(path, changes))
 
 
 @pytest.mark.parametrize("trainer", ["{algorithm: flow_grpo, tree: {ways: 2, at: [0]}}", "{algorithm: spo, first: 1}"])
@@ -129,10 +123,8 @@ def test_sides_that_the_pipeline_cannot_draw(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    text = (
-        "import sys; from genrl.diffusion.config.pipeline_classes import source_of; source = source_of('FluxPipeline')"
-    )
-    text += "; assert source.methods and 'torch' not in sys.modules"
+    text = "import sys; from genrl.diffusion.config.pipeline_classes import source_of"
+    text += "; assert source_of('FluxPipeline').methods and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", text], check=True)
 
 
@@ -152,16 +144,6 @@ def test_what_no_policy_can_be_made_of(kind: str, component: str, network: str, 
     (tmp_path / "model" / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=f"model.path: .*{reason}"):
         check_files(load(config(tmp_path)))
-
-
-def test_a_consistency_model_is_refused(tmp_path: Path) -> None:
-    family = FAMILIES["sd15"]()
-    family.pipe.scheduler = LCMScheduler.from_config(family.pipe.scheduler.config)
-    family.pipe.save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"model.path: its scheduler is a LCMScheduler: a consistency model jumps"):
-        check_files(load(config(tmp_path)))
-    with pytest.raises(ValueError, match="its scheduler is a LCMScheduler: a consistency model jumps"):
-        Policy(family.pipe)
 
 
 def test_the_page_lists_the_classes_that_are_tested() -> None:

@@ -227,8 +227,7 @@ def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ValueError, match="is not empty: choose another --out"):
         export(trained, tmp_path / "full")
-    copy = tmp_path / "damaged"
-    shutil.copytree(trained, copy)
+    copy = Path(shutil.copytree(trained, tmp_path / "damaged"))
     CORRUPTIONS["cut"](Run(copy).checkpoints / "step-000002" / "lora" / WEIGHTS)
     with pytest.raises(Exception, match="is not a complete checkpoint: lora/pytorch_lora_weights.safetensors has"):
         export(copy, tmp_path / "out", step=2)

@@ -103,8 +103,7 @@ def deltas(network: Any, name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_acts_as_it_was_trained(pipe: Any, tmp_path: Path, form: str) -> None:
-    """At its own strength, from the file, its folder, and in every precision; without any alpha, at that of alpha =
-    rank."""
+    """From the file, its folder, in every precision; at its own strength, without an alpha at that of its rank."""
     alphas = (None, 1.0, 8.0) if form in WITH_SETTINGS + WITH_ALPHA else (None,)
     for number, (alpha, dtype) in enumerate(product(alphas, (torch.float32, torch.bfloat16, torch.float16))):
         weights = trained(pipe.transformer, dtype, dora=False)

@@ -63,8 +63,7 @@ def test_what_cannot_be_read_says_why(trained_elsewhere: Any, model: Path, tmp_p
 def test_weights_of_the_file_that_no_layer_has_are_refused_or_named(
     trained_elsewhere: Any, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Further blocks, which converters leave out without a word; scales of fp8; a norm that nothing reads; another
-    component's weights beside it are nobody's loss."""
+    """Further blocks, scales of fp8, a norm that nothing reads; another component's weights are nobody's loss."""
     file = original_format.save_sd3(trained_elsewhere, tmp_path / "sd3.safetensors", whole=False)
     held, settings = load_file(file), Model(path=str(file), config=str(model))
     first = "model.diffusion_model.joint_blocks.0."
@@ -107,8 +106,7 @@ def quantised(trained_elsewhere: Any, tmp_path_factory: pytest.TempPathFactory) 
 def test_adapters_are_trained_on_a_gguf_file(
     quantised: Path, trained_elsewhere: Any, model: Path, folder: Path
 ) -> None:
-    """The ratio of the first update is exactly 1, a run that is stopped goes on to the bit, the lines of the card load
-    the same model, and the adapter loads on weights that are not quantised."""
+    """Ratio 1, resumed to the bit, loaded by the lines of the card, and on weights that are not quantised."""
     brief: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 1}}
     tree = runs.settings(folder, quantised, **brief)
     tree["model"] |= {"config": str(model), "gradient_checkpointing": True}

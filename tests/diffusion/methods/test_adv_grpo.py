@@ -40,7 +40,7 @@ class Critic(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
         self.rate = rate
 
-    def forward(self, images):
+    def __call__(self, images):
         return Critic.logits(self, images, [])
 
     def logits(self, images, prompts):
@@ -117,8 +117,7 @@ def paired(run: DiffusionRun, config: Config) -> tuple[Watched, list[list[Pairs]
 
 @pytest.mark.parametrize("critic", ["Patched", "Preferring"])
 def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> None:
-    """Two Adam steps in each of two iterations, by autograd on the formulas over all pictures at once; no graph is kept
-    of iterations that train the reward, and those of the model's use theirs up."""
+    """Two Adam steps in each of two iterations, by autograd over all pictures; graphs of sampling are used up."""
     settings = {**ADVERSARY, "steps": 2, "warmup": 2, "schedule": "alternate", "every": 3}
     adversary = {"references": str(critics / "pictures"), **settings}
     chosen = {"algorithm": "adv_grpo", "clip_range": 1e-2, "adversary": adversary, "keep_graph": True}

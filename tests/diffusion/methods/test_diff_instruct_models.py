@@ -28,7 +28,7 @@ from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.methods.test_draft import warmth
 from tests.diffusion.methods.watched import (
     QUIET,
@@ -42,7 +42,6 @@ from tests.diffusion.methods.watched import (
     resumed,
     watch,
 )
-from tests.diffusion.policy.tiers import tiered
 from tests.diffusion.test_distributed import FSDP, check_equal, recorded
 
 AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
@@ -263,7 +262,6 @@ def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trai
     a, s = net.levels(given.time)
     torch.testing.assert_close(given.noisy, a * final + s * given.noise)
     gradient, divergence = diff_instruct.divergence_gradient(net, settings, batch, given)
-
     variance = a * a * v + s * s
     y = a * (mu - (blank + settings.guidance_scale * (m - blank))) / variance
     c = 0.00054 * 5**0.5
@@ -276,8 +274,7 @@ def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trai
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
 def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
-    """Over two processes (FSDP2), beside one that holds all; the assistant's rate is tiny, since Adam makes a whole
-    step of rounding where a gradient is nearly 0."""
+    """Over two processes (FSDP2), beside one that holds all; the assistant's tiny rate hides Adam's rounding."""
     pipe = FAMILIES["sd15"]().pipe
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, timestep_spacing="trailing")
     pipe.save_pretrained(folder / "sd15")

@@ -20,28 +20,11 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.methods.watched import QUIET, Bare, relative, run, watch
 
 SMOOTH = '''\
 import torch
-
-
-def column(images, target):
-    """Distance of the mean from a number of the prompt file."""
-    return -((images.mean(dim=(1, 2, 3)) - torch.tensor([float(t) for t in target])) ** 2)
-
-
-column.differentiable = True
-
-
-class Blind:
-    """Says that it has gradients, and has none."""
-
-    differentiable = True
-
-    def __call__(self, images):
-        return images.detach().mean(dim=(1, 2, 3))
 
 
 class Base:
@@ -51,6 +34,19 @@ class Base:
 class Heir(Base):
     def __call__(self, images):
         return images.mean(dim=(1, 2, 3))
+
+
+def column(images, target):
+    """Distance of the mean from a number of the prompt file."""
+    return -((images.mean(dim=(1, 2, 3)) - torch.tensor([float(t) for t in target])) ** 2)
+
+
+def blind(images):
+    """Says that it has gradients, and has none."""
+    return images.detach().mean(dim=(1, 2, 3))
+
+
+column.differentiable = blind.differentiable = True
 '''
 DRAFT = {"algorithm": "draft"}
 SIX = {"prompts_per_iteration": 3, "group_size": 2, "batch_size": 4}  # micro-batches of 4 and 2
@@ -79,18 +75,18 @@ class Plain(Bare):
         return -r if margin is None else (margin - r).clamp(min=0)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "lora"),
-    [
-        ({"steps": 2}, runs.LORA),
-        pytest.param({"steps": 3}, None, marks=pytest.mark.slow),
-        pytest.param({"truncation": "alignprop"}, runs.LORA, marks=pytest.mark.slow),
-        ({"truncation": "refl", "steps": 3, "margin": 2.0}, runs.LORA),
-    ],
-    ids=["draft", "draft-all-full", "alignprop", "refl"],
-)
-def test_gradient_by_one_plain_graph(folder: Path, model: Path, trainer: dict[str, Any], lora: Any) -> None:
+VARIANTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "draft": ({"steps": 2}, runs.LORA),
+    "draft-all-full": ({"steps": 3}, None),
+    "alignprop": ({"truncation": "alignprop"}, runs.LORA),
+    "refl": ({"truncation": "refl", "steps": 3, "margin": 2.0}, runs.LORA),
+}
+
+
+@pytest.mark.parametrize("name", tiered(VARIANTS, ("draft", "refl")))
+def test_gradient_by_one_plain_graph(folder: Path, model: Path, name: str) -> None:
     """In the first update and, away from the start, in the third."""
+    trainer, lora = VARIANTS[name]
     settings = config(folder, model, trainer, lora=lora, sampling=SIX, iterations=3)
     seen = run(settings)
     plain, policy = Plain(settings), Policy(DiffusionPipeline.from_pretrained(model))
@@ -98,16 +94,12 @@ def test_gradient_by_one_plain_graph(folder: Path, model: Path, trainer: dict[st
     for k in (0, 2):
         plain.fill(seen.updates[k].weights)
         steps = draft.trained_steps(settings.trainer, 3, settings.seed, k)  # type: ignore[arg-type]
-        samples = seen.rollouts[k].mine.values()
-        starts = [policy.roll_out(one.batch).initial for one in samples]
-        losses = torch.cat(
-            [plain.loss(one, z, steps, clean=clean, margin=margin) for one, z in zip(samples, starts, strict=True)]
-        )
+        samples = [(one, policy.roll_out(one.batch).initial) for one in seen.rollouts[k].mine.values()]
+        losses = torch.cat([plain.loss(one, z, steps, clean=clean, margin=margin) for one, z in samples])
         assert relative(seen.updates[k].gradient, plain.gradient(losses.sum() / 6)) < 2e-4
         assert seen.rows[k]["loss"] == pytest.approx(float(losses.mean()), abs=1e-5)
         assert seen.rows[k]["draft/steps"] == len(steps)
-        if trainer.keys() == {"steps"}:
-            assert len(steps) == trainer["steps"]
+        assert not name.startswith("draft") or len(steps) == trainer["steps"]
 
 
 @pytest.mark.parametrize("family", ["sd3", "sd15"])
@@ -174,8 +166,7 @@ def test_model_calls_are_those_of_the_steps_that_are_drawn(folder: Path, model: 
 
 
 def test_rewards_get_their_columns_and_weights(folder: Path, model: Path) -> None:
-    """Two rewards, one of which reads the prompt file: the gradient is that of the weighted sum; a third without
-    gradients and weight is logged."""
+    """The gradient is that of the weighted sum; a third reward without gradients and weight is logged."""
     lines = [json.dumps({"prompt": text, "target": 0.1 * k}) for k, text in enumerate(runs.PROMPTS)]
     (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
     column = {"name": f"{folder / 'smooth.py'}:column", "weight": -2.0, "batch_size": 2}
@@ -217,5 +208,5 @@ def test_a_reward_without_gradients_is_refused(folder: Path, model: Path, monkey
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"0\.name: draft .*and Heir has no grad"):
         patch.setattr("genrl.diffusion.train.load_pipeline", lambda model: pytest.fail("loaded"))
         train(settings)
-    with pytest.raises(ValueError, match=r"reward 'Blind' is declared differentiable; it must then return a tensor"):
-        train(config(folder, model, {}, rewards=[{"name": f"{smooth}:Blind"}], iterations=1))
+    with pytest.raises(ValueError, match=r"reward 'blind' is declared differentiable; it must then return a tensor"):
+        train(config(folder, model, {}, rewards=[{"name": f"{smooth}:blind"}], iterations=1))

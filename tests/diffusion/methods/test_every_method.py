@@ -1,5 +1,4 @@
-"""Every method in one tiny run: it logs what the catalogue documents, costs what `genrl plan` foretells, and goes on to
-the bit from its checkpoint. And its meter: means and spreads of all values."""
+"""Every method in one tiny run: logged as documented, at the cost foretold, resumed to the bit. And its meter."""
 
 import json
 from pathlib import Path
@@ -18,9 +17,9 @@ from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
+from tests.diffusion.families import tiered
 from tests.diffusion.methods.watched import resumed
 from tests.diffusion.policy.test_starting import editing
-from tests.diffusion.policy.tiers import tiered
 
 KL = {"kl"}  # only with kl_weight above 0
 EVALUATION = set(by_heading()["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due

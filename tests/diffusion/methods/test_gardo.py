@@ -22,8 +22,7 @@ def test_golden_advantages(golden: Any) -> None:
 
 
 def test_golden_gates(golden: Any) -> None:
-    """The released code's over-rating is that of the paper with the other sign, times the number of samples; share and
-    threshold of it are right."""
+    """The released over-rating is the paper's with the other sign, times the number of samples; the share is right."""
     data, settings = Arrays(golden("gardo")), Gate(rewards=("a", "b"))
     share, before = settings.share, list[float]()
     for call in data.tags(r"(call\d+)_main"):

@@ -69,18 +69,16 @@ def test_what_is_no_kernel_is_refused(folder: Path, kernel: Callable[[str], str]
     assert "unknown kernel 'dance_sd'; did you mean dance_sde?" in refusal(folder, "dance_sd")
 
 
-@pytest.mark.parametrize(
-    ("mean", "std", "says"),
-    [
+def test_what_is_no_transition_is_refused() -> None:
+    rows: list[tuple[torch.Tensor, Any, str]] = [
         (torch.zeros(2, 3), 1.0, "has the shape"),
         (torch.zeros(2, 4), torch.ones(3), "one number per sample"),
         (torch.zeros(2, 4), -1.0, "must be 0 or more"),
         (torch.zeros(2, 4), float("nan"), "must be 0 or more"),
-    ],
-)
-def test_what_is_no_transition_is_refused(mean: torch.Tensor, std: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        transition_of(torch.zeros(2, 4), mean, std)
+    ]
+    for mean, std, says in rows:
+        with pytest.raises(ValueError, match=says):
+            transition_of(torch.zeros(2, 4), mean, std)
 
 
 def test_a_std_for_each_sample_is_taken_in_any_shape() -> None:
@@ -118,8 +116,7 @@ def loss(settings, policy, recorded): ...
 
 
 def test_a_method_with_noise_is_counted_and_checked_like_ours(folder: Path, model: Path) -> None:
-    """`plan` counts a transition at each step but the last; recorded steps are replayed before the first update; what
-    draws takes what is handed to it."""
+    """Counted by `plan`, replayed before the first update; what draws takes what is handed to it."""
 
     def config(text: str = "pass", **more: Any) -> Any:
         (folder / "own.py").write_text(STOCHASTIC.replace("WRONG", text))

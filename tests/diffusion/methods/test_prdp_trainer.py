@@ -13,13 +13,10 @@ from torch import Tensor
 
 from genrl.config import ConfigError, check_files
 from genrl.data.preferences import as_tensor, open_set
-from genrl.data.prompts import PromptError
 from genrl.data.prompts import load as load_prompts
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward.noising import given_pictures, picture_size
-from genrl.diffusion.methods.dpo_offline import train as dpo_offline
 from genrl.diffusion.methods.dpo_offline.train import PAIR
-from genrl.diffusion.policy import decoding
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.train import train
 from tests.diffusion import runs
@@ -35,7 +32,6 @@ from tests.diffusion.methods.watched import (
     relative,
     resumed,
     run,
-    watch,
 )
 
 FLOW = {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7, "beta": 1e-3, "clip_range": 1e-3}
@@ -90,19 +86,6 @@ def test_gradient_and_loss_by_hand(folder: Path, model: Path) -> None:
     assert seen.rows[1]["prdp/clip_frac"] > 0
 
 
-@pytest.mark.slow
-def test_the_first_step_takes_the_recorded_log_probabilities(folder: Path, sd: Path) -> None:
-    """6 samples, 3 trained steps: 18 calls of the reference, 18 with gradients; 36 more for every further step."""
-    for epochs in (1, 3):
-        trainer = {**DDIM, "clip_range": 10.0, "inner_epochs": epochs}
-        changes: dict[str, Any] = {"output": str(folder / f"epochs-{epochs}"), "iterations": 1, **QUIET}
-        (row,) = runs.rows(train(runs.config(folder, sd, trainer=trainer, sampling=OF_NOISE, **changes)))
-        assert (row["model_calls/sample"], row["model_calls/train"]) == (24, 36 * epochs)
-        assert (row["updates"], row["prdp/pairs"]) == (epochs, 6)
-        if epochs == 1:  # the policy is the reference and the old one: it predicts no difference, nothing is clipped
-            assert (row["prdp/unexplained"], row["prdp/correct"], row["prdp/clip_frac"]) == (1.0, 0.0, 0.0)
-
-
 def test_samples_without_a_score_are_in_no_pair(folder: Path, sd: Path) -> None:
     def silence(opened: Any) -> None:
         after_collect(opened, lambda found: found.total.__setitem__([0, 3, 4], math.nan))
@@ -122,7 +105,7 @@ TINY = Path(__file__).parents[3] / "assets" / "tiny-t2i"
 EMBEDDED = f"{TINY.parent / 'preferences'}:train"
 
 
-def preference_set(folder: Path, **renamed: str) -> Path:
+def preference_set(folder: Path) -> Path:
     """Four pairs of the embedded set as files: pictures that the tiny autoencoder knows."""
     rows = []
     known = load_prompts(EMBEDDED)[:4]
@@ -132,7 +115,7 @@ def preference_set(folder: Path, **renamed: str) -> Path:
         for column, image in zip(("image_win", "image_lose"), reader(prompt), strict=True):
             name = f"{number}-{column}.png"
             image.save(folder / name)
-            row[renamed.get(column, column)] = name
+            row[column] = name
         rows.append(json.dumps(row))
     path = folder / "pairs.jsonl"
     path.write_text("\n".join(rows), encoding="utf-8")
@@ -160,41 +143,6 @@ def test_pairs_are_encoded_as_they_are_given(folder: Path) -> None:
                 given = [as_tensor(image, 64, 64) for image in reader(row)]
                 wanted, other = given[slot % 2], given[1 - slot % 2]
                 assert float((picture - wanted).abs().mean()) < min(0.05, float((wanted - other).abs().mean()))
-
-
-def test_an_editing_model_learns_from_pairs_with_their_sources(
-    folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each pair is judged beside the picture that it edits. The autoencoder is random: it need not give them back."""
-    monkeypatch.setattr(decoding, "MOST", 10.0)
-    source = preference_set(folder)
-    rows = [json.loads(line) | {"source_image": f"{k}.png"} for k, line in enumerate(source.read_text().splitlines())]
-    source.write_text("\n".join(map(json.dumps, rows)))
-    for k in range(len(rows)):
-        Image.new("RGB", (16, 16), (40 * k, 80, 120)).save(folder / f"{k}.png")
-    call = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
-    sampling = {"guidance_scale": 2.5, "inputs": {"image": "source_image"}, "pipeline_args": call}
-    sizes = {"height": 16, "width": 16, "prompts_per_iteration": 2}
-    prompts = {"train": str(source), "eval": None}
-    found = config(folder, source, kontext, prompts=prompts, sampling=sizes | sampling, iterations=1)
-    with runs.opened(found) as run:
-        watched = watch(run)
-        dpo_offline.train(run, found.trainer)  # type: ignore[arg-type]
-    batches = [piece.batch for update in watched.updates for piece in update.pieces]
-    seen = [pair for batch in batches for pair in zip(batch.prompts, batch.inputs["image"], strict=True)]
-    texts = [row["prompt"] for row in rows]
-    assert len(seen) == 4  # winner and loser of two pairs
-    assert all(picture.getpixel((0, 0)) == (40 * texts.index(text), 80, 120) for text, picture in seen)
-
-
-def test_a_missing_column_is_named_with_its_row_and_the_nearest(folder: Path) -> None:
-    source = preference_set(folder, image_win="image_won")
-    wanted = r"pairs.jsonl:1: no column 'image_win', found .*'image_won'.*; did you mean 'image_won'\?"
-    found = config(folder, source)
-    with pytest.raises(ConfigError, match=wanted):
-        check_files(found, {})
-    with pytest.raises(PromptError, match=wanted):
-        train(found)
     with pytest.raises(ConfigError, match="has prompts only"):
         check_files(config(folder, folder / "train.txt"), {})
 

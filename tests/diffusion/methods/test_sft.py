@@ -29,9 +29,11 @@ def config(folder: Path, kontext: Path, **changes: Any) -> Config:
     """Four edits of pictures of one colour each, by the tiny FLUX.1-Kontext."""
     rows = []
     for k, colour in enumerate(COLOURS):
-        Image.new("RGB", (16, 16), colour).save(folder / f"{k}.png")
+        Image.new("RGB", (16, 16), colour).save(folder / f"{k}-source.png")
         Image.new("RGB", (16, 16), (255, 255, 255 - colour[0])).save(folder / f"{k}-target.png")
-        rows.append(json.dumps({"prompt": f"edit {k}", "source_image": f"{k}.png", "target_image": f"{k}-target.png"}))
+        rows.append(
+            json.dumps({"prompt": f"edit {k}", "source_image": f"{k}-source.png", "target_image": f"{k}-target.png"})
+        )
     (folder / "pairs.jsonl").write_text("\n".join(rows), encoding="utf-8")
     sampling = {"group_size": 1, "prompts_per_iteration": 4, **changes.pop("sampling", {})}
     prompts = {"train": str(folder / "pairs.jsonl"), "eval": None}

@@ -19,9 +19,8 @@ from genrl.diffusion.steps.transitions import actions_of
 from genrl.diffusion.train import train
 from genrl.mdp.tree import Tree
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.methods.watched import QUIET, resumed, run, trained_by
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.methods.watched import QUIET, resumed, run
 
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
@@ -73,8 +72,7 @@ def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: 
     assert sum(row["model_calls/train"] for row in rows) == pytest.approx(len(rows) * expected.train_calls)
     for iteration, row in enumerate(rows):
         steps = Steps.of(found, found.trainer, iteration)  # type: ignore[arg-type]
-        plan = steps.plan
-        assert row["model_calls/sample"] == 2 * plan.calls * (2 if guided else 1)
+        assert row["model_calls/sample"] == 2 * steps.plan.calls * (2 if guided else 1)
         assert row["ratio/max_abs_dev"] == 0.0 or "kl" in row  # a second epoch is off-policy
         assert row["window/size"] == len(steps.trained)
 
@@ -185,18 +183,3 @@ def test_a_prompts_history_goes_on_after_a_resume(folder: Path, model: Path) -> 
     history = runs.last_state(straight).state["memory"]["prompt_history"]
     assert sorted(history) == sorted(runs.PROMPTS)
     assert sorted(len(stage) for stages in history.values() for stage in stages) == [8] * 6  # two prompts in each
-
-
-@pytest.mark.slow  # processes of their own
-@pytest.mark.parametrize("name", ["tree_rpo", "backward"])
-def test_two_processes_do_what_one_does(folder: Path, model: Path, name: str) -> None:
-    """Up to rounding: trees are cut to other batches."""
-    rows = []
-    for count in (1, 2):
-        config(folder, model, SETTINGS[name])
-        rows += runs.rows(trained_by(count, folder))
-    one, two = rows
-    assert one.keys() == two.keys()
-    for key in one.keys() - {"ratio/std"}:
-        assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6), key
-    assert one["grad_norm"] > 0

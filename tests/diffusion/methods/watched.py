@@ -219,8 +219,7 @@ def equal(one: Given, other: Given) -> bool:
 
 
 def resumed(config: Config, folder: Path, done: int = 1) -> Path:
-    """A run with a checkpoint after every iteration, gone on with from that of iteration `done`, ends at the same bits.
-    Returns the uninterrupted one."""
+    """The uninterrupted run, after one gone on with from the checkpoint of iteration `done` ended at the same bits."""
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 1, "keep": 9})})
     straight, again = train(config), folder / "again"
     shutil.copytree(straight, again)

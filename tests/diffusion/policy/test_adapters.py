@@ -1,5 +1,4 @@
-"""Adapters of every type: nothing changed at first, replay, files that plain diffusers reads, merging; one to go on
-with, frozen ones beside it."""
+"""Adapters of every type, of text encoders too: replay, plain diffusers' files, merging, going on, frozen ones."""
 
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,15 @@ import torch
 from torch import Tensor
 
 from genrl.config import LoRA
-from genrl.diffusion.files.export import save_lora
+from genrl.diffusion.files.export import export, save_lora
 from genrl.diffusion.policy.adapters import activate, load_lora, trainable
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
+from genrl.runtime.folder import checkpoint
 from genrl.runtime.weights.weights import REFERENCE, Weights
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.methods.watched import resumed
 from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
 TYPES = ["lora", "dora", "rslora", "lokr"]
@@ -119,7 +119,6 @@ def test_frozen_ones_stay_active_and_as_they_are(tmp_path: Path) -> None:
     base.set_adapters(["one", "two"])
     plain = Policy(base)
     expected = drawn(plain)
-
     policy, weights = made(frozen=[str(one), str(two)])
     weights.snapshot(REFERENCE)
     assert torch.equal(drawn(policy), expected)
@@ -137,9 +136,70 @@ def test_frozen_ones_stay_active_and_as_they_are(tmp_path: Path) -> None:
     assert all(torch.equal(p, kept[n]) for n, p in policy.denoiser.named_parameters() if n in kept)
     with weights.reference():
         assert torch.equal(drawn(policy), expected)
-
     load_lora(base, str(tmp_path / "trained"), "trained")
     base.set_adapters(["trained", "one", "two"])
     torch.testing.assert_close(drawn(plain), after, rtol=1e-5, atol=1e-5)
     activate(policy.denoiser)
     assert torch.equal(drawn(policy), after)
+
+
+BOTH = {"text_encoder", "text_encoder_2"}
+ENCODERS = {"sd15": {"text_encoder"}, "sdxl": BOTH, "sd3": BOTH, "flux": {"text_encoder"}}
+KERNELS = {"sd15": Kernel("ddim", 1.0), "sdxl": Kernel("ddim", 1.0)}
+ON: dict[str, Any] = {"model": {"lora": {"rank": 4, "alpha": 8, "text_encoders": True}}}
+
+
+def moved(family: str) -> tuple[Policy, Weights, Batch]:
+    found = FAMILIES[family]()
+    policy = Policy(found.pipe, trains_encoders=True)
+    weights = trainable(policy.denoisers, LoRA(rank=4, alpha=8.0, text_encoders=True), pipe=policy.pipe)
+    runs.move(weights)
+    return policy, weights, found.batch(num_inference_steps=3).take([0, 1, 0])
+
+
+@pytest.mark.parametrize("family", tiered(ENCODERS, ("sd15", "sd3")))
+def test_replay_gradients_reference_and_file(family: str, tmp_path: Path) -> None:
+    """On policy, with gradients in every encoder; without adapters the loaded pipeline; the file loads in diffusers."""
+    policy, weights, batch = moved(family)
+    assert {name.partition(".")[0] for name in weights.named} - policy.denoisers.keys() == ENCODERS[family]
+    assert all(p.dtype == torch.float32 for p in weights.parameters)
+    with torch.no_grad():
+        trajectory = policy.roll_out(batch, KERNELS.get(family, Kernel("flow_sde", 0.7)), (0, 1))
+    replayed = policy.replay(trajectory.step(1))
+    assert torch.equal(replayed.log_prob.detach(), trajectory.log_probs[1])
+    replayed.log_prob.sum().backward()  # type: ignore[no-untyped-call]
+    for encoder in ENCODERS[family]:
+        grads = [p.grad for name, p in weights.named.items() if name.startswith(f"{encoder}.")]
+        assert any(grad is not None and bool(grad.abs().max() > 0) for grad in grads)
+    save_lora(policy, tmp_path, batch.take([0]))
+    plain = FAMILIES[family]().pipe
+    with torch.no_grad():
+        untouched, wanted = Policy(FAMILIES[family]().pipe).roll_out(batch).final, policy.roll_out(batch).final
+        assert not torch.equal(wanted, untouched)
+        with weights.reference():
+            assert torch.equal(policy.roll_out(batch).final, untouched)
+        load_lora(plain, str(tmp_path))
+        torch.testing.assert_close(Policy(plain).roll_out(batch).final, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [{"algorithm": "flow_grpo", "kl_weight": 0.01}, {"algorithm": "diffusion_nft"}])
+def test_a_run_resumes_to_the_bit(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
+    """And both networks move."""
+    config = runs.config(folder, model, trainer=trainer, **ON)
+    run = resumed(config, folder)
+    one, two = (checkpoint.load(run / "checkpoints" / f"step-{k:06d}").tensors["weights"] for k in (1, 2))
+    changed = {name.partition(".")[0] for name, value in two.items() if not torch.equal(one[name], value)}
+    assert changed == {"transformer", "text_encoder", "text_encoder_2"}
+    rows = runs.rows(run)[1:]
+    assert all(row["updates"] > 0 for row in rows)
+    assert rows[0].get("ratio/max_abs_dev", 0.0) == 0.0
+    export(run, folder / "whole", full=True)  # it compares what it merged with the run's
+    with pytest.raises(ValueError, match="text encoders are adapted, too"):
+        export(run, folder / "kohya", form="kohya")
+
+
+def test_pipelines_without_such_adapters_are_refused() -> None:
+    policy = Policy(FAMILIES["lumina2"]().pipe, trains_encoders=True)
+    with pytest.raises(ValueError, match="diffusers loads no adapters of a Lumina2Pipeline's text encoders"):
+        trainable(policy.denoisers, LoRA(rank=4, text_encoders=True), pipe=policy.pipe)

@@ -19,8 +19,7 @@ from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.train import use_kernels
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.tiny_parts import Family
 
 ALL = {"fused": True, "attention": "auto"}
@@ -104,11 +103,10 @@ def wan_of_pictures() -> Recorded:
 
 def qwen_edit() -> Recorded:
     """Qwen-Image-Edit's later models modulate the tokens of the picture to edit by time zero, and pad texts."""
-    block = QwenImageTransformerBlock(16, 2, 8, zero_cond_t=True)
     mask = torch.tensor([[True, True, True], [True, False, False]])
     call = {"encoder_hidden_states_mask": mask, "modulate_index": torch.tensor([[0, 0, 0, 1, 1]]).expand(2, -1)}
-    given = {"hidden_states": torch.randn(2, 5, 16), "encoder_hidden_states": torch.randn(2, 3, 16)}
-    return block, (), {**given, "temb": torch.randn(4, 16), **call}
+    call |= {"hidden_states": torch.randn(2, 5, 16), "encoder_hidden_states": torch.randn(2, 3, 16)}
+    return QwenImageTransformerBlock(16, 2, 8, zero_cond_t=True), (), {**call, "temb": torch.randn(4, 16)}
 
 
 @pytest.mark.parametrize("make", [sd35, wan_of_tokens, wan_of_pictures, qwen_edit])
@@ -141,9 +139,7 @@ def test_in_half_precision_blocks_are_as_near_to_float32(make: Callable[[], Reco
 
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the model
     "chain": ({}, {}),
-    "trees": ({"tree": {"ways": 2}, "window": {"size": 1}}, {}),
     "autocast, sum": ({"log_prob_reduction": "sum"}, {"autocast": "bfloat16"}),
-    "checkpointing": ({}, {"gradient_checkpointing": True}),
     "another kernel": ({"kernel": "flow_cps", "noise_level": 0.8}, {}),
 }
 

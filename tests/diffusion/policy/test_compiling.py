@@ -21,8 +21,7 @@ from genrl.kernels.machine import compile_problem
 from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.loop.updating import descend
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +70,7 @@ TRACED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(TRACED, ("sd15",)))
 def test_no_pipeline_compiles_at_every_step(name: str, traced: None) -> None:
-    """At most once per prediction and shape; the others are parts of models that torch cuts in pieces. Without
-    gradients the graph is that with them, where replay is the record."""
+    """At most once per prediction and shape, but for parts that torch cuts; replay is the record."""
     family = FAMILIES[name]()
     policy = Policy(family.pipe)
     policy.denoiser.requires_grad_(True)
@@ -153,8 +151,7 @@ def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> Non
 def test_unequal_noise_levels_need_no_graph_per_group(
     folder: Path, model: Path, traced: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Guided SD3 takes one timestep per call: 8 samples at levels of their own would be groups of any size.
-    Sampling, training and the reference have one each."""
+    """Guided SD3 takes one timestep per call: 8 samples at levels of their own would be groups of any size."""
     sampling = {"guidance_scale": 3.0, "prompts_per_iteration": 4, "group_size": 4, "batch_size": 8}
     changes: dict[str, Any] = {"kernels": {"compile": True}, "evaluation": {"every": 0}}
     train(runs.config(folder, model, trainer={"algorithm": "diffusion_nft"}, sampling=sampling, **changes))

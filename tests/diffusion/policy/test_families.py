@@ -15,9 +15,8 @@ from genrl.diffusion.policy.loading import check_call_arguments
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
 from genrl.mdp.noise import derive_seed
-from tests.diffusion.families import FAMILIES, REFUSED
-from tests.diffusion.policy.tiers import tiered
-from tests.diffusion.tiny_parts import PROMPTS, Family
+from tests.diffusion.families import FAMILIES, REFUSED, tiered
+from tests.diffusion.tiny_parts import Family
 
 STOCHASTIC = (0, 1, 2)  # not the last: sigma' = 0 there
 
@@ -89,7 +88,6 @@ def test_steps_are_recorded_and_replayed_with_gradients(tried: Tried) -> None:
         sigmas = recorded.sigmas
         assert len(sigmas) == 5 and sigmas[0] > 0.99 and sigmas[-1] == 0
         assert (sigmas.diff() < 0).all()
-
     components = {n: c for n, c in policy.pipe.components.items() if isinstance(c, nn.Module)}
     encoded: list[object] = []
     encoders = [component for name, component in components.items() if name.startswith("text_encoder")]
@@ -133,8 +131,7 @@ def test_gradient_through_two_steps_and_the_decoder(tried: Tried) -> None:
 
 @torch.no_grad()
 def test_pictures_are_those_of_the_stock_pipeline(tried: Tried) -> None:
-    """Not to the bit: the policy encodes prompt by prompt, the pipeline the whole batch. An epsilon model's scheduler
-    is replaced by DDIM."""
+    """Not to the bit: the policy encodes prompt by prompt. An epsilon model's scheduler is replaced by DDIM."""
     decoded = tried.policy.decode(tried.batch, tried.recorded.final)
     assert decoded.shape == tried.stock.shape
     assert decoded.dtype == torch.float32 and decoded.isfinite().all()
@@ -236,23 +233,6 @@ def test_no_adapter(name: str) -> None:
     assert key == "model.lora" and f"no adapters for a {network}" in text
 
 
-@pytest.mark.parametrize("name", tiered(["sd3", "hidream", "z_image"], ("sd3",)))
-def test_guidance_may_be_switched(name: str) -> None:
-    """What was learned of the encoder's outputs without guidance must not be taken for true with it. And the prompts
-    are not written into, as Z-Image's encoder does: it puts its chat template around each, in the list it is given."""
-    finals = []
-    for order in (("guided",), ("unguided", "guided")):
-        family = FAMILIES[name]()
-        policy = Policy(family.pipe)
-        for guidance in order:
-            batch = replace(family.batch(**(family.unguided if guidance == "unguided" else {})), prompts=[*PROMPTS])
-            with torch.no_grad():
-                final = policy.roll_out(batch).final
-            assert batch.prompts == [*PROMPTS]
-        finals.append(final)
-    assert torch.equal(*finals)
-
-
 REASONS = {
     "ltx_i2v": "not all of them are denoised",
     "chroma_inpaint": "ChromaInpaintPipeline cannot be called so.*guidance_embeds",
@@ -266,16 +246,3 @@ def test_refused_with_the_reason(name: str) -> None:
     family = REFUSED[name]()
     with pytest.raises(ValueError, match=REASONS[name]):
         Policy(family.pipe).roll_out(family.batch(), kernel_of(family), STOCHASTIC)
-
-
-def test_memory_within_the_call_shows_in_the_ratio() -> None:
-    """Guidance with a momentum makes a step depend on the steps before it: the first step replays, the next do not.
-
-    The trainers' check of the first micro-batch (ratio = 1) is what stops such a run.
-    """
-    family = REFUSED["ace_step_guided"]()
-    policy = Policy(family.pipe)
-    with torch.no_grad():
-        recorded = policy.roll_out(family.batch(), kernel_of(family), STOCHASTIC)
-        same = [torch.equal(policy.replay(recorded.step(i)).log_prob, recorded.log_probs[i]) for i in STOCHASTIC]
-    assert same == [True, False, False]

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
-from torch import Tensor
 
 from genrl.diffusion.policy import encoding
 from genrl.diffusion.policy.compiling import TooManyGraphs
@@ -108,6 +108,7 @@ def test_sum_is_the_joint_density_of_all_elements() -> None:
 
 
 def test_a_sample_can_be_made_again_alone(policy: Policy) -> None:
+    """Its noise is that of its key, whatever the batch; the first may be shared."""
     together = policy.roll_out(batch([0, 1, 2]), FLOW_KERNELS["flow_sde"], ACTIONS)
     alone = policy.roll_out(batch([2]), FLOW_KERNELS["flow_sde"], ACTIONS)
     # A larger batch takes other kernels, which round otherwise; noise does not depend on the batch at all.
@@ -119,10 +120,7 @@ def test_a_sample_can_be_made_again_alone(policy: Policy) -> None:
             expected = replayed.mean[row] + replayed.std[row] * noise
             assert torch.equal(recorded.states[i + 1][row], expected)
     assert (alone.final[0] - together.final[2]).abs().max() < 1e-4 * together.final.abs().max()
-
-
-def test_shared_initial_noise(policy: Policy) -> None:
-    shared = replace(batch([0, 1]), prompts=[PROMPTS[0]] * 2, initial_keys=[(7, 0, "group", 0)] * 2)
+    shared = replace(batch([0, 0]), keys=[(7, 0, 0), (7, 0, 1)], initial_keys=[(7, 0, "group", 0)] * 2)
     recorded = policy.roll_out(shared, FLOW_KERNELS["flow_sde"], ACTIONS)
     assert torch.equal(recorded.states[0][0], recorded.states[0][1])
     assert not torch.equal(recorded.states[1][0], recorded.states[1][1])
@@ -130,7 +128,7 @@ def test_shared_initial_noise(policy: Policy) -> None:
 
 
 def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
-    """But not in decoding."""
+    """But not in decoding; also beside a bfloat16 decoder, as in full fine-tuning of a model of that precision."""
     half = Policy(FAMILIES["sd3"]().pipe, autocast=torch.bfloat16)
     recorded = half.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
     exact = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
@@ -141,16 +139,10 @@ def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
         assert not torch.equal(recorded.states[i], recorded.states[i].bfloat16().float())
         assert torch.equal(half.replay(recorded.step(i)).log_prob, recorded.log_probs[i])
     assert torch.equal(half.decode(batch([0, 1]), exact.final), policy.decode(batch([0, 1]), exact.final))
-
-
-def test_a_decoder_of_another_precision_than_the_loop() -> None:
-    """Full fine-tuning of a bfloat16 model: all else under autocast, some of it float32, beside a bfloat16 decoder."""
-    half = Policy(FAMILIES["sd3"]().pipe, autocast=torch.bfloat16)
     half.pipe.vae.bfloat16()
     dtypes: list[torch.dtype] = []
     half.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: dtypes.append(args[0].dtype))
-    final = half.roll_out(batch([0, 1])).final
-    assert half.decode(batch([0, 1]), final).isfinite().all() and dtypes == [torch.bfloat16]
+    assert half.decode(batch([0, 1]), exact.final).isfinite().all() and dtypes == [torch.bfloat16]
 
 
 def count_encodings(policy: Policy) -> list[int]:
@@ -239,27 +231,17 @@ def test_encodings_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [encoded("four"), encoded("four"), encoded("one")] == [True, False, True]  # one is kept, whatever its size
 
 
-def test_states_of_another_shape_are_refused(policy: Policy) -> None:
-    recorded = policy.roll_out(batch([0, 1]), FLOW_KERNELS["flow_sde"], ACTIONS)
-    with pytest.raises(ValueError, match=r"prepare_latents makes latents of shape \(2, 4, 16, 16\)"):
-        policy.replay(recorded.step(1, batch([0, 1], height=32, width=32)))
-    assert torch.equal(policy.replay(recorded.step(1)).log_prob, recorded.log_probs[1])  # nothing is left behind
-
-
-def test_a_pipeline_becomes_a_policy_once(policy: Policy) -> None:
+def test_what_cannot_become_a_policy_is_refused(policy: Policy) -> None:
     methods = policy.pipe.encode_prompt, policy.pipe.prepare_latents, policy.pipe.scheduler
     with pytest.raises(ValueError, match="this StableDiffusion3Pipeline is a policy already"):
         Policy(policy.pipe)
     assert methods == (policy.pipe.encode_prompt, policy.pipe.prepare_latents, policy.pipe.scheduler)
-
-
-def test_a_pipeline_without_denoiser_or_with_another_loop_is_refused() -> None:
     pipe = FAMILIES["sd3"]().pipe
     pipe.register_modules(transformer=None)
     with pytest.raises(ValueError, match="StableDiffusion3Pipeline has no denoiser"):
         Policy(pipe)
 
-    class Plain(type(FAMILIES["sd3"]().pipe)):  # type: ignore[misc]
+    class Plain(type(pipe)):  # type: ignore[misc]
         def __call__(self, prompt: str) -> None: ...
 
     with pytest.raises(ValueError, match="Plain.__call__ is not decorated by torch.no_grad"):
@@ -268,16 +250,15 @@ def test_a_pipeline_without_denoiser_or_with_another_loop_is_refused() -> None:
 
 @pytest.mark.parametrize(("guidance", "factor"), [(4.5, 2), (1.0, 1)])
 def test_model_calls_are_the_closed_form(guidance: float, factor: int) -> None:
-    policy = Policy(FAMILIES["sd3"]().pipe)
-    drawn = batch([0, 1, 2], guidance_scale=guidance)
+    policy, drawn = Policy(FAMILIES["sd3"]().pipe), batch([0, 1, 2], guidance_scale=guidance)
 
     def calls(run: Callable[[], object]) -> int:
         before = policy.model_calls
         run()
         return policy.model_calls - before
 
-    assert calls(lambda: policy.roll_out(drawn, FLOW_KERNELS["flow_sde"], ACTIONS)) == STEPS * 3 * factor
     recorded = policy.roll_out(drawn, FLOW_KERNELS["flow_sde"], ACTIONS)
+    assert policy.model_calls == STEPS * 3 * factor
     assert calls(lambda: policy.replay(recorded.step(1))) == 3 * factor
     assert calls(lambda: policy.velocity(drawn, recorded.final, torch.tensor(0.5))) == 3 * factor
     assert calls(lambda: policy.decode(drawn, recorded.final)) == 0
@@ -313,20 +294,17 @@ def test_out_of_memory_is_no_answer_to_whether_timesteps_broadcast(
 
 
 def test_a_plain_call_afterwards_is_the_pipelines_own(policy: Policy) -> None:
-    """No segment, no recorded state is left behind by a call, nor by one that failed."""
+    """Nothing is left behind by a call, nor by one that failed, nor by states of another shape."""
     recorded = policy.roll_out(batch([0]), FLOW_KERNELS["flow_sde"], ACTIONS)
-    fresh = FAMILIES["sd3"]().pipe
-
-    def plain(pipe: object) -> Tensor:
-        generator = torch.Generator().manual_seed(3)
-        made: Tensor = pipe(prompt=[PROMPTS[1]], generator=generator, output_type="pt", **SAMPLING)[0]  # type: ignore
-        return made
-
+    wanted = runs.picture(FAMILIES["sd3"]().pipe)
     policy.replay(recorded.step(1))
-    assert torch.equal(plain(policy.pipe), plain(fresh))
+    assert np.array_equal(runs.picture(policy.pipe), wanted)
     with pytest.raises(TypeError):
         policy.replay(recorded.step(1, batch([0], no_such_argument=1)))
-    assert torch.equal(plain(policy.pipe), plain(fresh))
+    assert np.array_equal(runs.picture(policy.pipe), wanted)
+    with pytest.raises(ValueError, match=r"prepare_latents makes latents of shape \(1, 4, 16, 16\)"):
+        policy.replay(recorded.step(1, batch([0], height=32, width=32)))
+    assert torch.equal(policy.replay(recorded.step(1)).log_prob, recorded.log_probs[1])
 
 
 @pytest.mark.parametrize(("solver", "where"), [(FlowMatchEulerDiscreteScheduler(), "meta"), (SOLVER, "cpu")])
@@ -338,8 +316,7 @@ def test_levels_are_where_the_schedulers_own_step_looks_for_them(solver: Any, wh
 
 
 def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled, replayed and differentiated on a device of which nothing can be read: reading a value would stop the
-    host until the device has done all that it was given."""
+    """On a device of which nothing can be read: reading a value would stop the host until all is done."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # knows no such device
     monkeypatch.setattr(encoding, "_to", lambda value, device: value)  # of a prompt once, before the first step
     family = FAMILIES["sd3"]()

@@ -14,12 +14,15 @@ from genrl.diffusion.policy.rewriter import Rewriter, load_rewriter
 from tests.diffusion.tiny_parts import decoder_sizes
 
 TINY = Path(__file__).resolve().parents[3] / "assets" / "tiny-lm"
-MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
-    "llama": lambda size: LlamaForCausalLM(
-        LlamaConfig(**decoder_sizes(32, layers=2) | {"vocab_size": size, "max_position_embeddings": 64})
-    ),
-    "gpt2": lambda size: GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=64)),
-}
+
+
+def llama(size: int) -> torch.nn.Module:
+    sizes = decoder_sizes(32, layers=2) | {"vocab_size": size, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def gpt2(size: int) -> torch.nn.Module:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=64))
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def saved(tmp_path: Path) -> Callable[[str], Path]:
     def save(kind: str) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(TINY)
         torch.manual_seed(0)
-        model = MODELS[kind](len(tokenizer))
+        model = {"llama": llama, "gpt2": gpt2}[kind](len(tokenizer))
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.3 if "head" not in name else 0.1)
@@ -82,15 +85,6 @@ def test_tokens_are_drawn_from_the_model(saved: Callable[[str], Path]) -> None:
     assert float((found - p).abs().max()) < 5 * float((p.max() / 20_000).sqrt())
 
 
-def test_the_tiny_model_knows_the_task_and_is_flawed() -> None:
-    """Most answers are in the form that was asked for, some are right: what reinforcement learning starts from."""
-    rewriter = Rewriter(settings(TINY, max_new_tokens=32))
-    written = rewriter.write("a pair of ruby discs", 100, ("key",), anything)
-    assert 60 < sum(written.well_formed) < 100
-    right = written.texts.count("two red circles")
-    assert 10 < right < 70
-
-
 def test_the_new_prompt_is_what_stands_between_the_tags() -> None:
     """One pair of them, around something that the text encoders have room for, in an answer that was not cut."""
     rewriter = Rewriter(settings(TINY))
@@ -134,9 +128,8 @@ def test_the_saved_adapter_is_peft_s_and_writes_the_same(tmp_path: Path) -> None
     asked = rewriter.asked("a jade disc")["input_ids"]
     assert torch.equal(plain(asked).logits, rewriter.model(asked).logits)
     again = load_rewriter(tmp_path)
-    assert [again.rewrite("a jade disc", (0, k)) for k in range(4)] == [
-        rewriter.rewrite("a jade disc", (0, k)) for k in range(4)
-    ]
+    one, other = ([model.rewrite("a jade disc", (0, k)) for k in range(4)] for model in (again, rewriter))
+    assert one == other
     with pytest.raises(ValueError, match="holds no rewriter"):
         load_rewriter(tmp_path / "other")
 
@@ -154,9 +147,7 @@ def test_without_a_chat_template_the_instruction_is_the_text(tmp_path: Path, sav
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path, saved: Callable[[str], Path]) -> None:
-    with pytest.raises(
-        ValueError, match=r"trainer.rewriter.path: .*nowhere cannot be loaded as a causal language model"
-    ):
+    with pytest.raises(ValueError, match=r"rewriter.path: .*nowhere cannot be loaded as a causal language model"):
         Rewriter(settings(tmp_path / "nowhere"))
     long = Rewriter(settings(saved("gpt2"), max_new_tokens=60))
     with pytest.raises(ValueError, match=r"max_new_tokens: .* more than the 64 positions"):

@@ -1,5 +1,4 @@
-"""Every scheduler of diffusers that is accepted, stepped along its own schedule; and the others, refused alike by the
-check, which reads a file, and by the policy, which has the object."""
+"""Every scheduler of diffusers: stepped along its schedule, or refused alike by the check and by the policy."""
 
 import inspect
 from typing import Any
@@ -13,7 +12,9 @@ from genrl.diffusion.policy.decoding import spare_vae
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.scheduler import Request, Step, as_policy_head
 from genrl.diffusion.policy.trajectory import Batch
+from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
+from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 
@@ -21,10 +22,10 @@ FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
 def _made() -> dict[str, Any]:
     """Name -> a scheduler of each class that can be made without arguments here."""
     made = {}
-    for name in sorted(dir(diffusers)):
-        kind = getattr(diffusers, name) if name.endswith("Scheduler") else None
-        required = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty] if kind else [0]
-        if not any(getattr(p, "kind", None) is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in required) and kind:
+    for name in sorted(name for name in dir(diffusers) if name.endswith("Scheduler")):
+        kind = getattr(diffusers, name)
+        parameters = inspect.signature(kind).parameters.values()
+        if not any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
             try:
                 made[name] = kind()
             except ImportError:  # torchsde
@@ -34,21 +35,14 @@ def _made() -> dict[str, Any]:
 
 MADE = _made()
 ACCEPTED = [name for name in MADE if scheduler_refusal(name, {}) is None]
-CASES = [
-    (name, settings)
-    for name in ACCEPTED
-    for settings in (
-        [{"timestep_spacing": spacing} for spacing in ("leading", "trailing", "linspace")]
-        if "timestep_spacing" in settings_of(name)
-        else [{}]
-    )
-] + [(name, FLOW) for name in MADE if "use_flow_sigmas" in settings_of(name) and not scheduler_refusal(name, FLOW)]
+SPACINGS = [{"timestep_spacing": spacing} for spacing in ("leading", "trailing", "linspace")]
+CASES = [(n, keys) for n in ACCEPTED for keys in (SPACINGS if "timestep_spacing" in settings_of(n) else [{}])]
+CASES += [(n, FLOW) for n in MADE if "use_flow_sigmas" in settings_of(n) and not scheduler_refusal(n, FLOW)]
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda value: value if isinstance(value, str) else str(value))
 def test_every_step_ends_at_the_next_entry_of_the_schedule(name: str, settings: dict[str, Any]) -> None:
-    """With the true noise as the model's output, a state stays the mix of picture and noise at its level: in training,
-    by the levels that a step is told, and in evaluation, by the parent's own step."""
+    """With the true noise as output a state stays the mix at its level, by the told levels and the parent's step."""
     scheduler = getattr(diffusers, name)(**settings)
     for steps in (3, 8, 20):
         head: Any = as_policy_head(scheduler)
@@ -133,9 +127,8 @@ def test_a_refused_scheduler_is_refused_in_the_same_words_when_it_is_loaded(name
     assert str(refused.value) == scheduler_refusal(name, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "says"),
-    [
+def test_the_reason_is_the_true_one() -> None:
+    rows: list[tuple[str, dict[str, Any], str]] = [
         ("FlowMatchHeunDiscreteScheduler", {}, "calls the model twice a step"),
         ("FlowMatchLCMScheduler", {}, "a consistency model jumps"),
         ("FlowMatchEulerDiscreteScheduler", {"stochastic_sampling": True}, "no deterministic step"),
@@ -148,24 +141,18 @@ def test_a_refused_scheduler_is_refused_in_the_same_words_when_it_is_loaded(name
         ("HeliosScheduler", {}, "start anew in each of its stages"),
         ("EDMEulerScheduler", {}, "nor one with a beta schedule"),
         ("DDPMScheduler", {"prediction_type": "velocity"}, "prediction_type velocity"),
-    ],
-)
-def test_the_reason_is_the_true_one(name: str, settings: dict[str, Any], says: str) -> None:
-    assert says in (scheduler_refusal(name, settings) or "")
+    ]
+    for name, settings, says in rows:
+        assert says in (scheduler_refusal(name, settings) or ""), name
 
 
 def test_levels_that_ddim_does_not_have_are_said() -> None:
     said = replaced_schedule("EulerDiscreteScheduler", {"use_karras_sigmas": True, "timestep_spacing": "trailing"})
-    assert said is not None
-    assert "use_karras_sigmas" in said
+    assert "use_karras_sigmas" in str(said)
     assert replaced_schedule("EulerDiscreteScheduler", {"use_karras_sigmas": False}) is None
 
 
-BATCH = Batch(
-    ["a red star", "two blue dogs"],
-    [(7, 0, 0), (7, 0, 1)],
-    {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 8},
-)
+BATCH = Batch([*PROMPTS], [*KEYS], {**runs.CALL, "num_inference_steps": 2})
 
 
 def test_slices_and_tiles() -> None:

@@ -1,5 +1,4 @@
-"""A vision-language model as PromptRL's rewriter: it sees the picture that is to be edited, and learns beside the flow
-model."""
+"""A vision-language model as PromptRL's rewriter sees the picture that is edited, and learns beside the flow model."""
 
 import json
 from collections.abc import Callable
@@ -57,8 +56,7 @@ def picture(seed: int) -> Image.Image:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_answers_are_those_of_the_model_and_of_the_picture(saved: Callable[[str], Path], family: str) -> None:
-    """Teacher forcing equals sampling, in float32; without the adapter it equals `genrl.vlm`'s own replay, which lays
-    positions out by itself; another picture gives other numbers."""
+    """Teacher forcing equals sampling and, unadapted, `genrl.vlm`'s replay; another picture gives other numbers."""
     rewriter = opened(saved(family))
     written = rewriter.write("a jade disc", 4, ("key", 1), anything, [picture(0)])
     other = rewriter.write("two plum boxes there", 3, ("key", 2), anything)  # what the model remembers of a call
@@ -103,7 +101,7 @@ def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
 ) -> None:
     """Both get the picture of the prompt's own row, the pipeline beside the rewritten instruction; both learn."""
     shown: dict[str, list[bytes]] = {}
-    write = Rewriter.write
+    write, collect = Rewriter.write, DiffusionRun.collect
 
     def made_up(self: Rewriter, prompt: str, count: int, key: Any, fits: Any, pictures: Any = ()) -> Any:
         found = write(self, prompt, count, key, fits, pictures)
@@ -113,7 +111,6 @@ def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
         return found
 
     given: list[tuple[str, bytes]] = []
-    collect = DiffusionRun.collect
 
     def watched(self: DiffusionRun, draw: Any, **shape: Any) -> Any:
         found = collect(self, draw, **shape)
@@ -124,43 +121,36 @@ def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
     monkeypatch.setattr(Rewriter, "write", made_up)
     monkeypatch.setattr(DiffusionRun, "collect", watched)
     sampling = {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4}
-    config = editing(folder, kontext, sampling=sampling, trainer=trainer(saved("qwen2_5_vl")), iterations=2)
-    run = train(config)
+    run = train(editing(folder, kontext, sampling=sampling, trainer=trainer(saved("qwen2_5_vl")), iterations=2))
     for text, bits in given:
         original = text.partition(", better")[0]
         wanted = Image.open(folder / f"{original.removeprefix('make it red ')}.png").convert("RGB").tobytes()
         assert bits == wanted and shown[original] == [wanted]
     assert any(", better" in text for text, _ in given)
-    rows = runs.rows(run)
-    assert [row["ratio/max_abs_dev"] for row in rows[1:]] == [0.0, 0.0] and rows[1]["grad_norm"] > 0
-    assert rows[1]["rewriter/kl"] == 0.0 < rows[2]["rewriter/kl"] and rows[1]["rewriter/grad_norm"] > 0
-    assert max(row["rewriter/ratio/max_abs_dev"] for row in rows[1:]) < 1e-4
-    assert "eval/total_mean" in rows[0] and "eval_rewritten/total_mean" in rows[0]
+    before, first, second = runs.rows(run)
+    assert first["ratio/max_abs_dev"] == second["ratio/max_abs_dev"] == 0.0 and first["grad_norm"] > 0
+    assert first["rewriter/kl"] == 0.0 < second["rewriter/kl"] and first["rewriter/grad_norm"] > 0
+    assert max(row["rewriter/ratio/max_abs_dev"] for row in (first, second)) < 1e-4
+    assert "eval/total_mean" in before and "eval_rewritten/total_mean" in before
 
 
 def test_genrl_sample_shows_it_the_pictures(
     kontext: Path, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewriter, shown = opened(saved("llava")), []
+    shown: list[Any] = []
 
     def told(self: Rewriter, prompt: str, key: Any, fits: Any, pictures: Any) -> str:
         shown.append((prompt, key, pictures))
         return f"{prompt} now"
 
     monkeypatch.setattr(Rewriter, "rewrite", told)
-    arguments = {"num_inference_steps": 2, "max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
-    images = [picture(0), picture(1)]
-    size = {"height": 16, "width": 16}
-    sample(
-        load_pipe(Model(path=str(kontext)), None),
-        ["a", "b"],
-        tmp_path / "out",
-        arguments=arguments | size,
-        inputs={"image": images},
-        rewriter=rewriter,
-    )
+    call = {"max_sequence_length": 16, "max_area": 256, "_auto_resize": False, "height": 16, "width": 16}
+    images, out = [picture(0), picture(1)], tmp_path / "out"
+    given: dict[str, Any] = {"inputs": {"image": images}, "rewriter": opened(saved("llava"))}
+    pipe = load_pipe(Model(path=str(kontext)), None)
+    sample(pipe, ["a", "b"], out, arguments=call | {"num_inference_steps": 2}, **given)
     assert shown == [("a", (0,), [images[0]]), ("b", (1,), [images[1]])]
-    assert [row["drawn"] for row in json.loads((tmp_path / "out" / "prompts.json").read_text())] == ["a now", "b now"]
+    assert [row["drawn"] for row in json.loads((out / "prompts.json").read_text())] == ["a now", "b now"]
 
 
 @pytest.mark.slow
@@ -173,20 +163,14 @@ def test_the_recipes_of_published_models_in_tiny_form(
     config = editing(folder, kontext)
     if not edits:
         PIPELINES["flux"]().pipe.save_pretrained(folder / "flux")
+    further = ", max_area: 256, _auto_resize: false" if edits else ""
     changes = [
-        f"model.path={kontext if edits else folder / 'flux'}",
-        f"trainer.rewriter.path={saved('qwen2_5_vl')}",
-        "trainer.rewriter.max_new_tokens=8",
+        *(f"model.path={kontext if edits else folder / 'flux'}", f"trainer.rewriter.path={saved('qwen2_5_vl')}"),
         f"prompts={{train: {config.prompts.train}, eval: {config.prompts.eval}}}",
-        f"rewards=[{{name: '{config.rewards[0].name}'}}]",
-        "sampling.height=16",
-        "sampling.width=16",
-        "sampling.prompts_per_iteration=1",
-        f"sampling.pipeline_args={{max_sequence_length: 512{', max_area: 256, _auto_resize: false' if edits else ''}}}",
-        "evaluation={every: 1, num_prompts: 1}",
-        "trackers=[]",
-        "iterations=1",
-        f"output={folder / 'recipe'}",
+        *(f"rewards=[{{name: '{config.rewards[0].name}'}}]", "trainer.rewriter.max_new_tokens=8"),
+        *("sampling.height=16", "sampling.width=16", "sampling.prompts_per_iteration=1"),
+        *(f"sampling.pipeline_args={{max_sequence_length: 512{further}}}", "evaluation={every: 1, num_prompts: 1}"),
+        *("trackers=[]", "iterations=1", f"output={folder / 'recipe'}"),
     ]
     rows = runs.rows(train(load(ROOT / f"configs/diffusion/{name}.yaml", changes)))
     assert rows[1]["ratio/max_abs_dev"] == 0.0 and rows[1]["grad_norm"] > 0 and rows[1]["rewriter/grad_norm"] > 0

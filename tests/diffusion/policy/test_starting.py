@@ -21,8 +21,7 @@ from genrl.diffusion.policy.unconditional import Unconditional
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.tiny_parts import KEYS, PROMPTS
 
 HALF = (
@@ -55,8 +54,7 @@ def test_strength_below_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["flux_inpaint", "sd15_inpaint"])
 def test_steps_one_by_one_are_those_of_a_rollout(name: str) -> None:
-    """The picture is put back after each of them, at its noise level; and, in the end, outside the mask. So samples
-    of a flow cannot branch."""
+    """The picture is put back after each at its level and, in the end, outside the mask: such flows cannot branch."""
     family = FAMILIES[name]()
     policy, batch = Policy(family.pipe), family.batch()
     with torch.no_grad():

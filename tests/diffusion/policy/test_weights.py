@@ -1,7 +1,5 @@
 """What is trained, and its snapshots."""
 
-import functools
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,28 +57,22 @@ def test_only_the_adapter_is_trained_and_in_float32(dtype: torch.dtype) -> None:
     assert others and not any(p.requires_grad for component in others for p in component.parameters())
 
 
-def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet() -> None:
+def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the generators, of other devices either."""
     policy = Policy(FAMILIES["sd3"]().pipe)
-    untouched = drawn(policy)
+    untouched, touched = drawn(policy), list[str]()
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    weights = trainable(policy.denoisers, ADAPTER, seed=3)
-    assert torch.equal(torch.get_rng_state(), before)
+    with monkeypatch.context() as patch:
+        for module in (torch.cuda, torch.xpu, torch.mps):
+            for name in ("manual_seed", "manual_seed_all", "seed", "set_rng_state"):
+                patch.setattr(module, name, lambda *_, place=f"{module}.{name}": touched.append(place), raising=False)
+        weights = trainable(policy.denoisers, ADAPTER, seed=3)
+    assert touched == [] and torch.equal(torch.get_rng_state(), before)
     assert torch.equal(drawn(policy), untouched)
     torch.manual_seed(6)
     assert equal(copied(weights.named), copied(tiny(seed=3)[1].named))
     assert not equal(copied(weights.named), copied(tiny(seed=4)[1].named))
-
-
-def test_adapter_leaves_the_generators_of_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(FAMILIES["sd3"]().pipe)
-    touched: list[str] = []
-    for module in (torch.cuda, torch.xpu, torch.mps):
-        for name in ("manual_seed", "manual_seed_all", "seed", "set_rng_state"):
-            watched = functools.partial(lambda place, *_: touched.append(place), f"{module.__name__}.{name}")
-            monkeypatch.setattr(module, name, watched, raising=False)
-    trainable(policy.denoisers, ADAPTER)
-    assert touched == []
 
 
 def test_targets_that_no_layer_has_are_refused_with_the_nearest() -> None:
@@ -154,7 +146,6 @@ def test_state_and_restore_are_exact(lora: LoRA | None) -> None:
     trained = drawn(policy)
     with weights.reference():
         untouched = drawn(policy)
-
     other_policy, other = tiny(lora, seed=9)
     other.restore(kept | {"optimizer": {"state/0/step": torch.ones(())}})
     assert torch.equal(drawn(other_policy), trained)

@@ -1,5 +1,4 @@
-"""Folders that cannot load: the check, which reads names and headers alone, and the loader refuse each for the true
-reason; what they load is accounted for."""
+"""Folders that cannot load: check and loader refuse each for the true reason; what they load is accounted for."""
 
 import json
 import logging
@@ -21,16 +20,9 @@ UNET, TEXT = "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.saf
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 335\n"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "sd"
-    FAMILIES["sd15"]().pipe.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def copy(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / "sd"))
+def copy(sd: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sd, tmp_path / "sd"))
 
 
 def rename(file: str, *parts: str) -> Callable[[Path], object]:

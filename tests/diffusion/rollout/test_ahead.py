@@ -18,7 +18,7 @@ from genrl.diffusion.steps import transitions
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import tiered
 from tests.diffusion.rollout import far_here
 
 pytestmark = pytest.mark.usefixtures("unproven")
@@ -62,11 +62,8 @@ def test_one_run_whoever_draws_and_wherever_it_stops(
 @pytest.mark.parametrize("name", tiered(["window", "diffusion_nft"], ("window",)))
 def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
     """At a rate of 0 all versions are one: the run without staleness, and every weight exactly 1."""
-    still = {"optimizer": {"lr": 1e-30}}
-    new, old = (
-        runs.rows(train(runs.config(folder, model, output=str(folder / str(k)), **changes(name, k, **still))))
-        for k in (0, 2)
-    )
+    still = [changes(name, k, optimizer={"lr": 1e-30}, output=str(folder / str(k))) for k in (0, 2)]
+    new, old = (runs.rows(train(runs.config(folder, model, **keys))) for keys in still)
     for ours, theirs in zip(new, old, strict=True):
         shared = {key for key in ours if "calls" not in key}
         assert {key: theirs.get(key) for key in shared} == {key: ours[key] for key in shared}
@@ -77,8 +74,7 @@ def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
 def test_the_samples_are_those_of_the_earlier_weights(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replayed by the weights of the checkpoint before, the recorded log-probabilities come back to the bit; by the
-    present ones they do not."""
+    """Replayed by those of the checkpoint before, log-probabilities come back to the bit; by the present ones not."""
     seen: list[float] = []
     collect = transitions.collect
 

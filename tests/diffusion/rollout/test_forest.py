@@ -18,8 +18,7 @@ from genrl.diffusion.steps.plans import tree_edges
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
-from tests.diffusion.policy.tiers import tiered
+from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.tiny_parts import Family
 
 SD3 = Family("sd3", DiffusionPipeline(), runs.CALL)
@@ -106,7 +105,6 @@ def test_counts_are_the_closed_forms_and_replay_equals_record(policy: Policy, pl
         for i, recorded in piece.trajectory.log_probs.items():
             assert torch.equal(policy.replay(piece.trajectory.step(i)).log_prob, recorded)
     assert policy.model_calls - before == 2 * plan.training_calls(plan.stochastic)
-
     whole = drawn(policy, plan)  # in one batch: the same up to the rounding of differently shaped calls
     torch.testing.assert_close(found.final, whole.final, rtol=1e-3, atol=1e-4)
     logs = edges_of(whole)

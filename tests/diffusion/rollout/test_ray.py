@@ -1,5 +1,4 @@
-"""Samples that Ray actors draw and rewards that they hold: the run that one process does alone, to the bit, whoever
-dies."""
+"""Samples that Ray actors draw and rewards that they hold: the run of one process, to the bit, whoever dies."""
 
 import importlib.util
 import math
@@ -100,8 +99,7 @@ def config(folder: Path, model: Path, trainer: dict[str, Any], *names: str, **ch
 
 @needs_ray
 def test_drawn_elsewhere(cluster: Any, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics, weights, optimiser and snapshots, where two actors draw, of which one is killed in the first iteration
-    and another hangs in the second."""
+    """Where two actors draw, of which one is killed in the first iteration and another hangs in the second."""
     here = train(config(folder, model, GRPO, output=str(folder / "here")))
     struck: list[int] = []
     hand_out = RayRollouts._hand_out
@@ -132,8 +130,7 @@ def test_drawn_elsewhere(cluster: Any, folder: Path, model: Path, monkeypatch: p
 
 @needs_ray
 def test_scored_elsewhere(cluster: Any, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards of samples and of groups, of samples drawn an iteration ahead; the actor that scores is killed before the
-    second iteration's scores are asked for."""
+    """Of samples and groups drawn an iteration ahead; the actor that scores is killed before the second iteration."""
     older = {"sampling": SAMPLING | {"staleness": 1}}
     here = train(config(folder, model, NFT, "redness", "spread", output=str(folder / "here"), **older))
     struck: list[int] = []
@@ -163,8 +160,7 @@ def broken(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[],
 def test_what_is_wrong_with_drawing_is_told(
     cluster: Any, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another version of the weights, a draw that raises there, one that cannot be sent, actors that are lost again and
-    again; too many workers; packages of another version."""
+    """Other weights, a draw that raises or cannot be sent, lost actors, too many workers, other packages."""
     settings = config(folder, model, NFT, engine=engine(1))
     with runs.opened(settings) as run:
         assert run.far is not None
@@ -197,8 +193,7 @@ def test_what_is_wrong_with_drawing_is_told(
 
 @needs_ray
 def test_what_is_wrong_with_scoring_is_told(cluster: Any, folder: Path, model: Path) -> None:
-    """A reward that cannot be loaded there, one that raises there, actors that are lost again and again; a run that is
-    to end waits for none."""
+    """A reward that cannot be loaded or raises there, lost actors; a run that is to end waits for none."""
     with pytest.raises(ValueError, match="engine.reward_workers: .*no such checkpoint"), room_for(1, "cpu") as options:
         RewardPool(config(folder, model, NFT, "Ill", engine=engine(1, 1)), 1, options)
     settings = config(folder, model, NFT, "raises", "slow", engine=engine(1, 1))

@@ -119,38 +119,23 @@ def test_arguments_of_the_pipeline_call() -> None:
     assert found == {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 4}
 
 
-def test_groups_are_slots_and_not_prompts() -> None:
-    """Two prompts in the file, one of them twice: five slots draw them again and again, and stay five groups."""
-    rows = [Prompt("a star"), Prompt("a dog"), Prompt("a star")]
-    found = gather(tiny_config(prompts_per_iteration=5), rows=rows)
-    assert found.group.tolist() == [slot // 3 for slot in range(15)]
-    assert all(len(set(found.prompts[3 * g : 3 * g + 3])) == 1 for g in range(5))
-    assert found.prompts.count("a star") > 6  # more than two groups of the same text
-    advantages = group_advantages(found.total, found.group, scale="none")
-    sums = torch.zeros(5, dtype=torch.float64).index_add(0, found.group, advantages)
-    assert sums.abs().max() < 1e-12  # each group is centred by itself
-
-
-def test_total_is_the_weighted_sum_and_weight_zero_is_left_out() -> None:
-    scorers = {"one": lambda images: [1.0] * len(images), "pixel": first_pixel}
-    scorers["watched"] = lambda images: [math.nan] * len(images)
-    found = gather(tiny_config(), scorers=scorers, weights={"one": 2.0, "pixel": -1.0, "watched": 0.0})
-    torch.testing.assert_close(found.total, 2.0 - found.scored.values["pixel"])
-    metrics = score_metrics(found.scored, found.total)
-    assert metrics["reward/one_mean"] == 1.0 and metrics["reward/one_std"] == 0.0
-    assert metrics["reward/watched_failed"] == 9.0 and math.isnan(metrics["reward/watched_mean"])
-    assert metrics["reward/total_mean"] == pytest.approx(float(found.total.mean()))
-
-
 def test_samples_without_a_score_are_left_out_and_counted() -> None:
+    """The total is the weighted sum; a weight of zero is left out, whatever its scores."""
+
     def dogs_only(images: Tensor, prompts: list[str]) -> list[float | None]:
         return [x if text == "a dog" else None for x, text in zip(first_pixel(images), prompts, strict=True)]
 
-    found = gather(tiny_config(prompts_per_iteration=4), scorers={"dogs": dogs_only})
+    scorers = {"one": lambda images: [1.0] * len(images), "dogs": dogs_only}
+    scorers["watched"] = lambda images: [math.nan] * len(images)
+    weights = {"one": 2.0, "dogs": -1.0, "watched": 0.0}
+    found = gather(tiny_config(prompts_per_iteration=4), scorers=scorers, weights=weights)
     dogs = torch.tensor([text == "a dog" for text in found.prompts])
     assert dogs.sum() == 3 and torch.equal(found.total.isnan(), ~dogs)
+    torch.testing.assert_close(found.total[dogs], 2.0 - found.scored.values["dogs"][dogs])
     metrics = score_metrics(found.scored, found.total)
+    assert metrics["reward/one_mean"] == 1.0 and metrics["reward/one_std"] == 0.0
     assert metrics["reward/dogs_failed"] == 9.0
+    assert metrics["reward/watched_failed"] == 12.0 and math.isnan(metrics["reward/watched_mean"])
     assert metrics["reward/total_mean"] == pytest.approx(float(found.total[dogs].mean()))
     assert metrics["reward/total_std"] == pytest.approx(float(found.total[dogs].std(correction=0)))
     advantages = group_advantages(found.total, found.group, scale="global")

@@ -27,16 +27,9 @@ def plans(draw: st.DrawFn) -> SamplingPlan:
 
 
 def edges(plan: SamplingPlan, rewards: Tensor, advantages: Tensor | None = None, **chosen: Any) -> Edges:
-    return tree_edges(
-        TreeSettings(**{"ways": 2, **chosen}),
-        plan,
-        plan.stochastic,
-        rewards,
-        rewards if advantages is None else advantages,
-        torch.full((plan.steps, len(rewards)), -1.0),
-        clip=CLIP,
-        iteration=0,
-    )
+    settings, old = TreeSettings(**{"ways": 2, **chosen}), torch.full((plan.steps, len(rewards)), -1.0)
+    taken = rewards if advantages is None else advantages
+    return tree_edges(settings, plan, plan.stochastic, rewards, taken, old, clip=CLIP, iteration=0)
 
 
 def below(tree: Tree, step: int, slot: int) -> range | None:
@@ -98,46 +91,35 @@ def test_depths_with_fewer_than_four_states_are_measured_against_the_leaves() ->
     assert found.skipped == [1]
     late = make_plan(5, noise={3: 0.7}, splits={3: 4}, roots=2)  # two states at depths 0 to 3, eight leaves
     assert edges(late, rewards, normalise="depth").skipped == []  # depths that are not trained are not reported
-    leaf = (rewards - rewards.mean()) / rewards.std()
-    torch.testing.assert_close(found.advantage[3], leaf, rtol=0, atol=1e-6)
-    torch.testing.assert_close(found.advantage[0][[0, 4]], leaf.view(2, 4).mean(1), rtol=0, atol=1e-6)
-    pairs = rewards.view(4, 2).mean(1)
-    torch.testing.assert_close(
-        found.advantage[1][[0, 2, 4, 6]], (pairs - pairs.mean()) / pairs.std(), rtol=0, atol=1e-6
-    )
+    leaf, pairs = (rewards - rewards.mean()) / rewards.std(), rewards.view(4, 2).mean(1)
+    wanted = {3: leaf, 0: leaf.view(2, 4).mean(1), 1: (pairs - pairs.mean()) / pairs.std()}
+    for depth, slots in ((3, range(8)), (0, (0, 4)), (1, (0, 2, 4, 6))):
+        torch.testing.assert_close(found.advantage[depth][[*slots]], wanted[depth], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", ["best_sibling", "extremes"])
-def test_a_group_without_scores_is_not_trained_and_stops_nothing(width: str) -> None:
-    plan = make_plan(5, noise=dict.fromkeys(range(4), 0.7), splits={0: 2, 1: 2, 2: 2})
-    rewards = torch.cat([values(8), torch.full((8,), math.nan, dtype=torch.float64)])
-    found = edges(plan, rewards, rewards.nan_to_num(0.0), prune={"width": width})
-    assert float(found.weight[:, 8:].abs().sum()) == 0.0 < float(found.weight[:, :8].sum())
-
-
-def test_width_keeps_the_better_sibling_below_the_last_split() -> None:
+def test_what_is_pruned_is_not_trained() -> None:
+    """The worse sibling below the last split; those depths; a group without scores, which stops nothing."""
     rewards = values(8)
     found = edges(BINARY, rewards, prune={"width": "best_sibling"})
     kept = rewards.view(4, 2).argmax(1) + torch.arange(0, 8, 2)
     assert found.weight[3].nonzero()[:, 0].tolist() == kept.tolist()
     assert (found.weight[:3].sum(1) == 8).all()  # up to the last split all is trained
-
-
-def test_pruned_depths_are_not_trained() -> None:
-    found = edges(BINARY, values(8), prune={"depths": [2, 3]})
+    found = edges(BINARY, rewards, prune={"depths": [2, 3]})
     assert [bool(row.any()) for row in found.weight] == [True, False, False, True, False]
+    both = torch.cat([rewards, torch.full((8,), math.nan, dtype=torch.float64)])
+    for width in ("best_sibling", "extremes"):
+        found = edges(BINARY, both, both.nan_to_num(0.0), prune={"width": width})
+        assert float(found.weight[:, 8:].abs().sum()) == 0.0 < float(found.weight[:, :8].sum())
 
 
-def test_likely_leaves_count_more_in_a_softmax() -> None:
+@pytest.mark.parametrize("credit", ["path_softmax", "level_softmax"])
+def test_likely_leaves_count_more_in_a_softmax(credit: Any) -> None:
     plan = make_plan(3, noise={0: 0.7, 1: 0.7}, splits={1: 2})
-    logs = torch.full((3, 2), math.nan)
+    logs, rewards = torch.full((3, 2), math.nan), torch.tensor([1.0, 0.0])
     logs[0, 0], logs[1, 0], logs[1, 1] = -1.0, -1.0, -3.0
-    for credit in ("path_softmax", "level_softmax"):
-        found = tree_edges(
-            TreeSettings(ways=2, credit=credit), plan, (0, 1),
-            torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]), logs, clip=CLIP, iteration=0,
-        )  # fmt: skip
-        assert float(found.advantage[0, 0]) == pytest.approx(1 / (1 + math.exp(-2)), abs=1e-6)
+    settings = TreeSettings(ways=2, credit=credit)
+    found = tree_edges(settings, plan, (0, 1), rewards, rewards, logs, clip=CLIP, iteration=0)
+    assert float(found.advantage[0, 0]) == pytest.approx(1 / (1 + math.exp(-2)), abs=1e-6)
 
 
 def test_progress_falls_short_of_the_best_leaf() -> None:
