@@ -49,8 +49,8 @@ class CleanErrors(TyperGroup):
 def _of_the_disk(error: Exception) -> str:
     """What to do about a disk that takes nothing more, or a file in the way; "" for any other error. Libraries in Rust
     tell its number in their text alone."""
-    told = re.search(r"\(os error (\d+)\)", str(error))
-    number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
     if number in _CLOSED and isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {os.strerror(error.errno or 0)}"
     if number not in _FULL:

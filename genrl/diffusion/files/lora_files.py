@@ -320,14 +320,14 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
     return settings, f"rank {rank}, alpha {alpha:g} ({whence})"
 
 
-def _require_plain(told: Mapping[str, Any], *, dora: bool, bias: bool) -> None:
+def _require_plain(settings: Mapping[str, Any], *, dora: bool, bias: bool) -> None:
     """Raise ValueError for settings of which something is not in the file, or not done here."""
-    if more := [key for key in MORE_THAN_LORA if told.get(key)]:
+    if more := [key for key in MORE_THAN_LORA if settings.get(key)]:
         raise ValueError(f"its settings have {first(more)}, of which a pipeline's LoRA has nothing")
     for key, has in (("use_dora", dora), ("lora_bias", bias)):
-        if told.get(key) and not has:
+        if settings.get(key) and not has:
             raise ValueError(f"its settings say {key}, and the file has no tensors of that")
-    if odd := [key for key in ("rank_pattern", "alpha_pattern") if not isinstance(told.get(key) or {}, dict)]:
+    if odd := [key for key in ("rank_pattern", "alpha_pattern") if not isinstance(settings.get(key) or {}, dict)]:
         raise ValueError(f"{odd[0]} of its settings is no object")
 
 
