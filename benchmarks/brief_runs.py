@@ -44,8 +44,12 @@ BY_ALGORITHM: dict[str, Overrides] = {
     "fisor": {"trainer.steps_per_iteration": 10, "trainer.episodes": 64},
     "rl100": {
         **{"trainer.rounds": 1, "trainer.episodes": 64, "trainer.imitation_steps": 20, "trainer.critic_steps": 20},
-        **{"trainer.dynamics_steps": 20, "trainer.steps_per_iteration": 20, "trainer.union_steps": 10},
-        "trainer.distil_steps": 10,
+        **{
+            "trainer.dynamics_steps": 20,
+            "trainer.steps_per_iteration": 20,
+            "trainer.union_steps": 10,
+            "trainer.distil_steps": 10,
+        },
     },
     "rl_vlm_f": {
         **{"trainer.steps_per_iteration": 10, "trainer.episodes": 64, "trainer.critic_steps": 20},

@@ -3,10 +3,10 @@
     evaluation: {on_collapse: back, monitor: {reward: clipscore, tolerance: 0.01}}
 
 Two things are watched. The held-out figure (that of a second scorer where there is a monitor; without evaluation the
-trained reward's running mean) falls where it lies below its best for some evaluations in a row: `on_collapse` acts on
-it. Loss, gradient norm and KL leave their own history: that is said alone. All of it is in the loop's memory, and so
-in every checkpoint; all processes have the same figures, and decide alike. What was noticed is logged as
-`collapse/<figure>`, which is what the live page and the report read.
+trained reward's running mean) falls where it lies below its best for some evaluations in a row. Loss, gradient norm and
+KL leave their own history. All of it is in the loop's memory, and so in every checkpoint; all
+processes have the same figures, and decide alike. What was noticed is logged as `collapse/<figure>`, which is what the
+live page and the report read.
 """
 
 from __future__ import annotations
@@ -86,10 +86,9 @@ def note(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     _say(loop, logged)
     evaluated = any(name.startswith("eval/") for name in state["figures"])
     # At checkpoints alone: going back needs one of that moment.
-    judged = not evaluated and loop.iteration % loop.config.checkpoint.every == 0
-    fallen = _without_evaluation(loop, histories) if judged else {}
-    # A history that was left is said and no more: a policy that sharpens has larger gradients and no worse pictures.
-    return logged | fallen | _acted(loop, fallen)
+    if not evaluated and loop.iteration % loop.config.checkpoint.every == 0:
+        logged |= _without_evaluation(loop, histories)
+    return logged | _acted(loop, logged)
 
 
 def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
