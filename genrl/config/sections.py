@@ -103,8 +103,8 @@ class EvaluationBase(Section):
     every: Whole = 20
     """Evaluate every so many iterations, and at the start and the end; 0 = never."""
     on_collapse: Literal["warn", "stop", "back"] = "warn"
-    """When the held-out reward falls, or loss, gradient norm or KL leave their own history (docs/watch.md): say so, end
-    the run, or go on from the best evaluation's weights with half the learning rate."""
+    """When the held-out reward falls (docs/watch.md): say so, end the run, or go on from the best evaluation's weights
+    with half the learning rate."""
     monitor: Monitor | None = None
     """Also watch a second figure, by which the best evaluation is then chosen; null = the run's own alone."""
 

@@ -3,10 +3,10 @@
     evaluation: {on_collapse: back, monitor: {reward: clipscore, tolerance: 0.01}}
 
 Two things are watched. The held-out figure (that of a second scorer where there is a monitor; without evaluation the
-trained reward's running mean) falls where it lies below its best for some evaluations in a row. Loss, gradient norm and
-KL leave their own history. All of it is in the loop's memory, and so in every checkpoint; all
-processes have the same figures, and decide alike. What was noticed is logged as `collapse/<figure>`, which is what the
-live page and the report read.
+trained reward's running mean) falls where it lies below its best for some evaluations in a row: `on_collapse` acts on
+it. Loss, gradient norm and KL leave their own history: that is said, and one low evaluation is then enough. All of it
+is in the loop's memory, and so in every checkpoint; all processes have the same figures, and decide alike. What was
+noticed is logged as `collapse/<figure>`, which is what the live page and the report read.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def note(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     _say(loop, logged)
     evaluated = any(name.startswith("eval/") for name in state["figures"])
     # At checkpoints alone: going back needs one of that moment.
-    if not evaluated and loop.iteration % loop.config.checkpoint.every == 0:
-        logged |= _without_evaluation(loop, histories)
-    return logged | _acted(loop, logged)
+    judged = not evaluated and loop.iteration % loop.config.checkpoint.every == 0
+    fallen = _without_evaluation(loop, histories) if judged else {}
+    return logged | fallen | _acted(loop, fallen)
 
 
 def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
@@ -177,12 +177,14 @@ def _judged(loop: State, name: str, score: Score, tolerance: float | None) -> di
     top = Score(*before["best"][1:]) if before else score
     if before is None or is_better(score, top):
         before, top = {"best": [step, *score]}, score
+    elif state["outside"] and has_fallen(score, top, tolerance, BESIDE):
+        low = PATIENCE
     elif has_fallen(score, top, tolerance):
         low = before["low"] + 1
     figures = state["figures"] | {name: {"best": before["best"], "low": low}}
     loop.memory[KEY] = state | {"figures": figures, "best": before["best"][0], "judge": name}
     row = {"eval/below_best": top.mean - score.mean} if name.startswith("eval/") else {}
-    if low == PATIENCE:  # said once: again only after it has recovered
+    if low >= PATIENCE > before["low"]:  # said once: again only after it has recovered
         key = f"{KEY}/{SHORT.get(name) or name.partition('/')[2]}"
         row[key] = top.mean - score.mean
         _say(loop, {key: row[key]})
@@ -233,6 +235,9 @@ def warnings(columns: Mapping[str, Any]) -> Iterator[str]:
 
 FALL = 3.0
 """Standard errors of the difference from the best by which a fallen score lies below it."""
+BESIDE = 2.0
+"""The same, once, while another figure is outside its history. Alone that means little (a policy that sharpens has
+larger gradients), and so does one low evaluation; the two together came before the collapses that were seen."""
 LEAST = 20
 """Figures that are a history."""
 WIDTHS = 2.0
@@ -251,10 +256,10 @@ def is_better(score: Score, best: Score) -> bool:
     return score.mean - best.mean > math.hypot(score.error, best.error)
 
 
-def has_fallen(score: Score, best: Score, tolerance: float | None = None) -> bool:
-    """Whether it lies below the best by more than the tolerance, None = `FALL` standard errors of their difference. A
+def has_fallen(score: Score, best: Score, tolerance: float | None = None, errors: float = FALL) -> bool:
+    """Whether it lies below the best by more than the tolerance, None = so many standard errors of their difference. A
     missing score (NaN) has not."""
-    allowed = FALL * math.hypot(score.error, best.error) if tolerance is None else tolerance
+    allowed = errors * math.hypot(score.error, best.error) if tolerance is None else tolerance
     return best.mean - score.mean > allowed
 
 
