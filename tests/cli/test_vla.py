@@ -84,7 +84,7 @@ class TestCheck:
             ("policy.path=.", "has no config.json: it is neither a policy's folder nor the run of one"),
             ("environment.name=minitabel", "did you mean minitable?"),
             ("trainer.algorithm=pppo", "did you mean ppo?"),
-            ("sampler.low=0.1", "belongs to another sampler.kind than 'flow_sde'"),
+            ("sampler.std=[0.1,0.2]", "belongs to another sampler.kind than 'flow_sde'"),
             ("environment.group_size=3", "the groups must be complete"),
         ):
             assert says in words(run("check", "ppo.yaml", override, code=2))

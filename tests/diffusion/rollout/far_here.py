@@ -50,6 +50,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs with `ENGINE` draw by it."""
     ray: Any = SimpleNamespace(get_gpu_ids=list, get=pickle.loads)
     monkeypatch.setattr(ray_rollouts, "connected", lambda: ray)
-    monkeypatch.setattr("genrl.diffusion.train.cluster", lambda address, accelerator: nullcontext())
+    monkeypatch.setattr("genrl.diffusion.train.cluster", lambda accelerator: nullcontext())
     monkeypatch.setattr("genrl.diffusion.train.room_for", lambda actors, device: nullcontext({}))
     monkeypatch.setattr("genrl.diffusion.train.RayRollouts", Near)

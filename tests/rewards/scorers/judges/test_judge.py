@@ -187,8 +187,8 @@ def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tenso
         return chat_server.text("Following: 9\nKeeping: 4" if pictures == 2 else "Natural: 10\nClean: 9")
 
     with chat_server.serve(reply) as (url, requests):
-        judge = genrl_rewards.load("edit_judge", {"model": "m", "server": {"url": url}})
-        found = genrl_rewards.score(judge, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
+        scorer = genrl_rewards.load("edit_judge", {"model": "m", "server": {"url": url}})
+        found = genrl_rewards.score(scorer, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
     assert found.values == pytest.approx([0.6, 0.6]) and found.parts["keeping"] == [4, 4] and len(requests) == 4
 
 
@@ -217,10 +217,10 @@ class Bright:
 def test_both_stages_in_both_orders_and_what_counts_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Bright()
     monkeypatch.setattr("genrl_rewards.scorers.judges.judge.open_vlm", lambda *_: model)
-    judge = genrl_rewards.load("preference_judge")
-    assert genrl_rewards.needs(judge).kind == "pairwise"
+    scorer = genrl_rewards.load("preference_judge")
+    assert genrl_rewards.needs(scorer).kind == "pairwise"
     images = torch.tensor([0.2, 0.8, 0.5, 0.5])[:, None, None, None].expand(4, 3, 8, 8)
-    scores = genrl_rewards.score(judge, images=images, prompts=["a", "a", "b", "b"], group=[0, 0, 1, 1])
+    scores = genrl_rewards.score(scorer, images=images, prompts=["a", "a", "b", "b"], group=[0, 0, 1, 1])
     assert not scores.failures and scores.values == [0.0, 1.0, 0.5, 0.5]
     for given in ({"compare": "which?"}, {"answer": "which? {prompt}"}):
         with pytest.raises(ValueError, match="has no placeholder"):
