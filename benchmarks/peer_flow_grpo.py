@@ -206,9 +206,10 @@ def measure(rounds: int, names: Sequence[str] = tuple(ROWS), changes: Sequence[s
     base = load("configs/flow_grpo.yaml", common)
     assert isinstance(base, Config)
     with ExitStack() as stack:
-        folder = stack.enter_context(TemporaryDirectory())
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        stack.callback(dist.destroy_process_group)
+        if not dist.is_initialized():
+            folder = stack.enter_context(TemporaryDirectory())
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
         loops: dict[str, Iterator[Spent]] = {FIRST: usual_loop(base)}
         for name in names:
             config = load("configs/flow_grpo.yaml", [*common, *ROWS[name]])

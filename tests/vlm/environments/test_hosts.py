@@ -171,7 +171,7 @@ class TestPages:
             assert one.reset(3, "train")[1].startswith("Focus")
 
     def test_its_browser_ends_with_its_process(self) -> None:
-        settings = Environment(name="miniwob", processes=True, parallel=1, options={"tasks": ["click-test"]})
+        settings = Environment(name="miniwob", timeout_s=60, parallel=1, options={"tasks": ["click-test"]})
         host = Processes(settings)
         host.do({0: Begin(0, "train")})
         children = psutil.Process(host.running[0][0].pid).children(recursive=True)
