@@ -158,7 +158,7 @@ def test_formulas_by_hand() -> None:
         ("chain, all steps", 8.0, 7.0),
         ("chain, guidance, KL", 16.0, 28.0),
         ("window, guidance, none in training", 16.0, 6.0),  # the old log-probabilities anew, once
-        ("diffusion_nft", 8.0, 4.0),  # its old policy follows slowly: a call of each for every level
+        ("diffusion_nft", 8.0, 2.0),
     ):
         config = model_calls.small(row)
         found = model_calls.expected(config)
@@ -237,8 +237,8 @@ def test_rows_take_turns_and_their_figures_follow_from_their_rounds(monkeypatch:
     found = end_to_end.measure(3, names, 0.0, TINY_END_TO_END)
     assert [row["calls_per_picture"] for row in found.values()] == [
         [3.0, 2.0],
-        [3.0, 3.0],
-    ]  # the old policy is another one from the second iteration on
+        [3.0, 2.0],
+    ]
     for row in found.values():
         assert row["iterations"] == 2 and row["pictures"] == 4 and row["held_out_pictures"] == 2 and row["seed"] == 3
         assert row["pictures_per_cpu_s"] == pytest.approx(4 / row["iteration_cpu_s"][1])
