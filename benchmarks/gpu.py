@@ -61,7 +61,7 @@ PLAN: tuple[Check, ...] = (
     Check("device", "name, memory, bandwidth and matrix rate of the card", 25),
     Check("models", "SD3.5-medium and FLUX.1-dev at full size, random weights, kept for the checks that follow", 60),
     Check("peer:512", "the usual loop against genrl on SD3.5-medium at 512 px, and the share of the matrix rate", 60),
-    *(Check(f"memory:{name}", f"peak against `genrl check`'s estimate, SD3.5-medium: {name.replace('_', ' ')}", 50)
+    *(Check(f"peak:{name}", f"peak against `genrl check`'s estimate, SD3.5-medium: {name.replace('_', ' ')}", 50)
       for name in ("adapters", "graph_and_whole", "int8_and_offload")),
     Check("flux", "an iteration of FLUX.1-dev at full size", 60),
     *(Check(f"ratio:{name}", "ratio of the first update by precision, attention, kernels", 45)

@@ -45,6 +45,8 @@ from genrl.runtime.weights.devices import without_cudnn_attention
 from tests.vlm import tiny_checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
+KEEP = "GENRL_GPU_MODELS"
+"""Environment: the folder in which `models` keeps what several checks load."""
 REDUCED = {
     "sd35_medium": {"num_layers": 4, "dual_attention_layers": (0, 1)},
     "flux1_dev": {"num_layers": 4, "num_single_layers": 8},
@@ -106,25 +108,22 @@ SHORTER = [f"sampling.{key}" for key in ("prompts_per_iteration=1", "batch_size=
 """Of a dry run of pictures: an iteration of three micro-batches."""
 SMALLER = {"group_size": 6, "batch_size": 6, "num_inference_steps": 6, "height": 512, "width": 512}
 """Of the comparison with the usual loop."""
+FLUX: dict[str, tuple[str, ...]] = {
+    "flux1_dev_flow_grpo": (),
+    "flux1_dev_flow_grpo, fused, cudnn": (*FUSED, "kernels.attention=cudnn"),
+    "flux1_dev_24gb": (),
+    "flux1_dev_24gb, blocks offloaded": ("model.quantize=null", "model.offload.denoiser=blocks"),
+}
+"""The same; a name begins with that of the recipe."""
 MEMORY: dict[str, dict[str, tuple[str, ...]]] = {
-    "adapters": {"LoRA": (), "LoRA, checkpointing": ("model.gradient_checkpointing=true",)},
+    "adapters": {"LoRA": (), "LoRA, checkpointing": CHOICES["checkpointing"]},
     "graph_and_whole": {
-        "LoRA, keep_graph": ("trainer.keep_graph=true",),
+        "LoRA, keep_graph": CHOICES["keep_graph"],
         "all weights": ("model.lora=null", "model.autocast=bfloat16"),
     },
-    "int8_and_offload": {"int8": ("model.quantize=int8",), "blocks offloaded": ("model.offload.denoiser=blocks",)},
+    "int8_and_offload": {"int8": ("model.quantize=int8",), "blocks offloaded": CHOICES["blocks offloaded"]},
 }
 """Of a run that is weighed, two to a process."""
-FLUX: dict[str, tuple[str, tuple[str, ...]]] = {
-    "flux1_dev_flow_grpo": ("flux1_dev_flow_grpo", ()),
-    "flux1_dev_24gb": ("flux1_dev_24gb", ()),
-    "flux1_dev_flow_grpo, fused, cudnn": (
-        "flux1_dev_flow_grpo",
-        (*FUSED, "kernels.attention=cudnn"),
-    ),
-    "flux1_dev_24gb, blocks offloaded": ("flux1_dev_24gb", ("model.quantize=null", "model.offload.denoiser=blocks")),
-}
-"""Name -> recipe and changes."""
 
 
 TRAINING = ("diffusion/policy", "diffusion/test_train.py", "diffusion/methods", "vlm/policies", "vlm/test_run.py",
@@ -309,29 +308,41 @@ def _model(name: str, blocks: dict[str, dict[str, int]], dry: bool) -> Published
 
 
 def models(found: Found, dry: bool) -> None:
-    """The folders of the two that several checks load, where the plan keeps them while it lasts."""
+    """The two that several checks load, whole, where the plan keeps them while it lasts."""
     for name in ("sd35_medium", "flux1_dev"):
-        with _told(found, name), tempfile.TemporaryDirectory() as place:
-            began = time.perf_counter()
-            _built(_model(name, WHOLE, dry), Path(place), dry, found)
-            found.put(name, {"seconds": time.perf_counter() - began})
+        with _told(found, name):
+            model = _model(name, WHOLE, dry)
+            folder = _kept(model)
+            if folder is None:
+                raise ValueError(f"no place to keep models: `python -m benchmarks.gpu` says one by {KEEP}")
+            found.put(name, _build(model, folder, dry))
 
 
 def _built(model: Published, place: Path, dry: bool, found: Found) -> Path:
-    """The folder of the pipeline, one that another check of the plan has made where there is one; of a dry run the tiny
-    one."""
+    """The folder of the pipeline, that of `models` where it is whole; of a dry run the tiny one."""
+    kept = _kept(model)
+    if kept is not None and (kept / "model_index.json").exists():  # what diffusers writes last
+        return kept
+    for key, value in _build(model, place / "model", dry).items():
+        found.put(key, value)
+    return place / "model"
+
+
+def _kept(model: Published) -> Path | None:
+    """Where `models` puts one of these sizes; None outside a plan."""
+    place = os.environ.get(KEEP)
+    return None if place is None else Path(place) / hashlib.sha256(repr(model.denoiser).encode()).hexdigest()[:12]
+
+
+def _build(model: Published, folder: Path, dry: bool) -> dict[str, float]:
+    """Write the pipeline; returns how many weights its denoiser has, and the seconds."""
     began = time.perf_counter()
-    shared, key = os.environ.get("GENRL_GPU_MODELS"), hashlib.sha256(repr(model.denoiser).encode()).hexdigest()[:12]
-    folder = Path(shared or place) / f"model-{key}"
-    if not (folder / "whole").exists():
-        if dry:
-            model.tiny().pipe.save_pretrained(folder)
-        else:
-            found.put("denoiser_weights", full_size.build(model, folder, "cuda"))
-            torch.cuda.empty_cache()
-        (folder / "whole").touch()
-    found.put("seconds_to_build", time.perf_counter() - began)
-    return folder
+    if dry:
+        model.tiny().pipe.save_pretrained(folder)
+        return {"seconds_to_build": time.perf_counter() - began}
+    weights = full_size.build(model, folder, "cuda")
+    torch.cuda.empty_cache()
+    return {"denoiser_weights": weights, "seconds_to_build": time.perf_counter() - began}
 
 
 def _trained(config: RunConfig) -> list[dict[str, float]]:
@@ -429,54 +440,49 @@ def group(found: Found, dry: bool) -> None:
 
 def speed(found: Found, dry: bool, name: str) -> None:
     """Seconds of the parts of an iteration and the peak of memory beside its estimate, by choice."""
-    model = _model(name, WHOLE, dry)._replace(changes=())
-    if name == "flux1_dev":
-        model = model._replace(changes=("model.encodings=null",))
-        choices = {k: (recipe, (*_few(3), *changes)) for k, (recipe, changes) in FLUX.items()}
-    else:
-        choices = {k: (RECIPES[name], (*_few(9), *changes)) for k, changes in CHOICES.items()}
-    size = _pixels(name, dry, 512)
-    with tempfile.TemporaryDirectory() as place:
-        pipeline = _built(model, Path(place), dry, found)
-        for k, (choice, (recipe, changes)) in enumerate(choices.items()):
-            if found.knows(choice) or (dry and choice not in ("as published", "flux1_dev_24gb")):
-                continue
-            output = Path(place) / f"run-{k}"
-            with _told(found, choice):
-                config = full_size.configured(model, recipe, pipeline, output, size, changes, steps=None)
-                found.put(choice, _timed(config, pipeline))
+    choices = FLUX if name == "flux1_dev" else CHOICES
+    if dry:
+        choices = {choice: choices[choice] for choice in ("as published", "flux1_dev_24gb") if choice in choices}
+    _by_choice(found, dry, name, choices, 3)
 
 
-def memory_(found: Found, dry: bool, name: str) -> None:
-    """The peak of two iterations of SD3.5-medium's recipe beside the estimate."""
-    model = _model("sd35_medium", WHOLE, dry)._replace(changes=())
-    with tempfile.TemporaryDirectory() as place:
-        pipeline = _built(model, Path(place), dry, found)
-        for number, (choice, changes) in enumerate(MEMORY[name].items()):
-            if found.knows(choice) or (dry and "int8" in choice):
-                continue
-            with _told(found, choice):
-                few = (*_few(9), *changes, "iterations=2")
-                output, size = Path(place) / f"run-{number}", _pixels("sd35_medium", dry, 512)
-                config = full_size.configured(model, RECIPES["sd35_medium"], pipeline, output, size, few, steps=None)
-                found.put(choice, _timed(config, pipeline))
+def peak(found: Found, dry: bool, name: str) -> None:
+    """The same of two iterations of SD3.5-medium, a part of `MEMORY`."""
+    _by_choice(found, dry, "sd35_medium", MEMORY[name], 2)
 
 
 def flux(found: Found, dry: bool) -> None:
-    """One iteration of FLUX.1-dev's recipe, whole, at 512 px."""
-    model = _model("flux1_dev", WHOLE, dry)._replace(changes=("model.encodings=null",))
-    with tempfile.TemporaryDirectory() as place, _told(found, "flux1_dev_flow_grpo"):
+    """One iteration of FLUX.1-dev's recipe."""
+    _by_choice(found, dry, "flux1_dev", {"flux1_dev_flow_grpo": ()}, 1)
+
+
+def _by_choice(found: Found, dry: bool, name: str, choices: dict[str, tuple[str, ...]], iterations: int) -> None:
+    """At 512 px, the model whole and a micro-batch an iteration. A dry run quantises nothing."""
+    whole, size, of_flux = _model(name, WHOLE, dry), _pixels(name, dry, 512), name == "flux1_dev"
+    model = whole._replace(changes=("model.encodings=null",) if of_flux else ())
+    with tempfile.TemporaryDirectory() as place:
         pipeline = _built(model, Path(place), dry, found)
-        few, size = (*_few(3), "iterations=1"), _pixels("flux1_dev", dry, 512)
-        output = Path(place) / "run"
-        config = full_size.configured(model, RECIPES["flux1_dev"], pipeline, output, size, few, steps=None)
-        found.put("flux1_dev_flow_grpo", _timed(config, pipeline))
+        for number, (choice, changes) in enumerate(choices.items()):
+            if found.knows(choice) or (dry and "int8" in choice):
+                continue
+            recipe = choice.partition(",")[0] if of_flux else RECIPES[name]
+            few = (*_few(3 if of_flux else 9, iterations), *changes)
+            with _told(found, choice):
+                output = Path(place) / f"run-{number}"
+                config = full_size.configured(model, recipe, pipeline, output, size, few, steps=None)
+                found.put(choice, _timed(config, pipeline))
 
 
-def _few(batch: int) -> tuple[str, ...]:
-    """One micro-batch an iteration, and three iterations: the first warms up. What else the recipe says stays."""
+def _few(batch: int, iterations: int) -> tuple[str, ...]:
+    """One micro-batch an iteration. What else the recipe says stays."""
     sizes = (f"sampling.batch_size={batch}", f"sampling.group_size={batch}", "sampling.prompts_per_iteration=1")
-    return (*sizes, "model.dtype=bfloat16", "trainer.updates_per_iteration=1", "iterations=3", "checkpoint.every=1000")
+    return (
+        *sizes,
+        "model.dtype=bfloat16",
+        "trainer.updates_per_iteration=1",
+        f"iterations={iterations}",
+        "checkpoint.every=1000",
+    )
 
 
 def _timed(config: Config, pipeline: Path) -> dict[str, Any]:
@@ -602,12 +608,12 @@ _ALL = (
     runs,
     group,
     speed,
-    memory_,
+    peak,
     flux,
     peer,
     language,
 )
-CHECKS: dict[str, Callable[..., None]] = {function.__name__.rstrip("_"): function for function in _ALL}
+CHECKS: dict[str, Callable[..., None]] = {function.__name__: function for function in _ALL}
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ def speed(known: Found) -> str:
     parts = []
     for family in ("sd35_medium", "flux1_dev"):
         found = known.get(f"speed:{family}", {}).get("found", {})
-        for name in [f"memory:{part}" for part in MEMORY] if family == "sd35_medium" else ["flux"]:
+        for name in [f"peak:{part}" for part in MEMORY] if family == "sd35_medium" else ["flux"]:
             found = found | known.get(name, {}).get("found", {})
         rows = [[name, *_timed(row)] for name, row in found.items() if isinstance(row, dict)]
         if rows:

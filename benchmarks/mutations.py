@@ -356,7 +356,7 @@ def after(folder: Path, tree: Path, later: Path, limit: float) -> None:
             files = [file for file, _ in times.most_common() if (copy / file).exists()]
             by = there and row["by"] and _caught(copy, there, serial, [row["by"]], limit)
             by = by or (there and files and _caught(copy, there, serial, files, limit))
-            rows.write(json.dumps(row | {"by": by or None, "gone": there is None}) + "\n")
+            rows.write(json.dumps(row | {"later": by or None, "gone": there is None}) + "\n")
 
 
 def _caught(copy: Path, mutation: Mutation, serial: int, tests: Sequence[str], limit: float) -> str | None:
@@ -372,25 +372,17 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 def table(folder: Path) -> str:
     """Shares caught, by kind of change, and what survived; beside it what the tests of the later checkout catch."""
-    rows = _rows(folder / "caught.jsonl")
-    later = _rows(folder / "after.jsonl") if (folder / "after.jsonl").exists() else []
-    rows = (
-        [row | {"gone": False} for row in rows]
-        if not later
-        else [a | {"then": b["by"], "gone": b["gone"]} for a, b in zip(rows, later, strict=False)]
-    )
-    lines = ["| change | lines | caught | by the fast tier | later |", "| --- | ---: | ---: | ---: | ---: |"]
+    compared = (folder / "after.jsonl").exists()
+    rows = [row for row in _rows(folder / ("after.jsonl" if compared else "caught.jsonl")) if not row.get("gone")]
+    columns = {"caught": "by", "by the fast tier": "fast"} | ({"later": "later"} if compared else {})
+    lines = [f"| change | lines | {' | '.join(columns)} |", "| --- | ---: |" + " ---: |" * len(columns)]
     for kind in [*sorted({row["kind"] for row in rows}), None]:
-        some = [row for row in rows if kind in (None, row["kind"]) and not row["gone"]]
-        shares = [f"{sum(bool(row.get(by)) for row in some) / len(some):.1%}" for by in ("by", "fast", "then")]
-        lines.append(f"| {kind or 'all'} | {len(some)} | {' | '.join(shares if later else [*shares[:2], '-'])} |")
+        some = [row for row in rows if kind in (None, row["kind"])]
+        shares = [f"{sum(bool(row[key]) for row in some) / len(some):.1%}" for key in columns.values()]
+        lines.append(f"| {kind or 'all'} | {len(some)} | {' | '.join(shares)} |")
     survived = [f"{row['file']}:{row['line']}: {row['was']!r} -> {row['text']!r}" for row in rows if not row["by"]]
-    lost = [
-        f"{row['file']}:{row['line']}: {row['by']}"
-        for row in rows
-        if later and row["by"] and not (row["gone"] or row["then"])
-    ]
-    return "\n".join([*lines, "", "Survived:", *survived, "", "No longer caught:", *lost])
+    lost = [f"{row['file']}:{row['line']}: {row['by']}" for row in rows if compared and row["by"] and not row["later"]]
+    return "\n".join([*lines, "", "Survived:", *survived, *(["", "No longer caught:", *lost] if compared else [])])
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.claims.plan import Recipe
 from genrl.config import load
 from genrl.runtime.folder.run import Run, read_metrics, run_info, write_atomic
+from genrl.runtime.loop import collapse
 from genrl.vla.config.schema import VLAConfig
 from genrl.vlm.config.schema import VLMConfig
 
@@ -70,7 +71,7 @@ def harvest(recipe: Recipe, run: Run) -> Stored:
             [row["step"], key.partition("/")[2], _short(value)]
             for row in rows
             for key, value in sorted(row.items())
-            if key.startswith("collapse/") and _number(value)
+            if key.startswith(f"{collapse.KEY}/") and _number(value)
         ],
         "means": {key: means([row[key] for row in trained if _number(row.get(key))]) for key in recipe.means},
     }
