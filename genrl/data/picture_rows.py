@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 SAMPLE_LIST, SAMPLE_GRID = "prompts.json", "grid.png"
 """What `genrl sample` writes beside its pictures: their list, and all of them in one."""
-SUFFIXES = PICTURES
 IMAGE, PROMPT = "image", "prompt"
 
 
@@ -52,9 +51,9 @@ def rows_of(sources: Sequence[Path], prompt: str | None) -> Iterator[Row | str]:
             yield from _of_lines(source, prompt)
         elif source.is_dir():
             overview = source / SAMPLE_GRID if sampled_pictures(source) else None  # not a picture of any one prompt
-            files = sorted(p for p in source.iterdir() if p.suffix.lower() in SUFFIXES and p != overview)
+            files = sorted(p for p in source.iterdir() if p.suffix.lower() in PICTURES and p != overview)
             if not files:
-                raise ValueError(f"{source}: no pictures in this folder ({', '.join(SUFFIXES)})")
+                raise ValueError(f"{source}: no pictures in this folder ({', '.join(PICTURES)})")
             yield from (Row(str(file), file, prompt) for file in files)
         elif source.is_file():
             yield Row(str(source), source, prompt)
@@ -102,7 +101,7 @@ def _of_line(value: Mapping[str, Any], folder: Path, prompt: str | None) -> Row:
 def _inside(path: str, folder: Path) -> Path:
     resolved = (folder / path).resolve()
     # An absolute path is the user's own choice, and as a picture it is only decoded: nothing of another file can leak.
-    if not resolved.is_relative_to(folder) and not (Path(path).is_absolute() and resolved.suffix.lower() in SUFFIXES):
+    if not resolved.is_relative_to(folder) and not (Path(path).is_absolute() and resolved.suffix.lower() in PICTURES):
         raise ValueError(f"{path!r} is outside the folder of the file; write it relative to it, without ..")
     return resolved
 

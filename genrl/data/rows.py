@@ -152,9 +152,14 @@ def input_problem(column: str, columns: Mapping[str, Any]) -> str | None:
         return f"has no {'picture in' if column in columns else 'column'} {column!r}"
     if not isinstance(value, str):
         return f"{column}: is {_kind(value)}; a row gives one picture, by its path, to each argument"
-    if (guess_type(value)[0] or "").startswith("video/"):
+    if is_video(value):
         return f"{column}: {value!r} is a video; a row gives one picture to each argument"
     return None if Path(value).is_file() else f"{column}: no such file {value}"
+
+
+def is_video(name: str) -> bool:
+    """Whether a file is a video, by its name."""
+    return (guess_type(name)[0] or "").startswith("video/")
 
 
 def is_path(name: str) -> bool:

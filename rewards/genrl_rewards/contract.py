@@ -56,8 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 Reward: TypeAlias = Callable[..., Any]
 Scored: TypeAlias = tuple[list[float], dict[str, list[float]]]
 """What a reward may return: N scores, and named parts with N numbers each."""
@@ -284,10 +282,6 @@ def check_columns(reward: Reward, columns: Iterable[str], *, name: str = "") -> 
                 f"reward {name or name_of(reward)!r} asks for the column {column!r}, but the prompt file "
                 f"{have}.{nearest(column, [*available, *FROM_SAMPLER])}"
             )
-    for option in _options(reward):
-        if option not in available and (close := get_close_matches(option.lower(), map(str.lower, available), 1, 0.8)):
-            text = f"has its default, since no column is called so; the nearest is {close[0]!r}"
-            _warn_once(f"reward {name or name_of(reward)!r}: the parameter {option!r} {text}")
     for option in _options(reward):
         if option not in available and (close := get_close_matches(option.lower(), map(str.lower, available), 1, 0.8)):
             text = f"has its default, since no column is called so; the nearest is {close[0]!r}"

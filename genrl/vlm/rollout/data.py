@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from mimetypes import guess_type
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from genrl.config.plugins import find
-from genrl.data.picture_rows import SUFFIXES
 from genrl.data.prompts import DATA_SET, PromptError, is_data_set, open_data_set
 from genrl.data.prompts import Prompt as Asked
 from genrl.data.prompts import read as read_prompts
+from genrl.data.rows import PICTURES, is_video
 from genrl.mdp.noise import generator
 from genrl.vlm.config.names import FORMATS, OUTPUTS
 from genrl.vlm.config.schema import PLACE, VLMConfig
@@ -231,7 +230,7 @@ def _require_none_unnamed(columns: Mapping[str, Any], image: str, where: str) ->
         first = cell[0] if isinstance(cell, list) and cell else cell
         held = isinstance(first, bytes | Mapping | Image.Image)
         if isinstance(first, str):
-            held = Path(first).suffix.lower() in SUFFIXES or (guess_type(first)[0] or "").startswith("video/")
+            held = Path(first).suffix.lower() in PICTURES or is_video(first)
         if held and MEDIA.fullmatch(name):
             key = "video" if name.lower().startswith(("video", "clip")) else "image"
             raise ValueError(
@@ -247,7 +246,7 @@ def _unopened(where: str, held: Any) -> tuple[Any]:
 def _are_frames(cell: list[Any]) -> bool:
     """Whether a list in the column of clips is one clip, not several: of pictures, or of their files."""
     return all(
-        hasattr(frame, "size") or (isinstance(frame, str) and Path(frame).suffix.lower() in SUFFIXES) for frame in cell
+        hasattr(frame, "size") or (isinstance(frame, str) and Path(frame).suffix.lower() in PICTURES) for frame in cell
     )
 
 

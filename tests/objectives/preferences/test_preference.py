@@ -138,7 +138,6 @@ def test_smoothed_labels_lie_between_both_orders_and_robust_ones_are_unbiased() 
 
 
 # -- PRDP: golden pairwise_prdp, and properties
-NAN = float("nan")
 CONVENTIONS = (("sum", "all"), ("mean", "positive"))
 
 
