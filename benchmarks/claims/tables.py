@@ -68,8 +68,10 @@ def page(text: str, name: str, given: Plan, kept: Kept) -> str:
 
 
 def table(spec: Spec, given: Plan, kept: Kept) -> str:
-    """Markdown. Rows without a run are left out."""
+    """Markdown. Rows without a run are left out; a table of none says so."""
     shown = rows(spec, given, kept)
+    if not shown:
+        return "No run is stored yet."
     columns = [column.split() for column in spec["columns"].values()]
     lines = [f"| {' | '.join(spec['columns'])} |", "| --- " * len(columns) + "|"]
     for row in shown:
