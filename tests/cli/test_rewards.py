@@ -13,6 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from genrl.cli.app import app
+from tests.cli.commands import words, wrong_uses
 from tests.ports import free_port
 from tests.servers import spawn
 
@@ -160,28 +161,13 @@ def test_what_cannot_be_read_is_named_skipped_and_counted(folder: Path) -> None:
     assert result.exit_code == 1 and "0 scored, 0 without a score, 1 skipped" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("pickscor", "shots"), "unknown reward 'pickscor'. Did you mean 'pickscore'"),
-        (("mine.py:brightness", "empty"), "empty: no pictures in this folder"),
-        (("mine.py:brightness", "gone"), "gone: no such file or folder"),
-        (("mine.py:brightness", "none.jsonl"), "no rows in this file"),
-        (("mine.py:words", "shots"), "shots/a.png has none: give --prompt"),
-        (("mine.py:column", "shots"), "asks for the column 'style'"),
-        (("mine.py:brightness", "shots", "--out", "a.txt"), "must end in .jsonl or .csv"),
-        (("mine.py:brightness", "shots", "--arg", "x"), "is not key=value"),
-        (("mine.py:brightness", "shots", "--arg", "x=1"), "do not fit"),
-        (("mine.py:brightness", "shots", "--dtype", "float16"), "cannot be run in float16"),
-        (("mine.py:brightness", "shots", "--remote", "ftp://x"), "is not the URL of a reward server"),
-    ],
-)
-def test_wrong_input_is_answered_in_words(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+@wrong_uses("score")
+def test_wrong_input_is_answered_in_words(folder: Path, line: str, says: str) -> None:
     (folder / "empty").mkdir()
     (folder / "none.jsonl").write_text("")
-    result = run("score", *arguments)
+    result = run(*line.split())
     assert result.exit_code == 2 and "Traceback" not in result.output
-    assert words in re.sub(r"[\s│]+", " ", result.stderr), result.stderr
+    assert says in words(result.stderr), result.stderr
 
 
 def test_a_missing_extra_names_the_pip_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

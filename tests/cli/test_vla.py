@@ -15,7 +15,7 @@ import genrl
 from genrl.config import load
 from genrl.runtime.folder.run import read_metrics
 from genrl.vla import train as vla_train
-from tests.cli.commands import ROOT, run, words
+from tests.cli.commands import ROOT, run, words, wrong_uses
 
 SMALL = """\
 policy:
@@ -81,15 +81,11 @@ class TestCheck:
     def test_what_is_wrong(self, folder: Path) -> None:
         for override, says in (
             ("policy.path=runs/smal", "there is no folder runs/smal; did you mean runs/small?"),
-            ("policy.path=.", "has no config.json: it is neither a policy's folder nor the run of one"),
-            ("environment.name=minitabel", "did you mean minitable?"),
-            ("trainer.algorithm=pppo", "did you mean ppo?"),
-            ("sampler.std=[0.1,0.2]", "belongs to another sampler.kind than 'flow_sde'"),
             ("environment.group_size=3", "the groups must be complete"),
         ):
-            assert says in words(run("check", "ppo.yaml", override, code=2))
-            assert says in words(run("train", "ppo.yaml", override, code=2))
-            assert not (folder / "runs" / "ppo").exists()
+            for command in ("check", "train"):
+                assert says in words(run(command, "ppo.yaml", override, code=2))
+                assert not (folder / "runs" / "ppo").exists()
 
 
 class TestTrain:
@@ -170,19 +166,6 @@ class TestEval:
         assert len(list((folder / "films").iterdir())) >= 2
         assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
 
-    def test_what_cannot_be_evaluated(self, folder: Path) -> None:
-        for arguments, says in (
-            (["runs/small/policy"], "is a policy: say where it acts by --config FILE.yaml"),
-            (["runs/small/policy", "--config", str(ROOT / "configs/quickstart.yaml")], "trains no policy"),
-            (["runs/small/policy", "--config", "pppo.yaml"], "no such file"),
-            (["runs/smal", "--config", "ppo.yaml"], "did you mean runs/small?"),
-            (["runs/smal"], "did you mean runs/small?"),
-            (["runs", "--config", "ppo.yaml"], "runs is neither a policy's folder nor the run of one"),
-            (["runs/small", "--reward", "shapes", "--num-prompts", "3"], "--reward, --num-prompts are not for a polic"),
-            ([str(ROOT / "assets/tiny-t2i"), "--episodes", "3", "--reward", "shapes"], "is not for a pipeline"),
-        ):
-            assert says in words(run("eval", *arguments, code=2))
-
 
 class TestExport:
     def test_round_trip(self, folder: Path) -> None:
@@ -204,18 +187,10 @@ class TestExport:
         assert all(torch.equal(early[name], value) for name, value in saved.items())
         assert any(not torch.equal(trained[name], value) for name, value in early.items())
 
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
-            (["runs/small", "--step", "7"], "step-000007: there is no such folder; checkpoints of runs/small: 2, 1"),
-            (["runs/small", "--out", "runs"], "runs is not empty"),
-            (["films"], "is not a run folder"),
-            (["runs/small", "--full"], "--full"),  # which is of pipelines: it must not be ignored silently
-        ],
-    )
-    def test_what_cannot_be_exported(self, arguments: list[str], says: str, folder: Path) -> None:
+    @wrong_uses("vla")
+    def test_what_cannot_be_evaluated_or_exported(self, line: str, says: str, folder: Path) -> None:
         (folder / "films").mkdir(exist_ok=True)
-        assert says in words(run("export", "--out", "never", *arguments, code=2)) and not (folder / "never").exists()
+        assert says in words(run(*line.format(root=ROOT).split(), code=2)) and not (folder / "never").exists()
 
 
 def test_a_report_is_written_anew_and_pictures_are_not_of_policies(folder: Path) -> None:

@@ -29,9 +29,7 @@ BATCH = (*AFFINE, "running_mean", "running_var")
 
 @cache
 def layouts() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.load(
-        (FILES / "layouts.yaml").read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    )
+    found: dict[str, Any] = yaml.safe_load((FILES / "layouts.yaml").read_text())
     return found
 
 
