@@ -95,8 +95,6 @@ def test_without_the_key_the_error_says_what_to_do(tmp_path: Path, monkeypatch: 
 
 
 # -- Runs of tiny OpenVLA-OFTs on MiniTable: imitated, reinforced, resumed, exported; what a configuration cannot ask
-
-
 def logits(policy: Any) -> torch.Tensor:
     with torch.no_grad():
         given = observation(state=3) | {TOKENS: policy.tokenise(["touch the red block"] * 3)}

@@ -140,8 +140,6 @@ def test_the_sizes_of_policies_follow_from_it() -> None:
 
 
 # -- Heads of a policy that is trained further
-
-
 @pytest.mark.parametrize(
     ("policy", "critic", "noise_head"),
     [(flow(critic=1, noise_head=had), 1, head) for had, head in (("expert", "context"), ("context", "expert"))]

@@ -213,8 +213,6 @@ def test_the_row_says_what_the_rollout_was(opened: Opened, monkeypatch: pytest.M
 
 
 # -- GRPO on chunks: the advantage of an episode within its group, and what has none
-
-
 def with_rewards(run: VLARun, rewards: Tensor, lost: tuple[int, ...] = ()) -> None:
     """Every rollout is as if its episodes had these returns; those of some slots were lost."""
     collect = run.collect

@@ -129,8 +129,6 @@ def test_data_sets_hold_no_points(tmp_path: Path) -> None:
 
 
 # -- DAgger: what is labelled, by whom, who acts, and what is imitated in the end
-
-
 def table(frames: Batch, instructions: dict[tuple[int, ...], int]) -> State:
     """The tables that the frames were seen on: a gripper that holds a disc is nearest to that one."""
     gripper, discs = frames[STATE][:, :2].numpy(), frames[ENVIRONMENT].reshape(-1, 3, 2).numpy()
@@ -222,8 +220,6 @@ def test_one_of_your_own_is_asked_before_anything_is_evaluated(tmp_path: Path, m
 
 
 # -- V-PTR: the value function of videos by its formula, what is drawn, what is kept of it, and whole runs
-
-
 def test_the_errors_are_those_of_the_formula() -> None:
     """Worked by hand: a step towards the intent counts .9, one away from it .1; at a goal the value is 0 and ends."""
     values = torch.tensor([[-2.0, -2.0, -1.0], [-3.0, -3.0, -1.0]], requires_grad=True)

@@ -209,8 +209,6 @@ def test_what_a_table_fulfils_can_be_read_from_what_it_shows() -> None:
 
 
 # -- The world model: its divergence against torch's, whose gradients move what, and that it learns what a move does
-
-
 def gaussians(seed: int) -> tuple[Normal, Normal]:
     draw = [keyed_noise((5, 4), seed, place) for place in range(4)]
     return Normal(draw[0], draw[1].exp()), Normal(draw[2], draw[3].exp())

@@ -152,8 +152,6 @@ def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, case: dict[str,
 
 
 # -- What a policy's run logs is what the catalogue documents, both ways
-
-
 CRITIC = set(PPO.metrics)
 OWN = set(by_heading()["Policies in simulation"]) | CRITIC
 SHARED = {"loss/policy", "ratio/mean", "lr", "updates", "timing/train_s", "timing/eval_s", "timing/iteration_s"}

@@ -190,8 +190,6 @@ def test_the_losses_of_iql_by_hand() -> None:
 
 
 # -- Demonstrations as frames, supervised losses, and that training is a function of its seed
-
-
 def test_frames_are_what_the_environment_shows_and_what_the_expert_does() -> None:
     keys, tasks, row = task.episode_keys(0, np.arange(4), np.zeros(4)), (0, 4), 0
     seen = minitable_frames(demonstrate(keys, tasks), image_size=32)

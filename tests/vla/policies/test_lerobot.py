@@ -80,8 +80,6 @@ def test_a_white_picture_fills_its_part_of_the_square(height: int, width: int, p
 
 
 # -- LeRobot's normalisation modes and their inverses
-
-
 MODES = ["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
 
@@ -134,8 +132,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 # -- Saved policies: the same one back, LeRobot's files, and what is refused
-
-
 POLICIES = {
     "flow": lambda: flow(SEES, critic=1, noise_head="context"),
     "flow from states": lambda: flow(TOLD),

@@ -237,8 +237,6 @@ def test_what_an_observation_lacks_is_named(folders) -> None:
 
 
 # -- SmolVLA: the published layout, LeRobot's own actions, replay, freezing, what is refused
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("smol")

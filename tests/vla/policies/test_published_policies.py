@@ -53,7 +53,6 @@ FLOWS: dict[str, tuple[Callable[[Path], Any], tuple[int, int]]] = {
 }
 """Those that predict velocities, and the shape of their chunks."""
 
-
 PALIGEMMA = "paligemma_with_expert.paligemma."
 STAYS = {"pi0": PALIGEMMA, "pi05": PALIGEMMA, "smolvla": "vlm_with_expert.vlm.", "groot": "backbone."}
 STAYS["diffusion"] = "diffusion.rgb_encoder."
@@ -203,8 +202,6 @@ def test_gradients_reach_the_expert_and_not_what_is_frozen(kind: str, folders: d
 
 
 # -- Low-rank adapters of published policies: what they train, how a run goes on, the folder in which they are merged
-
-
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
 FROZEN: dict[str, Any] = {"freeze": "encoder"}
 MERGED = 2e-5
@@ -311,7 +308,6 @@ SFT = {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 4}
 PPO = {"algorithm": "ppo", "epochs": 1, "minibatch": 8, "critic_warmup": 0, "kl_stop": None}
 SDE, NOISE = {"kind": "flow_sde", "steps": 2}, {"kind": "flow_noise", "steps": 2}
 DPPO = {"kind": "diffusion", "steps": 3, "ft_denoising_steps": 3}
-
 
 REINFORCED = {"pi05": (NOISE, "chunk"), "smolvla": (NOISE, "action"), "groot": (SDE, "chunk"), "pi0": (SDE, "action")}
 REINFORCED["diffusion"] = DPPO, "chunk"

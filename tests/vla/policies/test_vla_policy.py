@@ -129,8 +129,6 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 # -- Policies of a file outside the package: trained, saved, loaded, evaluated and resumed as those that are built in
-
-
 SOURCE = '''
 from dataclasses import dataclass
 from typing import ClassVar
@@ -227,8 +225,6 @@ def test_classes_that_are_no_policies(file: Path) -> None:
 
 
 # -- Layers whose activations are computed again in the backward pass, and what is refused
-
-
 def passed(policy: Any) -> tuple[dict[str, Tensor], int]:
     """Outputs and gradients of an encoding, two denoising steps, the heads; bytes that the graph keeps."""
     held = {p.untyped_storage().data_ptr() for p in policy.parameters()}
