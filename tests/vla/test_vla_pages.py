@@ -129,16 +129,6 @@ def test_the_code_of_policies_runs(tmp_path, monkeypatch) -> None:
     assert again.critic and again.inputs == names["policy"].inputs
 
 
-def test_the_sizes_of_policies_follow_from_it() -> None:
-    page = POLICIES_PAGE.read_text(encoding="utf-8")
-    sizes = (("pi0", 18, 256, 256, 48), ("pi0.5", 18, 256, 256, 200), ("SmolVLA", 16, 5 * 64, 64, 49))
-    for name, layers, keys, picture, rest in sizes:
-        places = [picture * cameras + rest for cameras in (1, 2, 3)]
-        numbers = 2 * layers * keys * places[-1]
-        row = f"| {name} | {' / '.join(map(str, places))} | {numbers * 4 / 1e6:.1f} MB | {numbers * 2 / 1e6:.1f} MB |"
-        assert row in page
-
-
 # -- Heads of a policy that is trained further
 @pytest.mark.parametrize(
     ("policy", "critic", "noise_head"),

@@ -77,9 +77,9 @@ def test_the_layout_is_the_published_one(folders) -> None:
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == listed
 
 
-def of_lerobot(prefix: str) -> dict[str, Tensor]:
+def of_lerobot(kind: str, prefix: str = "") -> dict[str, Tensor]:
     """What LeRobot 0.6.1 did with the same folder (tests/fixtures/lerobot_reference.py)."""
-    with np.load(LEROBOT / "act.npz") as arrays:
+    with np.load(LEROBOT / f"{kind}.npz") as arrays:
         return {name.removeprefix(prefix): torch.from_numpy(arrays[name]) for name in arrays if name.startswith(prefix)}
 
 
@@ -87,7 +87,7 @@ def of_lerobot(prefix: str) -> dict[str, Tensor]:
 def test_it_acts_and_its_loss_is_as_lerobots_own(prefix: str, tmp_path) -> None:
     """The loss on a batch of which a part is padding, with LeRobot's noise in the latent."""
     published.act_folder(tmp_path, dropout=0.0, **KINDS[prefix])
-    policy, given = load_policy(tmp_path), of_lerobot(prefix)
+    policy, given = load_policy(tmp_path), of_lerobot("act", prefix)
     with torch.no_grad():
         chunk = Regression().act(policy, policy.encode(published.act_observation()), torch.zeros(3, 8, 3))
     assert given["chunk"].std(0).mean() > 0.05 and given["chunk"].std(1).mean() > 0.05  # of rows, and of actions
@@ -245,16 +245,10 @@ def test_a_policy_that_predicts_actions_predicts_their_noise(folder, tmp_path) -
     torch.testing.assert_close(bar.sqrt() * action + (1 - bar).sqrt() * noise, chunk(), rtol=1e-4, atol=1e-4)
 
 
-def chains_of_lerobot() -> dict[str, Tensor]:
-    """What LeRobot 0.6.1 did with the same folder (tests/fixtures/lerobot_reference.py)."""
-    with np.load(LEROBOT / "diffusion.npz") as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-
-
 def test_the_whole_chain_is_lerobots_own(folder) -> None:
     """100 steps of DDPM with LeRobot's noise, its pictures and states prepared by its own processors; the chain of
     LeRobot begins one action earlier, and it returns the four that it executes."""
-    policy, given = load_policy(folder), chains_of_lerobot()
+    policy, given = load_policy(folder), of_lerobot("diffusion")
     noise = given["noise"].float().roll(-1, 2).transpose(0, 1)
     sampler = Diffusion(100, 100, 100, floor=1e-12, noise_clip=1e9)
     with torch.no_grad():
@@ -267,7 +261,7 @@ def test_the_whole_chain_is_lerobots_own(folder) -> None:
 
 def test_a_ddim_chain_is_lerobots_but_for_the_noise_of_a_clipped_action(folder) -> None:
     """LeRobot goes on with the noise that was predicted, DPPO (and `act`) with that of the action after its clip."""
-    policy, given = load_policy(folder), chains_of_lerobot()
+    policy, given = load_policy(folder), of_lerobot("diffusion")
     start, grid = given["noise"][0].float().roll(-1, 1), ddpm.ddim_grid(ddpm.cosine_alpha_bars(100), 10)
     with torch.no_grad():
         context, x = policy.encode(observation()), start

@@ -178,18 +178,15 @@ def robot(folder: Path, stats: dict[str, Any], **settings: Any) -> openvla_folde
     return openvla_folder.Robot(openvla_folder.read(folder, oft(**settings)))
 
 
-def test_actions_are_mapped_by_the_quantiles_and_the_mask(tmp_path: Path) -> None:
+def test_actions_are_mapped_by_the_quantiles_and_the_mask_and_grippers_opened(tmp_path: Path) -> None:
+    """LIBERO's data sets have 1 for open, 0 for closed; robosuite's action is -1 and 1."""
     units = robot(tmp_path, {"bridge": {"action": bounds([-0.5, 0.0, 0.0], [1.5, 2.0, 9.0], [True, True, False])}})
     chunk = torch.tensor([[-1.0, 0.0, 0.25], [1.0, 1.0, 1.0]])
     torch.testing.assert_close(units.actions(chunk), torch.tensor([[-0.5, 1.0, 0.25], [1.5, 2.0, 1.0]]))
     torch.testing.assert_close(units.normalised(units.actions(chunk), 3), chunk)
     beyond = units.normalised(torch.tensor([[9.0, -9.0, 0.5]]), 3)
     torch.testing.assert_close(beyond, torch.tensor([[1.0, -1.0, 0.5]]))
-
-
-def test_the_gripper_of_libero_opens_at_minus_one(tmp_path: Path) -> None:
-    """Its data sets have 1 for open, 0 for closed; robosuite's action is -1 and 1."""
-    units = robot(tmp_path, {"libero_10_no_noops": LIBERO}, unnorm_key="libero_10")
+    units = robot(tmp_path / "libero", {"libero_10_no_noops": LIBERO}, unnorm_key="libero_10")
     chunk = torch.zeros(4, 7)
     chunk[:, 6] = torch.tensor([0.0, 0.49, 0.51, 1.0])
     assert units.actions(chunk)[:, 6].tolist() == [1.0, 1.0, -1.0, -1.0]
@@ -199,12 +196,16 @@ def test_the_gripper_of_libero_opens_at_minus_one(tmp_path: Path) -> None:
     assert units.normalised(shown, 7)[:, 6].tolist() == [1.0, 0.0]
 
 
-def test_a_state_is_clipped_to_its_range(tmp_path: Path) -> None:
+def test_a_state_is_clipped_to_its_range_and_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path, proprio=True)
     units = openvla_folder.Robot(openvla_folder.read(tmp_path, oft()))
     found = units.state({"observation.state": torch.tensor([[0.5, -7.0, 0.75]])}, torch.device("cpu"))
     assert found.tolist() == [[0.5, -1.0, 0.5]] and units.stats.keys() == {"action", "observation.state"}
     assert units.inputs == ("observation.state", "observation.image")
+    units = robot(tmp_path / "other", {"a": openvla_folders.TABLE}, centre_crop=False)
+    given = {"observation.image": torch.full((2, 64, 64, 3), 51, dtype=torch.uint8)}
+    found = units.pictures(given, torch.device("cpu"))
+    assert found.shape == (2, 3, 32, 32) and torch.equal(found, torch.full_like(found, 0.2))
 
 
 def test_the_central_crop_is_tensorflows() -> None:
@@ -220,13 +221,6 @@ def test_the_central_crop_is_tensorflows() -> None:
     found = openvla_folder.central(pictures)[0].numpy()
     assert np.abs(found - steps).max() < 1e-6 or (np.abs(found - steps) > 1e-6).mean() < 0.01
     assert np.abs(found - both).max() < 1 / 255 + 1e-6
-
-
-def test_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
-    units = robot(tmp_path, {"a": openvla_folders.TABLE}, centre_crop=False)
-    given = {"observation.image": torch.full((2, 64, 64, 3), 51, dtype=torch.uint8)}
-    found = units.pictures(given, torch.device("cpu"))
-    assert found.shape == (2, 3, 32, 32) and torch.equal(found, torch.full_like(found, 0.2))
 
 
 @pytest.mark.parametrize("old", [(40, 56), (20, 24), (28, 40)])

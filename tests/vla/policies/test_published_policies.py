@@ -106,36 +106,10 @@ def test_a_folder_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
     assert contexts[0] and all(torch.equal(value, contexts[1][name]) for name, value in contexts[0].items())
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        ("act", {"temporal_ensemble_coeff": 0.01}, "temporal_ensemble_coeff must be null, found 0.01: it averages"),
-        ("act", {"feedforward_activation": "glu"}, "feedforward_activation must be relu or gelu"),
-        ("act", {"n_heads": 5}, "dim_model 32 must be a multiple of n_heads 5"),
-        ("act", {"latent_dim": 0}, "latent_dim must be a whole number from 1 on, found 0"),
-        ("act", {"kl_weight": -1.0}, "kl_weight must be a number from 0 on"),
-        ("act", {"dropout": 1.0}, "dropout must be below 1"),
-        ("act", {"chunk_size": 9}, r"shape \[8, 32\], it needs \[9, 32\]"),
-        ("diffusion", {"vision_backbone": "resnet50"}, "vision_backbone must be one of"),
-        ("diffusion", {"beta_schedule": "linear"}, "beta_schedule must be"),
-        ("diffusion", {"horizon": 6}, "horizon 6 must be a multiple of 4"),
-        ("diffusion", {"n_obs_steps": 3}, "cond_encoder.1.weight has shape"),
-        ("groot", {"use_relative_actions": True}, "use_relative_actions must be false"),
-        ("groot", {"base_model_path": "someone/else"}, r"base model 'someone/else' into .*base_model_path: ./base"),
-        ("openvla", {"timm_model_ids": ["dummy_dinov", "dummy_siglip"]}, "nearest one is 'dummy_dinov2'"),
-        ("openvla", {"n_action_bins": 128}, "n_action_bins must be 256, found 128"),
-        ("openvla", {"text_config": {"model_type": "phi"}}, "text_config must be a llama's with a rope_theta of 10000"),
-        ("openvla", {"image_sizes": [64, 64]}, r"pos_embed has shape \[1, 16, 48\], it needs \[1, 64, 48\]"),
-        ("pi0", {"paligemma_variant": "gemma_7b"}, "paligemma_variant must be one of .*found 'gemma_7b'"),
-        ("pi0", {"output_features": {"action": {"type": "ACTION", "shape": [4]}}}, r"\{3\} numbers, not 4"),
-        ("pi0", {"input_features": {"observation.state": {"type": "STATE", "shape": [5]}}}, "needs a picture"),
-        ("smolvla", {"num_vlm_layers": 2}, "has 4 layers, bigger than the 2"),
-        ("smolvla", {"add_image_special_tokens": True}, "must be false"),
-        ("smolvla", {"num_expert_layers": 2}, "num_expert_layers must be that of the backbone"),
-        ("smolvla", {"expert_width_multiplier": 0.5}, r"has shape \[.*it needs"),
-        ("smolvla", {"vlm_model_name": "no/such-backbone"}, "put the config.json of the backbone 'no/such-backbone'"),
-    ],
-)
+OTHERS = yaml.safe_load((published.FILES / "other_architectures.yaml").read_text())
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), OTHERS)
 def test_another_architecture_is_refused(kind: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     FOLDERS[kind](tmp_path)
     file = tmp_path / "config.json"
