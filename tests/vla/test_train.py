@@ -44,16 +44,6 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
         assert all(torch.equal(written[name], value) for name, value in average.items())
 
 
-def test_what_cannot_be_watched(tmp_path: Path) -> None:
-    monitor = {"reward": "success", "tolerance": 0.1}
-    for changes, message in (
-        ({"monitor": {**monitor, "reward": "succes"}}, "did you mean 'success'"),
-        ({"monitor": monitor, "every": 0}, "nothing can be watched"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            vla_runs.config(tmp_path, iterations=2, evaluation={**EVALUATED, **changes})
-
-
 def room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device that holds so many decisions in a pass, from the second update on; the sizes that are tried."""
     score, tried = gae.score, []
@@ -135,17 +125,6 @@ def test_adapters_are_merged_into_an_exported_folder(tmp_path: Path) -> None:
     assert {f.name for f in out.iterdir()} == files
     with Progress(1, unit="episodes") as progress:  # as `genrl eval` does, of a configuration that has policy.oft
         assert len(judge_policy(config(tmp_path, **changes), run, progress).success) == 8
-
-
-def test_what_cannot_be_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"head": True}, "ppo cannot train .* predicts actions: a policy that computes its actions has no likelihood"),
-        ({"trainer": {"algorithm": "rl100"}}, "rl100 cannot train .* tokens: it works on denoising steps; take sft"),
-        ({"policy": {"path": None, "new": {}}, **SFT}, "tiny_flow_vla predicts velocity; write sampler.kind: flow_sde"),
-    ]
-    for changes, text in refused:
-        with pytest.raises(ConfigError, match=text):
-            config(tmp_path, **changes)
 
 
 def test_the_check_reads_the_folder(tmp_path: Path) -> None:

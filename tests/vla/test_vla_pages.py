@@ -22,7 +22,7 @@ from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.folder import load_policy, save_first_steps, save_policy
 from genrl.vla.policies.policy import ACTION, NoiseHead
 from genrl.vla.run import VLARun
-from genrl.vla.setup import open_tables, sampler_of
+from genrl.vla.setup import open_tables
 from genrl.vla.train import train
 from tests.docs.test_pages import blocks
 from tests.vla import vla_runs
@@ -146,11 +146,7 @@ def test_heads_that_are_other_ones_are_new_and_the_rest_stays(policy: Any, criti
     assert critic == 1 or made.value_head[-1].out_features == 4
 
 
-def test_what_does_not_fit_the_policy_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    for policy, sampler in ((flow(), "diffusion"), (diffusion(), "flow_sde")):
-        config = vla_runs.config(tmp_path, sampler=sampler)
-        with pytest.raises(ValueError, match=f"sampler.kind: {sampler} needs a policy that predicts"):
-            sampler_of(config, policy)
+def test_optimisers_that_have_one_rate_are_refused(tmp_path: Path) -> None:
     one_step_size = vla_runs.config(tmp_path, optimizer={"name": "prodigy", "lr": 1.0})
     with pytest.raises(ValueError, match="policy, critic have rates of their own"):
         train(one_step_size)

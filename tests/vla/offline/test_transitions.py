@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.mdp import ddpm, levels
+from genrl.mdp import ddpm
 from genrl.mdp.levels import flow_times
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.playground.minitable import MiniTable, demonstrate, expert_chunk, task
@@ -119,6 +119,7 @@ def test_sets_are_merged_and_cut() -> None:
 
 
 def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
+    """Whose formulas are those of tests/vla/methods/test_sft.py."""
     data, bars = expert_data(4, one_episode=True), ddpm.cosine_alpha_bars(20)
     observation, action = data.observation, data.action
     for policy in (flow(), diffusion()):
@@ -127,15 +128,9 @@ def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
         found = imitation.cloning_errors(policy, chunks)
         rng, actions = generator(7), policy.normalised(action)
         noise = torch.randn(action.shape, generator=rng)
-        context = policy.encode(observation)
-        if policy.__class__.__name__ == "TinyFlowVLA":
-            sigma = flow_times(len(action), rng)
-            x = levels.flow_sample(actions, noise, sigma)
-            error = policy.velocity(context, x, sigma) - (noise - actions)
-        else:
-            timestep = torch.randint(20, (len(action),), generator=rng)
-            x = levels.diffusion_sample(actions, noise, bars[timestep])
-            error = policy.noise(context, x, timestep) - noise
+        flows = policy.__class__.__name__ == "TinyFlowVLA"
+        level = flow_times(len(action), rng) if flows else torch.randint(20, (len(action),), generator=rng)
+        error = imitation.matching_error(policy, policy.encode(observation), actions, noise, level, bars)
         torch.testing.assert_close(found, error.square().mean((1, 2)))
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import running
@@ -153,11 +152,3 @@ def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch:
     runs = straight_and_stopped(tmp_path, monkeypatch, places, **changes("ppo", 1, workers="ray"))
     assert vla_runs.differences(*runs) == []
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ahead")]
-
-
-def test_refused(tmp_path: Path) -> None:
-    common = {"iterations": 4, "environment": {"staleness": 2}}
-    with pytest.raises(ConfigError, match="sft does not learn from rollouts of earlier weights; write 0"):
-        vla_runs.config(tmp_path, **common, **vla_runs.SFT)
-    with pytest.raises(ConfigError, match="samples of all 2 iterations would be of the first weights; write less"):
-        vla_runs.config(tmp_path, **common | {"iterations": 2})

@@ -69,17 +69,16 @@ def test_noise_is_keyed_by_seed_iteration_decision_and_slot() -> None:
         assert not (noise(6, **other) == whole).any()
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_its_rows_replay_with_ratio_one(keep: bool) -> None:
+def test_its_rows_replay_with_ratio_one_from_what_was_seen() -> None:
+    """From features that were kept: test_scores.py."""
     policy = flow(SEES, critic=4)
-    plan = RolloutPlan(decisions=3, seed=0, iteration=0, keep_contexts=keep)
+    plan = RolloutPlan(decisions=3, seed=0, iteration=0, keep_contexts=False)
     rollout = collect(MiniTable(6), policy, FlowSteps(), plan)
     for t in range(3):  # the batches that were sampled: exactly
         part = training_rows(rollout, torch.arange(6) + 6 * t)
-        assert bool(part.context) is keep
-        context = policy.context(part.context["features"]) if keep else policy.encode(part.observation)
+        context = policy.encode(part.observation)
         again = FlowSteps().replay(policy, context, part.states, part.next_states, part.step_index)
-        assert torch.equal(again.log_prob.detach(), part.log_prob)
+        assert not part.context and torch.equal(again.log_prob.detach(), part.log_prob)
         assert torch.equal(policy.value(context).detach(), rollout.values[t])
 
 
@@ -284,20 +283,6 @@ def test_acting_has_no_noise_but_the_first(sampler) -> None:
             x = x - 0.25 * policy.velocity(context, x, torch.full((5,), 1.0 - 0.25 * k))
         x = x.clamp(-1.0, 1.0) if sampler == REINFLOW else x
     torch.testing.assert_close(once, x, rtol=1e-4, atol=1e-4)
-
-
-def test_stds_are_those_of_the_settings() -> None:
-    """Flow-SDE's first step has a std of the noise level exactly; a learned one is bounded, DPPO's has a floor."""
-    fixed, learned, floored = FlowSteps(selection="all", noise_level=0.7), LearnedNoise(low=0.2, high=0.6), 0.15
-    stds = {}
-    for sampler in (fixed, learned, Diffusion(floor=floored)):
-        policy, out = sampled(sampler)
-        stds[type(sampler)] = sampler.replay(policy, policy.encode(observation(12)), *out[1:4]).stds
-    first = stds[FlowSteps][:, 0]
-    torch.testing.assert_close(first, torch.full_like(first, 0.7))
-    assert 0.2 <= stds[LearnedNoise].min() < stds[LearnedNoise].max() <= 0.6
-    assert stds[Diffusion].min().item() == pytest.approx(floored) and stds[Diffusion][:, 0].max() > floored
-    assert out.chunk.abs().max() <= 1.0
 
 
 def test_what_does_not_fit_is_refused() -> None:
