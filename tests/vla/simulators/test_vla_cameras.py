@@ -8,11 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.config.sections import Demonstrations
@@ -192,21 +190,9 @@ def test_simulators_show_what_they_know(name: str, task: str, where: slice, away
     assert shown.columns[POINTS].shape[1:] == (64, 3)
 
 
-class Bare(gymnasium.Env[Any, Any]):
-    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-    observation_space = spaces.Dict({"agent_pos": spaces.Box(-1.0, 1.0, (2,))})
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return {"agent_pos": np.zeros(2), **self.shown()}, {}
-
+class ShowsPoints(Draws):
     def shown(self) -> dict[str, Any]:
-        return {}
-
-
-class ShowsPoints(Bare):
-    def shown(self) -> dict[str, Any]:
-        return {"environment_points": np.ones((5, 3))}
+        return super().shown() | {"environment_points": np.ones((5, 3))}
 
 
 def test_an_environment_of_your_own_shows_points_or_is_told_to() -> None:
@@ -215,4 +201,4 @@ def test_an_environment_of_your_own_shows_points_or_is_told_to() -> None:
     with pytest.raises(Misuse, match=r"shows points \[5, 3\], the policy reads \[6, 3\]"):
         Simulator(ShowsPoints(), Reading(chunk=1, points=6)).begin(0)
     with pytest.raises(Misuse, match=r"shows no points: give it a method points\(count\)"):
-        Simulator(Bare(), Reading(chunk=1, points=5)).begin(0)
+        Simulator(Draws(), Reading(chunk=1, points=5)).begin(0)
