@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.vla.published import FILES, NUMBERS, WORDS, Shapes, layout, random_weights, statistics_of, write_folder
+from tests.vla.published import (
+    FILES,
+    NUMBERS,
+    WORDS,
+    Shapes,
+    layout,
+    observed,
+    random_weights,
+    statistics_of,
+    write_folder,
+)
 
 TINY = Sizes(
     vocabulary=40, width=64, layers=3, mlp=96, queries=64, head=32, size=16, eye=32, eye_layers=3, eye_mlp=64,
@@ -86,7 +96,5 @@ def groot_folder(
     return weights
 
 
-def groot_observation(batch: int = 3, seed: int = 2) -> dict[str, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    pictures = torch.randint(0, 256, (2, batch, 24, 32, 3), generator=rng, dtype=torch.uint8)
-    return dict(zip(CAMERAS, pictures, strict=True)) | {"observation.state": torch.randn(batch, 5, generator=rng)}
+def groot_observation(batch: int = 3) -> dict[str, Tensor]:
+    return observed(("front", "wrist"), (24, 32), batch)

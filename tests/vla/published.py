@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -184,15 +185,17 @@ def pi_folder(
 NUMBERS = {"observation.state": 5, "action": 3}
 
 
-def pi_observation(batch: int = 3, seed: int = 2) -> dict[str, Tensor]:
+def observed(cameras: Iterable[str], size: tuple[int, int], *batch: int, environment: int = 0) -> dict[str, Tensor]:
+    """Pictures of these cameras, five numbers of state, and so many of an environment."""
+    rng, names = torch.Generator().manual_seed(2), [f"observation.images.{name}" for name in cameras]
+    pictures = torch.randint(0, 256, (len(names), *batch, *size, 3), generator=rng, dtype=torch.uint8)
+    found = dict(zip(names, pictures, strict=True)) | {STATE: torch.randn(*batch, 5, generator=rng)}
+    return found | ({ENVIRONMENT: torch.randn(*batch, environment, generator=rng)} if environment else {})
+
+
+def pi_observation(batch: int = 3) -> dict[str, Tensor]:
     """Without the instruction's tokens."""
-    rng = torch.Generator().manual_seed(seed)
-    pictures = torch.randint(0, 256, (2, batch, 24, 32, 3), generator=rng, dtype=torch.uint8)
-    return {
-        "observation.images.base_0_rgb": pictures[0],
-        "observation.images.left_wrist_0_rgb": pictures[1],
-        "observation.state": torch.randn(batch, 5, generator=rng),
-    }
+    return observed(("base_0_rgb", "left_wrist_0_rgb"), (24, 32), batch)
 
 
 def smol_folder(
@@ -301,18 +304,11 @@ def act_folder(folder: Path, **settings) -> dict[str, Tensor]:
     return weights
 
 
-def act_observation(batch: int = 3, seed: int = 2, cameras: int = 2) -> dict[str, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    pictures = torch.randint(0, 256, (cameras, batch, 36, 40, 3), generator=rng, dtype=torch.uint8)
-    found = {f"observation.images.camera{n}": picture for n, picture in enumerate(pictures)}
-    found |= {STATE: torch.randn(batch, 5, generator=rng), ENVIRONMENT: torch.randn(batch, 4, generator=rng)}
-    return found
+def act_observation(batch: int = 3) -> dict[str, Tensor]:
+    return observed(("camera0", "camera1"), (36, 40), batch, environment=4)
 
 
 def diffusion_observation(batch: int = 3, history: int | None = 2, cameras: int = 1) -> dict[str, Tensor]:
     """As `diffusion_folder` reads it; history: observations, None for one without that axis."""
-    rng = torch.Generator().manual_seed(2)
     shape = (batch,) if history is None else (batch, history)
-    pictures = (torch.randint(0, 256, (*shape, 36, 40, 3), generator=rng, dtype=torch.uint8) for _ in range(cameras))
-    found = {f"observation.images.camera{n}": picture for n, picture in enumerate(pictures)}
-    return found | {STATE: torch.randn(*shape, 5, generator=rng)}
+    return observed((f"camera{n}" for n in range(cameras)), (36, 40), *shape)
