@@ -18,7 +18,7 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.setup import choose_trained
 from tests.cli.commands import run
-from tests.vla.published import pi_folder, smol_folder
+from tests.vla.published_runs import MADE
 
 TABLE = "environment={name: minitable, num_envs: 64, chunk: 5, max_steps: 5, group_size: 8}"
 CAMERA = {"input_features": {"observation.images.image": {"type": "VISUAL"}}}
@@ -49,10 +49,7 @@ def test_every_policy_that_a_recipe_names_is_known_by_its_size() -> None:
 @pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla"])
 def test_what_is_trained_is_what_the_class_trains(kind: str, lora: str, tmp_path: Path) -> None:
     """Numbers and bytes, of the tiny policies in the published layout."""
-    if kind == "smolvla":
-        smol_folder(tmp_path)
-    else:
-        pi_folder(tmp_path, adaptive=kind == "pi05")
+    MADE[kind](tmp_path)
     config = recipe("pi0_libero", f"policy.path={tmp_path}", f"policy.lora={lora}", "policy.dtype=bfloat16")
     policy, found = load_policy(tmp_path), in_folder(tmp_path)
     choose_trained(config, policy)

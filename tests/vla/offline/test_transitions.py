@@ -77,29 +77,22 @@ def test_an_episode_that_a_simulator_lost_is_left_out() -> None:
     assert judged(data)["eval/length_mean"] == 6.0
 
 
-class Recording(MiniTable):
-    def __init__(self, *args, **how) -> None:
-        super().__init__(*args, **how)
-        self.sent: list[np.ndarray] = []
-
-    def step(self, actions):
-        self.sent.append(np.array(actions))
-        return super().step(actions)
-
-
-@pytest.mark.parametrize(
-    ("policy", "sampler"),
-    [(flow(), FlowSteps("flow_cps", 4, 0.7, "all")), (diffusion(), Diffusion(steps=5, ft_denoising_steps=5))],
-)
-def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
-    env = Recording(6, image_size=0, chunk=4, max_steps=12)
-    rollout = collect(env, policy, sampler, RolloutPlan(decisions=5, seed=0, iteration=0))
-    data = offline.from_rollout(rollout, policy, gamma=0.95)
-    sent = torch.from_numpy(np.stack(env.sent))[rollout.valid]
-    torch.testing.assert_close(data.action, sent, rtol=1e-5, atol=1e-5)
-    assert torch.equal(data.done, rollout.done[rollout.valid]) and len(data.reward) == int(rollout.valid.sum())
-    final = rollout.observations[STATE][1:][rollout.valid]
-    assert torch.equal(data.next_observation[STATE], final)
+def test_a_rollout_holds_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = MiniTable.step
+    for policy, sampler in (
+        (flow(), FlowSteps("flow_cps", 4, 0.7, "all")),
+        (diffusion(), Diffusion(steps=5, ft_denoising_steps=5)),
+    ):
+        sent: list[np.ndarray] = []
+        monkeypatch.setattr(MiniTable, "step", lambda env, a, to=sent: to.append(np.array(a)) or step(env, a))
+        env = MiniTable(6, image_size=0, chunk=4, max_steps=12)
+        rollout = collect(env, policy, sampler, RolloutPlan(decisions=5, seed=0, iteration=0))
+        data = offline.from_rollout(rollout, policy, gamma=0.95)
+        wanted = torch.from_numpy(np.stack(sent))[rollout.valid]
+        torch.testing.assert_close(data.action, wanted, rtol=1e-5, atol=1e-5)
+        assert torch.equal(data.done, rollout.done[rollout.valid]) and len(data.reward) == int(rollout.valid.sum())
+        final = rollout.observations[STATE][1:][rollout.valid]
+        assert torch.equal(data.next_observation[STATE], final)
     env = MiniTable(4, image_size=0)
     rollout = collect(env, flow(), FlowSteps(steps=6), RolloutPlan(decisions=3, seed=0, iteration=0))
     with pytest.raises(ValueError, match="does not hold its chunks"):

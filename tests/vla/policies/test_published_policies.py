@@ -45,12 +45,7 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "openvla, a head": lambda path: openvla_folders.write(path, shards=3, dtype=HALF, head=True, proprio=True),
 }
 """As they are published: bfloat16 where it can be."""
-FLOWS: dict[str, tuple[Callable[[Path], Any], tuple[int, int]]] = {
-    "pi0": (published.pi_folder, (6, 32)),
-    "pi05": (lambda path: published.pi_folder(path, adaptive=True), (6, 32)),
-    "smolvla": (published.smol_folder, (6, 32)),
-    "groot": (groot_folder, (8, 12)),
-}
+FLOWS = {"pi0": (6, 32), "pi05": (6, 32), "smolvla": (6, 32), "groot": (8, 12)}
 """Those that predict velocities, and the shape of their chunks."""
 
 PALIGEMMA = "paligemma_with_expert.paligemma."
@@ -63,7 +58,7 @@ STAYS["diffusion"] = "diffusion.rgb_encoder."
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {kind: tmp_path_factory.mktemp(kind) for kind in FLOWS}
     for kind, path in found.items():
-        FLOWS[kind][0](path)
+        published_runs.MADE[kind](path)
     return found
 
 
@@ -121,7 +116,7 @@ def test_another_architecture_is_refused(kind: str, change: dict[str, Any], mess
 @pytest.mark.parametrize("kind", FLOWS)
 def test_rows_are_independent_and_every_input_matters(kind: str, folders: dict[str, Path]) -> None:
     policy = load_policy(folders[kind]).with_heads(critic=1, noise_head="none", seed=0)
-    seen, chunk = observation(kind, policy), keyed_noise((3, *FLOWS[kind][1]), 0)
+    seen, chunk = observation(kind, policy), keyed_noise((3, *FLOWS[kind]), 0)
     context = policy.encode(seen)
     together, values = policy.velocity(context, chunk, SIGMA), policy.value(context)
     one = torch.tensor([1])  # whose line is shorter than that of row 0
@@ -141,7 +136,7 @@ def test_rows_are_independent_and_every_input_matters(kind: str, folders: dict[s
 @pytest.mark.parametrize("kind", FLOWS)
 def test_replay_is_the_sample_and_heads_are_saved_beside(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     policy = load_policy(folders[kind]).with_heads(critic=1, noise_head="expert", seed=0)
-    seen, (horizon, width) = observation(kind, policy), FLOWS[kind][1]
+    seen, (horizon, width) = observation(kind, policy), FLOWS[kind]
     with torch.no_grad():
         context = policy.encode(seen)
     for sampler in (FlowSteps(steps=3), LearnedNoise(steps=3)):
@@ -163,7 +158,7 @@ def test_replay_is_the_sample_and_heads_are_saved_beside(kind: str, folders: dic
 
 @pytest.mark.parametrize("kind", FLOWS)
 def test_gradients_reach_the_expert_and_not_what_is_frozen(kind: str, folders: dict[str, Path]) -> None:
-    policy, shape = load_policy(folders[kind]).with_heads(critic=1, noise_head="none", seed=0), FLOWS[kind][1]
+    policy, shape = load_policy(folders[kind]).with_heads(critic=1, noise_head="none", seed=0), FLOWS[kind]
     actions = policy.normalised(torch.randn(3, shape[0], 3))
     assert actions.shape == (3, *shape) and not actions[..., 3:].any()
     context = policy.encode(observation(kind, policy))

@@ -22,7 +22,7 @@ from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import train
 from tests.vla import published_runs, vla_runs
-from tests.vla.published import LINES, pi_folder, pi_observation, smol_folder
+from tests.vla.published import LINES, pi_observation
 from tests.vla.tiny_policies import FEELS, SEES, WORDS, diffusion, flow, frames
 
 
@@ -241,10 +241,7 @@ def passed(policy: Any) -> tuple[dict[str, Tensor], int]:
 )
 def test_computing_again_gives_the_same_bits(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     settings = published_runs.ALL if dtype == torch.float32 else {"train_expert_only": True}
-    if kind == "smolvla":
-        smol_folder(tmp_path, dtype=dtype, **settings)
-    else:
-        pi_folder(tmp_path, adaptive=kind == "pi05", dtype=dtype, **settings)
+    published_runs.MADE[kind](tmp_path, dtype=dtype, **settings)
     found = []
     for again in (False, True):
         policy = load_policy(tmp_path).with_heads(critic=1, noise_head="expert", seed=0)

@@ -54,13 +54,10 @@ def test_a_rollout_is_a_function_of_seed_iteration_and_slot() -> None:
         if value.is_floating_point():
             torch.testing.assert_close(value, tensors(first)[name][:, :4], rtol=1e-3, atol=1e-3)
 
-
-def test_noise_is_keyed_by_seed_iteration_decision_and_slot() -> None:
-    """The initial noise, which no observation has touched."""
-
     def noise(size: int, **other: int) -> torch.Tensor:
-        how = {"decisions": 2, "seed": 3, "iteration": 2} | other
-        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), RolloutPlan(**how)).states[:, :, 0]
+        """The initial one, which no observation has touched."""
+        plan = RolloutPlan(**how | {"decisions": 2} | other)
+        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), plan).states[:, :, 0]
 
     whole = noise(6)
     assert torch.equal(noise(2, first_slot=4), whole[:, 4:])

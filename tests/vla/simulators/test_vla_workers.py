@@ -234,23 +234,18 @@ def test_misuse_is_told_at_once(workers: int) -> None:
     fails("file 'nowhere.py' does not exist", "nowhere.py:make")
 
 
-@pytest.mark.parametrize(
-    ("name", "how", "message"),
-    [
+def test_what_cannot_be_and_wrong_calls_are_refused() -> None:
+    refused: list[tuple[str, dict[str, Any], str]] = [
         ("minitabel", {}, "nearest is 'minitable'"),
         (FRAIL, {"num_envs": 3, "group_size": 2}, "groups complete"),
         (FRAIL, {"timeout_s": 0}, "timeouts"),
         ("metaworld", {"settings": {"camera": "top"}}, "metaworld has no settings"),
         ("minitable", {"goals": 3}, "not for minitable"),
         ("minitable", {"tasks": ("push",)}, "no task 'push'"),
-    ],
-)
-def test_what_cannot_be_is_refused(name: str, how: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        open_environment(Simulation(name, **{"num_envs": 2, "chunk": 2} | how))
-
-
-def test_wrong_calls_are_refused() -> None:
+    ]
+    for name, how, message in refused:
+        with pytest.raises(ValueError, match=message):
+            open_environment(Simulation(name, **{"num_envs": 2, "chunk": 2} | how))
     with opened() as env:
         with pytest.raises(RuntimeError, match="call reset"):
             env.step(actions(*[FINE] * 4))
