@@ -86,11 +86,6 @@ class TestCheckOfMany:
                 run("check", which)
 
 
-def test_schema_is_json() -> None:
-    schema = json.loads(run("config", "schema"))
-    assert schema["$defs"]["Config"]["properties"]["optimizer"] and schema["title"] == "genrl configuration"
-
-
 # -- `genrl plan`: the tree of a configuration as text, its calls by hand, and no torch
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
 PIPELINES = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if isinstance(load(path), Config)]
@@ -143,13 +138,15 @@ def test_guidance_counts_twice() -> None:
             assert f"model calls in {what}: {round(calls, 1):,}".removesuffix(".0") in text, path
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_and_the_schema_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert "per prompt: 1 root, 12 leaves" in run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 12}")
     wrong = run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 5}", code=2)
     assert "12 samples are not whole trees of 5 leaves; use 10 or 15" in wrong
     for kind, what in (("vla/flow_sde", "a policy"), ("vlm/grpo", "a vision-language model")):
         assert f"trains {what}" in words(run("plan", f"configs/{kind}.yaml", code=2))
+    schema = json.loads(run("config", "schema"))
+    assert schema["$defs"]["Config"]["properties"]["optimizer"] and schema["title"] == "genrl configuration"
 
 
 # -- How large a model on the hub is, from JSON files and headers of weights, by a client without a network

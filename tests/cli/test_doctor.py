@@ -23,7 +23,7 @@ def test_doctor(folder: Path) -> None:
     assert "torch" in run("doctor")
 
 
-def test_doctor_lists_accelerators_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_accelerators_of_any_kind_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """With their properties where they have some, unlike MPS."""
     from genrl.cli import doctor
 
@@ -38,9 +38,6 @@ def test_doctor_lists_accelerators_of_any_kind(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch, "get_device_module", lambda kind, module=module: module)
         found = doctor._torch()
         assert [value for key, value in found.items() if key.startswith("xpu:")] == said
-
-
-def test_doctor_says_what_to_do() -> None:
     from genrl.cli.doctor import advice
 
     report = {"system": {"free_disk_gb": 1.5}, "packages": {"torch": "2", "peft": None}}

@@ -106,7 +106,7 @@ class TestTrain:
         run("resume", "runs/ppo", "iterations=2")
         assert len(read_metrics(place / "metrics.jsonl")) == 2
 
-    def test_what_the_policy_does_not_allow(self, folder: Path) -> None:
+    def test_what_the_policy_does_not_allow_and_the_command_put_right_runs(self, folder: Path) -> None:
         """Known only with the policy, and said before anything is written."""
         for change, says in (
             ("environment.chunk=9", "environment.chunk: 9 actions cannot be executed of chunks of 4"),
@@ -115,9 +115,7 @@ class TestTrain:
         ):
             assert says in words(run("train", "ppo.yaml", change, "output=runs/wrong", code=2))
             assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
-
-    def test_the_command_put_right_runs(self, folder: Path) -> None:
-        """An instruction that the policy was not taught is found at the first reset, when the folder is there."""
+        # An instruction that the policy was not taught is found at the first reset, when the folder is there.
         text = words(run("train", "ppo.yaml", "environment.tasks=[put]", "output=runs/later", code=2))
         assert "the policy does not know" in text and "environment.tasks" in text
         run("train", "ppo.yaml", "output=runs/later")
@@ -135,7 +133,7 @@ class TestEval:
         assert scores["policy"] == "runs/small" and scores["seed"] == 1234 and scores["episodes"] == 16
         assert scores["environment"]["tasks"] == ["touch"]
 
-    def test_another_environment(self, folder: Path) -> None:
+    def test_another_environment_episodes_seed_and_films(self, folder: Path) -> None:
         """Changes to the configuration hold, as in training; options of pipelines are refused."""
         change = "environment.tasks=['touch the red block']"
         assert "touch the green block" in words(run("eval", "runs/small"))
@@ -143,6 +141,12 @@ class TestEval:
         text = words(run("eval", "runs/small/policy", "environment.task=[touch]", "--config", "ppo.yaml", code=2))
         assert "did you mean environment.tasks?" in text
         assert "--height is not for a policy" in words(run("eval", "runs/small", "--height", "64", code=2))
+        options = ("--episodes", "5", "--seed", "7", "--videos", "films", "--out", "b.json")
+        text = words(run("eval", "runs/small", *options))
+        scores = json.loads((folder / "b.json").read_text())
+        assert (scores["episodes"], scores["seed"]) == (5, 7) and "films and pictures in films" in text
+        assert len(list((folder / "films").iterdir())) >= 2
+        assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
 
     def test_rounding_is_that_of_the_run(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """On the command line and in a script, and not beyond."""
@@ -157,14 +161,6 @@ class TestEval:
         genrl.evaluate("runs/small")
         genrl.evaluate("runs/small/policy", config={**yaml.safe_load(REINFORCED), "tf32": True})
         assert seen == [True, False, True] and not torch.backends.cuda.matmul.allow_tf32
-
-    def test_episodes_seed_and_films_and_a_folder_in_the_environment_of_a_file(self, folder: Path) -> None:
-        options = ("--episodes", "5", "--seed", "7", "--videos", "films", "--out", "b.json")
-        text = words(run("eval", "runs/small", *options))
-        scores = json.loads((folder / "b.json").read_text())
-        assert (scores["episodes"], scores["seed"]) == (5, 7) and "films and pictures in films" in text
-        assert len(list((folder / "films").iterdir())) >= 2
-        assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
 
 
 class TestExport:
@@ -199,10 +195,7 @@ def test_a_report_is_written_anew_and_pictures_are_not_of_policies(folder: Path)
     assert "eval/success_mean" in (folder / "runs/small/report.html").read_text()
     text = words(run("sample", "runs/small", "--prompt", "touch the red disc", code=2))
     assert "is not the run of a pipeline, so no pictures can be sampled from it" in text
-
-
-def test_environments_that_cannot_be_shared_out_to_processes_are_refused(folder: Path) -> None:
-    """Runs of two processes: `--nproc` in test_train.py, policies in tests/vla/test_resume.py."""
+    # Runs of two processes: `--nproc` in test_train.py, policies in tests/vla/test_resume.py.
     vla_train.check_processes(load("ppo.yaml"), 2)
     with pytest.raises(ValueError, match="15 groups of 1 .* cannot be shared out evenly to 2 processes"):
         vla_train.check_processes(load("ppo.yaml", ["environment.num_envs=15"]), 2)

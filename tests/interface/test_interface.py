@@ -280,21 +280,18 @@ def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> Non
         genrl.score([pictures[0], Image.new("RGB", (4, 4))], [warm])
 
 
-def test_trl_names_and_typing_errors_are_told_ours() -> None:
-    for name in ("reward_funcs", "train_dataset", "peft_config", "num_generations"):
-        with pytest.raises(TypeError, match=f"{name} is called {OURS[name].split()[0]}"):
-            genrl.train(model="assets/tiny-t2i", **{name: []})
-    with pytest.raises(TypeError, match="there is no argument modle"):
-        genrl.train(modle="assets/tiny-t2i")
-
-
-def test_every_settings_class_is_an_attribute() -> None:
+def test_every_settings_class_is_an_attribute_and_names_of_trl_are_told_ours() -> None:
     for kind in KINDS:
         for method in built_in(kind).values():
             assert getattr(genrl, method.__name__) is method and method.__name__ in dir(genrl)
     with pytest.raises(AttributeError, match="no attribute 'DiffusionNTF'"):
         genrl.DiffusionNTF  # noqa: B018
     assert all(getattr(genrl, name) is not None for name in dir(genrl))
+    for name in ("reward_funcs", "train_dataset", "peft_config", "num_generations"):
+        with pytest.raises(TypeError, match=f"{name} is called {OURS[name].split()[0]}"):
+            genrl.train(model="assets/tiny-t2i", **{name: []})
+    with pytest.raises(TypeError, match="there is no argument modle"):
+        genrl.train(modle="assets/tiny-t2i")
 
 
 def test_what_is_taken_twice_is_a_copy() -> None:

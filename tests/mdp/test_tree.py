@@ -257,15 +257,11 @@ def test_golden_exit_step_and_calls(golden) -> None:
         grid = linspace_grid(length)
         assert len(early_exit.shortcut_sigmas(grid, exit_step, shortcut)) - 1 == calls - exit_step
     a.all_used("(exit|active)_.*")
-
-
-def test_missing_scores_are_left_out() -> None:
+    # Missing scores are left out
     rewards = torch.tensor([[[1.0, 3.0, NAN], [5.0, NAN, NAN]], [[NAN, NAN, NAN], [2.0, 2.0, 2.0]]])
     assert early_exit.exit_variance(rewards).tolist() == [1.0, 0.0]
     assert early_exit.exit_step(torch.full((1, 3, 2), NAN)) == 0
-
-
-def test_the_shortcut_goes_evenly_to_no_noise() -> None:
+    # The shortcut goes evenly to no noise
     grid = shifted_grid(10, 3.0)
     path = early_exit.shortcut_sigmas(grid, 4, 2)
     assert path[0] == grid[4] and path[-1] == 0 and torch.allclose(path.diff(), -grid[4] / 2)

@@ -96,7 +96,7 @@ def test_films_are_half_of_each_as_far_as_there_are(flags: list[bool], most: int
     assert abs(good - bad) <= 1 or left[good < bad] == 0  # only where the fewer are used up
 
 
-def test_figures() -> None:
+def test_figures_and_names_of_instructions() -> None:
     found = Judged(["b", "a!", "b", "b"], [True, False, False, True], [3, 16, 16, 5], [1.0, 0.0, 0.0, 1.0], [])
     (low, high), row = wilson(2, 4), {"length_mean": 10.0, "return_mean": 0.5, "lost": 0.0}
     row |= {"success_mean": 0.5, "success_low": low, "success_high": high}
@@ -106,9 +106,6 @@ def test_figures() -> None:
     both = found.joined(found)
     assert both.steps == [3, 16, 16, 5] * 2
     assert by_task(both) == {"a!": (0.0, 2), "b": (pytest.approx(2 / 3), 6)}
-
-
-def test_names_of_instructions() -> None:
     assert slug("Put the RED disc, in zone 2!") == "put_the_red_disc_in_zone_2"
     assert len({slug(text) for text in INSTRUCTIONS}) == len(INSTRUCTIONS)
 

@@ -108,7 +108,7 @@ def test_statistics_are_numpys(tmp_path: Path) -> None:
     assert found.stats["episode_index"]["max"].tolist() == [2] and found.stats["index"]["max"].tolist() == [14]
 
 
-def test_files_are_those_that_lerobot_reads(tmp_path: Path) -> None:
+def test_files_are_those_that_lerobot_and_hugging_face_datasets_read(tmp_path: Path) -> None:
     made = [episode(number) for number in range(4)]
     write_dataset(tmp_path / "set", made, fps=10, names={"action": ["x", "y"]}, robot_type="arm")
     info = json.loads((tmp_path / "set/meta/info.json").read_text())
@@ -132,14 +132,9 @@ def test_files_are_those_that_lerobot_reads(tmp_path: Path) -> None:
     assert kinds["action"] == pa.list_(pa.float32(), 2) and kinds["next.reward"] == pa.float32()
     assert kinds["next.done"] == pa.bool_() and kinds["task_index"] == pa.int64() and kinds["timestamp"] == pa.float32()
     assert kinds[TOP] == pa.struct({"bytes": pa.binary(), "path": pa.string()})
-
-
-def test_hugging_face_datasets_reads_our_data(tmp_path: Path) -> None:
-    made = [episode(number) for number in range(2)]
-    write_dataset(tmp_path / "set", made, fps=10)
     files = str(tmp_path / "set/data/*/*.parquet")
     found = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    assert found.features[TOP] == datasets.Image() and found.features["action"].length == 2 and len(found) == 10
+    assert found.features[TOP] == datasets.Image() and found.features["action"].length == 2 and len(found) == 20
     row = found[7]
     assert np.array_equal(np.asarray(row[TOP]), made[1].columns[TOP][2]) and row["next.done"] is False
     assert (row["episode_index"], row["frame_index"], row["index"]) == (1, 2, 7)

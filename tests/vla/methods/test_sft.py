@@ -111,15 +111,12 @@ def test_a_loaded_policy_goes_on_with_its_own_words_and_statistics(tmp_path: Pat
     assert all(p.requires_grad for p in policy.expert.parameters())
 
 
-def test_the_frames_and_the_new_policy_are_those_of_the_seed(tmp_path: Path) -> None:
+def test_the_frames_and_the_new_policy_are_those_of_the_seed_and_hold_no_points(tmp_path: Path) -> None:
     one, other = (open_policy(config(tmp_path, seed=seed)) for seed in (1, 2))
     again = open_policy(config(tmp_path, seed=1))
     assert vla_runs.moved(one[0], vla_runs.weights(again[0])) == set()
     assert torch.equal(one[1][ACTION], again[1][ACTION])
     assert vla_runs.moved(one[0], vla_runs.weights(other[0])) and len(one[1][ACTION]) != len(other[1][ACTION])
-
-
-def test_data_sets_hold_no_points(tmp_path: Path) -> None:
     points, nowhere = {"path": None, "new": {"image_size": 0, "points": 14}}, {"expert": None, "dataset": str(tmp_path)}
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "info.json").write_text("{}")

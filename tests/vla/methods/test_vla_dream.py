@@ -256,7 +256,7 @@ def test_imagination_and_looking_differ_in_what_they_know() -> None:
     assert world.decode(looked).shape == (4, 9) and looked.rows(torch.tensor([2])).h.shape == (1, 16)
 
 
-def test_the_loss_is_reconstruction_and_divergence() -> None:
+def test_the_loss_is_reconstruction_and_divergence_and_updates_lower_it() -> None:
     """Nothing foretells the first observation. Without noise the model has looked at both."""
     observations, actions, world = toys(3, 4)
     noise = torch.zeros(3, 2, 4)
@@ -269,9 +269,6 @@ def test_the_loss_is_reconstruction_and_divergence() -> None:
     errors = (both - observations[:, :2]) / world.observation_std
     torch.testing.assert_close(found.reconstruction, 0.5 * errors.square().sum(-1).mean(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(found.loss, found.reconstruction + 0.5 * found.kl)
-
-
-def test_updates_lower_the_loss() -> None:
     observations, actions, world = toys(8)
     optimiser, how = torch.optim.Adam(world.parameters(), lr=1e-2), {"length": 6, "batch_size": 4, "seed": 0}
     losses = [float(world_step(world, optimiser, observations, actions, step=0, **how).loss) for _ in range(20)]

@@ -196,14 +196,11 @@ def test_frames_are_what_the_environment_shows_and_what_the_expert_does() -> Non
     assert {len(value) for value in seen.values()} == {row}
 
 
-def test_statistics_have_a_floor_for_states_only() -> None:
+def test_statistics_have_a_floor_and_a_loss_that_is_not_finite_says_its_step() -> None:
     still = {STATE: torch.zeros(5, 2), ACTION: torch.zeros(5, 3), TOKENS: torch.ones(5, 2, dtype=torch.int64)}
     found = frame_statistics(still)
     assert set(found) == {STATE, ACTION}
     assert found[STATE]["std"].tolist() == pytest.approx([STD_FLOOR] * 2) and found[ACTION]["std"].abs().max() == 0
-
-
-def test_a_loss_that_is_not_finite_says_its_step() -> None:
     spoilt = frames() | {STATE: frames()[STATE] * torch.nan}
     with pytest.raises(FloatingPointError, match="step 0"):
         next(imitate(flow(TOLD), spoilt, seed=1, steps=6, batch_size=8, learning_rate=1e-3))

@@ -285,7 +285,7 @@ def test_pictures_are_resized_as_pillow_does(tmp_path) -> None:
     torch.testing.assert_close(ours[0, 0], torch.from_numpy(np.array(red))[3:37, 0:36], rtol=1e-4, atol=1e-4)
 
 
-def test_one_observation_stands_for_the_history(folder) -> None:
+def test_one_observation_stands_for_the_history_and_what_does_not_fit_is_refused(folder) -> None:
     policy, one = load_policy(folder), observation(history=None)
     twice = {name: torch.stack([value, value], 1) for name, value in one.items()}
     assert torch.equal(policy.encode(one)["features"], policy.encode(twice)["features"])
@@ -294,6 +294,12 @@ def test_one_observation_stands_for_the_history(folder) -> None:
     assert not torch.equal(policy.encode(one)["features"], policy.encode(moved)["features"])
     with pytest.raises(ValueError, match="reads 2 observations"):
         policy.encode({name: value[:, :1] for name, value in twice.items()})
+    with pytest.raises(ValueError, match="noise"):
+        load_policy(folder).with_heads(critic=0, noise_head="expert", seed=0)
+    with pytest.raises(ValueError, match="has no critic"):
+        load_policy(folder).value({})
+    with pytest.raises(ValueError, match="takes no Adapt|rename names"):
+        load_policy(folder, adapt=Adapt(rename={"observation.image": "observation.images.wrong"}))
 
 
 def test_replay_is_the_sample_and_the_loss_moves_everything(folder) -> None:
@@ -319,12 +325,3 @@ def test_replay_is_the_sample_and_the_loss_moves_everything(folder) -> None:
     policy.zero_grad()
     policy.value(policy.encode(seen)).sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in policy.diffusion.parameters())
-
-
-def test_what_does_not_fit_is_refused(folder) -> None:
-    with pytest.raises(ValueError, match="noise"):
-        load_policy(folder).with_heads(critic=0, noise_head="expert", seed=0)
-    with pytest.raises(ValueError, match="has no critic"):
-        load_policy(folder).value({})
-    with pytest.raises(ValueError, match="takes no Adapt|rename names"):
-        load_policy(folder, adapt=Adapt(rename={"observation.image": "observation.images.wrong"}))

@@ -98,7 +98,7 @@ def test_the_inverse_brings_actions_back(mode, seed: int) -> None:
     torch.testing.assert_close(back, values.double(), rtol=1e-9, atol=1e-9)
 
 
-def test_what_a_mode_promises() -> None:
+def test_statistics_by_hand_and_what_a_mode_promises() -> None:
     values = demonstrations()
     stats = statistics(values)
     moving = values[:, :3]
@@ -112,9 +112,6 @@ def test_what_a_mode_promises() -> None:
         inside = normalise(moving, {k: v[:3] for k, v in stats.items() if k != "count"}, mode).abs() <= 1 + 1e-4
         assert inside.float().mean(0).sub(share).abs().max() < 0.02
     assert all(normalise(values, stats, mode).isfinite().all() for mode in MODES)  # the last number never moved
-
-
-def test_statistics_by_hand() -> None:
     values = torch.arange(101.0)[:, None].repeat(1, 2).view(101, 1, 2)
     stats = statistics(values)
     assert stats["count"].item() == 101 and stats["mean"].tolist() == [50.0, 50.0]

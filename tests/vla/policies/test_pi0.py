@@ -97,15 +97,6 @@ def test_the_state_falls_into_numpys_bins(state: list[float]) -> None:
     assert pi0.discretised(torch.tensor([state]))[0].tolist() == wanted.tolist()
 
 
-def test_pi05_writes_the_state_into_the_prompt(folders) -> None:
-    policy = load_policy(folders[True][0])
-    told = pi0._prompts(policy.tokenise(["put_the red\nblock "]), torch.tensor([[-2.0, -1.0, 0.0, 0.9999, 1.0]]))
-    assert told == ["Task: put the red block, State: -1 0 128 255 255;\nAction: "]
-    texts = ["touch the blue block", "légère"]
-    told = pi0._prompts(policy.tokenise(texts), torch.zeros(2, 1))
-    assert [text.split(",")[0] for text in told] == [f"Task: {text}" for text in texts]
-
-
 def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_path, monkeypatch) -> None:
     """Five; with padded_state as many as the model is wide. The choice goes with the policy that is saved."""
     told: list[str] = []
@@ -126,6 +117,12 @@ def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_p
     assert numbers(load_policy(tmp_path / "again", adapt=Adapt(padded_state=False))) == own
     with pytest.raises(ValueError, match="policy.padded_state is of type pi05, and this is pi0"):
         load_policy(folders[False][0], adapt=Adapt(padded_state=True))
+    policy = load_policy(folders[True][0])
+    told = pi0._prompts(policy.tokenise(["put_the red\nblock "]), torch.tensor([[-2.0, -1.0, 0.0, 0.9999, 1.0]]))
+    assert told == ["Task: put the red block, State: -1 0 128 255 255;\nAction: "]
+    texts = ["touch the blue block", "légère"]
+    told = pi0._prompts(policy.tokenise(texts), torch.zeros(2, 1))
+    assert [text.split(",")[0] for text in told] == [f"Task: {text}" for text in texts]
 
 
 @BOTH

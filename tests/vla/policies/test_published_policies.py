@@ -228,13 +228,6 @@ def test_a_run_of_adapters_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert any(map(is_adapter, average))
 
 
-def test_a_frozen_encoder_has_none(tmp_path: Path) -> None:
-    policy = open_policy(published_runs.config(tmp_path, "pi0", policy={**LORA, **FROZEN}))[0]
-    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
-    adapted = {name.split(".layers.")[0] for name in trained if is_adapter(name)}
-    assert adapted == {"paligemma_with_expert.gemma_expert.model"}
-
-
 def test_a_policy_that_has_changed_is_not_merged_with(tmp_path: Path) -> None:
     run = train(published_runs.config(tmp_path, "pi0", policy=LORA))
     file = tmp_path / "base" / "model.safetensors"
@@ -245,7 +238,7 @@ def test_a_policy_that_has_changed_is_not_merged_with(tmp_path: Path) -> None:
         load_trained(run)
 
 
-def test_what_takes_no_adapters_is_refused(tmp_path: Path) -> None:
+def test_what_takes_no_adapters_is_refused_and_a_frozen_encoder_has_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="policy.lora: .* a TinyFlowVLA has none; leave it out"):
         open_policy(vla_runs.config(tmp_path, policy=LORA))
     with pytest.raises(ValueError, match="policy.gradient_checkpointing: .* a TinyFlowVLA has none; leave it out"):
@@ -253,6 +246,10 @@ def test_what_takes_no_adapters_is_refused(tmp_path: Path) -> None:
     targets = {"lora": {"targets": ["q_prj"]}}
     with pytest.raises(ValueError, match=r"policy.lora.targets: no layer .* named \['q_prj'\]; there are .*'q_proj'"):
         open_policy(published_runs.config(tmp_path, "smolvla", policy=targets))
+    policy = open_policy(published_runs.config(tmp_path / "pi0", "pi0", policy={**LORA, **FROZEN}))[0]
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    adapted = {name.split(".layers.")[0] for name in trained if is_adapter(name)}
+    assert adapted == {"paligemma_with_expert.gemma_expert.model"}
 
 
 @pytest.mark.parametrize(

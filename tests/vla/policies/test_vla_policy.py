@@ -176,6 +176,14 @@ def test_what_it_cannot_do_is_told_before_anything_is_written(file: Path, tmp_pa
         run = train(imitated(tmp_path, f"{file}:Wide"))
         train(vla_runs.config(tmp_path, sampler="reinflow", policy={"path": str(run)}, output=str(tmp_path / "b")))
     assert not (tmp_path / "b" / "policy").exists()
+    for name, message in (
+        (f"{file}:Dreamer", "Dreamer has no tokenise, normalised, actions, with_heads, save, load"),
+        (f"{file}:number", "number is no class"),
+        (f"{file}:Widde", "did you mean Wide"),
+        ("smol_vla", "did you mean smolvla"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy_class(name)
 
 
 def test_an_installed_policy_and_an_installed_simulator(
@@ -197,17 +205,6 @@ def test_an_installed_policy_and_an_installed_simulator(
     observation, _ = env.reset(seed=0)
     assert env.task_description == ["go to the red corner"] * 2 and observation["agent_pos"].shape == (2, 2)
     env.close()
-
-
-def test_classes_that_are_no_policies(file: Path) -> None:
-    for name, message in (
-        (f"{file}:Dreamer", "Dreamer has no tokenise, normalised, actions, with_heads, save, load"),
-        (f"{file}:number", "number is no class"),
-        (f"{file}:Widde", "did you mean Wide"),
-        ("smol_vla", "did you mean smolvla"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            policy_class(name)
 
 
 # -- Layers whose activations are computed again in the backward pass, and what is refused

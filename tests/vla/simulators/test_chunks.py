@@ -56,12 +56,17 @@ def facts(outcome: Outcome) -> list[Any]:
     return [outcome.observation["agent_pos"].item(), bool(outcome.terminated[0]), bool(outcome.truncated[0])]
 
 
-def test_a_chunk_stops_where_the_episode_ends() -> None:
+def test_a_chunk_stops_where_the_episode_ends_or_at_a_limit_of_our_own() -> None:
     outcome = begun(4).execute(chunk(1, 1, 1, 1))
     assert facts(outcome) == [3.0, True, False] and outcome.success[0]
     assert outcome.n_executed[0] == 3 and outcome.rewards.tolist() == [[1, 1, 1, 0]] and outcome.action_dim == 1
     mask = executed_mask(torch.from_numpy(outcome.n_executed), 4)
     assert mask.tolist() == [[True, True, True, False]]
+    assert facts(begun(4, max_steps=2).execute(chunk(0, 0, 0, 0))) == [0.0, False, True]
+    outcome = begun(4, max_steps=3).execute(chunk(1, 1, 1, 1))
+    assert facts(outcome) == [3.0, True, False] and outcome.n_executed[0] == 3
+    outcome = begun(2).execute(chunk(9, -4))  # clipped to the box
+    assert facts(outcome) == [0.0, False, False] and outcome.rewards.tolist() == [[1.0, -1.0]]
 
 
 @pytest.mark.parametrize("limit", [None, 5, 9])
@@ -73,14 +78,6 @@ def test_a_time_limit_inside_a_chunk_truncates(limit: int | None) -> None:
     again = simulator.begin(1)
     assert facts(again) == [0.0, False, False]
     assert facts(simulator.execute(chunk(1, 1, 1))) == [3.0, True, False]
-
-
-def test_a_limit_of_our_own_comes_first_and_success_is_no_truncation() -> None:
-    assert facts(begun(4, max_steps=2).execute(chunk(0, 0, 0, 0))) == [0.0, False, True]
-    outcome = begun(4, max_steps=3).execute(chunk(1, 1, 1, 1))
-    assert facts(outcome) == [3.0, True, False] and outcome.n_executed[0] == 3
-    outcome = begun(2).execute(chunk(9, -4))  # clipped to the box
-    assert facts(outcome) == [0.0, False, False] and outcome.rewards.tolist() == [[1.0, -1.0]]
 
 
 def test_what_cannot_be_is_refused() -> None:

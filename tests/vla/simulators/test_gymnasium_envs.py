@@ -94,7 +94,7 @@ def test_gymnasiums_own() -> None:
             open_environment(Simulation(name, num_envs=1, chunk=2)).reset(seed=0)
 
 
-def test_how_observations_are_named() -> None:
+def test_how_observations_and_environments_are_named() -> None:
     vector, picture = np.arange(5.0), np.zeros((8, 8, 3), dtype=np.uint8)
     assert named(vector, 0, "x").keys() == {"agent_pos"} and named(vector, 0, "x")["agent_pos"].dtype == np.float32
     split = named(vector, 2, "x")
@@ -111,6 +111,8 @@ def test_how_observations_are_named() -> None:
         named(np.zeros((3, 3)), 0, "x")
     with pytest.raises(Misuse, match="proprioception: 9"):
         named(vector, 9, "x")
+    assert is_function("a/b.py:make") and is_function("minitable")
+    assert not any(map(is_function, ("gym_pusht/PushT-v0", "gym_pusht:gym_pusht/PushT-v0", "FetchReach-v4")))
 
 
 class Shows(gymnasium.Env[Any, np.ndarray]):
@@ -153,11 +155,6 @@ def test_a_policys_picture_is_not_squeezed() -> None:
         assert simulator.picture(32).shape == (32, 32, 3)
     shown = as_picture(np.arange(480 * 640 * 3, dtype=np.uint8).reshape(480, 640, 3), 640, "it", squeezed=False)
     assert shown.shape == (480, 640, 3), "what a policy of such pictures reads (ACT on ALOHA) is as it is"
-
-
-def test_names() -> None:
-    assert is_function("a/b.py:make") and is_function("minitable")
-    assert not any(map(is_function, ("gym_pusht/PushT-v0", "gym_pusht:gym_pusht/PushT-v0", "FetchReach-v4")))
 
 
 UNLIKE = """
