@@ -32,8 +32,6 @@ class TestHelp:
                 assert name in {*written, "mine.yaml", "org/name/config.yaml", "assets/tiny-vla", "assets/tiny-vlm"}
             for word in example.split("genrl ", 1)[1].split():
                 assert not word.startswith("--") or word in text.split("Options", 1)[1], (command, word)
-
-    def test_version_and_no_arguments(self) -> None:
         assert run("--version") == f"genrl {__version__}\n"
         assert "Usage" in run(code=2)
 

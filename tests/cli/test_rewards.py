@@ -91,7 +91,7 @@ def test_rewards_are_searched_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong.exit_code == 2 and "Did you mean 'pickscore'?" in wrong.output
 
 
-def test_a_folder_becomes_one_row_per_picture(folder: Path) -> None:
+def test_a_folder_becomes_one_row_per_picture_but_for_the_grid_of_sample(folder: Path) -> None:
     """Whatever the size of a batch; in a table, with the parts as columns."""
     result = run("score", "mine.py:brightness", "shots")
     found = rows(result)
@@ -104,10 +104,7 @@ def test_a_folder_becomes_one_row_per_picture(folder: Path) -> None:
     table = list(csv.reader((folder / "s.csv").open()))
     assert table[0] == ["image", "prompt", "score", "red"]
     assert table[1] == ["shots/a.png", "", "0.0", "0.0"] and float(table[2][2]) == pytest.approx(0.2)
-
-
-def test_the_grid_of_sample_is_no_picture(folder: Path) -> None:
-    """Where its prompts.json is beside it; a picture of that name is scored otherwise."""
+    # Where its prompts.json is beside it; a picture of that name is scored otherwise.
     shots = folder / "shots"
     (shots / "a.png").rename(shots / "00000.png")
     Image.new("RGB", (9, 9)).save(shots / "grid.png")
@@ -170,23 +167,20 @@ def test_wrong_input_is_answered_in_words(folder: Path, line: str, says: str) ->
     assert says in words(result.stderr), result.stderr
 
 
-def test_a_missing_extra_names_the_pip_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_raises_serving_without_a_token_and_a_missing_extra(folder: Path, monkeypatch: Any) -> None:
     from genrl_rewards import loading
     from genrl_rewards.service import serve
 
-    monkeypatch.setitem(loading.BUILT_IN, "ocr", loading.BUILT_IN["ocr"]._replace(packages=("not_here",)))
-    assert "pip install 'rapidocr" in run("score", "ocr", "shots", "--prompt", "x").stderr
-    monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "not_here"))
-    said = run("serve", "mine.py:brightness").stderr
-    assert "serving needs not_here, which is not installed here: pip install 'fastapi" in said
-
-
-def test_a_reward_that_raises_and_serving_without_a_token(folder: Path) -> None:
     result = run("score", "mine.py:broken", "shots")
     assert result.exit_code == 1 and "raised for 3 of 3" in result.stderr and "in broken" in result.stderr
     result = run("serve", "mine.py:brightness", "--host", "0.0.0.0")
     assert result.exit_code == 2 and "set a token" in result.stderr
     assert "Did you mean 'pickscore'" in run("serve", "pickscor").stderr
+    monkeypatch.setitem(loading.BUILT_IN, "ocr", loading.BUILT_IN["ocr"]._replace(packages=("not_here",)))
+    assert "pip install 'rapidocr" in run("score", "ocr", "shots", "--prompt", "x").stderr
+    monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "not_here"))
+    said = run("serve", "mine.py:brightness").stderr
+    assert "serving needs not_here, which is not installed here: pip install 'fastapi" in said
 
 
 @pytest.mark.slow

@@ -270,7 +270,7 @@ def test_evaluate_knows_questions_and_simulators(root: Path) -> None:
         genrl.evaluate(policy, PROMPTS, config=root / "configs" / "vla" / "flow_sde.yaml")
 
 
-def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> None:
+def test_score_takes_pictures_and_what_is_taken_twice_is_a_copy(tmp_path: Path) -> None:
     pictures = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     pictures[0].save(tmp_path / "red.png")
     assert genrl.score([tmp_path / "red.png", pictures[1]], {warm: 1.0}) == {"warm": [1.0, -1.0]}
@@ -278,6 +278,13 @@ def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> Non
         genrl.score(pictures, [warm], ["a red square"])
     with pytest.raises(ValueError, match="one size"):
         genrl.score([pictures[0], Image.new("RGB", (4, 4))], [warm])
+    thing = [1]
+    with lending({"python:thing": thing}):
+        assert take("python:thing") is thing
+        again = take("python:thing")
+        assert again == thing and again is not thing
+    with pytest.raises(ValueError, match="python:thing was an object of a Python script"):
+        given("python:thing")
 
 
 def test_every_settings_class_is_an_attribute_and_names_of_trl_are_told_ours() -> None:
@@ -292,16 +299,6 @@ def test_every_settings_class_is_an_attribute_and_names_of_trl_are_told_ours() -
             genrl.train(model="assets/tiny-t2i", **{name: []})
     with pytest.raises(TypeError, match="there is no argument modle"):
         genrl.train(modle="assets/tiny-t2i")
-
-
-def test_what_is_taken_twice_is_a_copy() -> None:
-    thing = [1]
-    with lending({"python:thing": thing}):
-        assert take("python:thing") is thing
-        again = take("python:thing")
-        assert again == thing and again is not thing
-    with pytest.raises(ValueError, match="python:thing was an object of a Python script"):
-        given("python:thing")
 
 
 def test_the_examples_of_the_docstrings_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ def scenes(kind: str, split: str, number: int, seed: int = 0) -> list[world.Scen
     return [world.sample_scene(rng, kind, split) for _ in range(number)]  # type: ignore[arg-type]
 
 
-def test_the_same_seed_gives_the_same_scenes_in_their_shares() -> None:
+def test_the_same_seed_gives_the_same_scenes_and_signs_for_training_no_held_out_word() -> None:
     first, second = ([world.sample_scene(np.random.default_rng([7, k])) for k in range(300)] for _ in range(2))
     assert first == second and np.array_equal(world.draw(first[0]), world.draw(second[0]))
     kinds = [scene.kind for scene in first]
@@ -23,6 +23,11 @@ def test_the_same_seed_gives_the_same_scenes_in_their_shares() -> None:
     small, large = world.draw(first[0]), world.draw(first[0], 128)
     assert small.shape == (64, 64, 3) and large.shape == (128, 128, 3) and small.dtype == np.uint8
     assert np.abs(large.reshape(64, 2, 64, 2, 3).mean((1, 3)) - small).mean() < 3  # the same picture, drawn finer
+    kept_out = set(world.words("eval"))
+    assert len(kept_out) == 29 and kept_out.isdisjoint(world.words("train"))
+    for split in ("train", "all"):
+        assert kept_out.isdisjoint(scene.sign.text for scene in scenes("word", split, 500) if scene.sign)
+    assert {scene.sign.text for scene in scenes("word", "eval", 200) if scene.sign} <= kept_out
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,14 +50,6 @@ def test_captions_are_read_back_and_things_lie_inside_and_apart(kind: world.Kind
 def test_a_train_scene_has_no_held_out_combination_and_an_eval_scene_has_one(kind: world.Kind) -> None:
     assert not any(world.held_out(g) for scene in scenes(kind, "train", 10) for g in scene.groups)
     assert all(any(map(world.held_out, scene.groups)) for scene in scenes(kind, "eval", 10))
-
-
-def test_train_and_pretraining_signs_never_show_a_held_out_word() -> None:
-    kept_out = set(world.words("eval"))
-    assert len(kept_out) == 29 and kept_out.isdisjoint(world.words("train"))
-    for split in ("train", "all"):
-        assert kept_out.isdisjoint(scene.sign.text for scene in scenes("word", split, 500) if scene.sign)
-    assert {scene.sign.text for scene in scenes("word", "eval", 200) if scene.sign} <= kept_out
 
 
 def test_prompt_files_are_what_the_world_writes(root) -> None:

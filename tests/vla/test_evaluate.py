@@ -54,6 +54,10 @@ def test_the_episodes_are_those_of_the_seed_however_many_run_side_by_side() -> N
     for first, episodes in ((0, 5), (5, 7), (11, 1), (3, 0)):
         assert facts(judged(4, first=first, episodes=episodes)) == whole[first : first + episodes]
     assert facts(judged(seed=6)) != whole
+    # A round of slow simulators may take longer than a watchdog waits.
+    told: list[int] = []
+    evaluate(Acting(policy(), FlowSteps()), tables(3, max_steps=4), episodes=5, seed=1, advance=told.append)
+    assert told == [0, 3, 0, 2]
 
 
 def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
@@ -63,13 +67,6 @@ def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
     one, other = (evaluate(each, tables(6), episodes=6, seed=5) for each in acting)
     assert facts(one) == facts(other) and vla_runs.moved(who, before) == set()
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in who.parameters())
-
-
-def test_it_tells_of_every_decision_and_of_every_episode() -> None:
-    """A round of slow simulators may take longer than a watchdog waits."""
-    told: list[int] = []
-    evaluate(Acting(policy(), FlowSteps()), tables(3, max_steps=4), episodes=5, seed=1, advance=told.append)
-    assert told == [0, 3, 0, 2]
 
 
 def test_films_have_a_picture_for_every_decision_and_one_of_the_end() -> None:

@@ -135,7 +135,7 @@ def test_a_broken_file_is_refused_by_key_and_row(tmp_path: Path) -> None:
         refused(message, main)
 
 
-def test_a_decision_from_every_step(tmp_path: Path) -> None:
+def test_a_decision_from_every_step_and_frames_to_imitate_are_the_same_chunks(tmp_path: Path) -> None:
     steps = read_steps(dsrl(tmp_path / "some.hdf5"), success_key=None, cost_key=None)
     env = Environment(name="Some-v0", instruction="go on", proprioception=1)
     data = from_steps(steps, Words(("go", "on")), env, horizon=3, executed=2, gamma=0.5)
@@ -149,9 +149,6 @@ def test_a_decision_from_every_step(tmp_path: Path) -> None:
     assert data.observation[TOKENS].tolist() == [[1, 2]] * 7
     actions = torch.from_numpy(steps.action)
     assert torch.equal(data.action[1], actions[[1, 2, 2]]) and torch.equal(data.action[3], actions[[3, 4, 5]])
-
-
-def test_frames_to_imitate_are_the_same_chunks(tmp_path: Path) -> None:
     steps = read_steps(dsrl(tmp_path / "some.hdf5"), success_key=None, cost_key=None)
     reads = Words(("go",))
     episodes = episodes_of(steps, instruction="go", proprioception=2)

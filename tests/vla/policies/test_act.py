@@ -236,15 +236,6 @@ def test_the_layout_of_diffusion_policy_is_the_published_one(folder) -> None:
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == listed
 
 
-def test_a_policy_that_predicts_actions_predicts_their_noise(folder, tmp_path) -> None:
-    published.diffusion_folder(tmp_path, prediction_type="sample")
-    policy, told = load_policy(tmp_path), load_policy(folder)
-    context = policy.encode(observation())
-    noise, action = policy.noise(context, chunk(), TIMES), told.noise(context, chunk(), TIMES)
-    bar = ddpm.cosine_alpha_bars(100)[TIMES].float()[:, None, None]
-    torch.testing.assert_close(bar.sqrt() * action + (1 - bar).sqrt() * noise, chunk(), rtol=1e-4, atol=1e-4)
-
-
 def test_the_whole_chain_is_lerobots_own(folder) -> None:
     """100 steps of DDPM with LeRobot's noise, its pictures and states prepared by its own processors; the chain of
     LeRobot begins one action earlier, and it returns the four that it executes."""
@@ -275,7 +266,7 @@ def test_a_ddim_chain_is_lerobots_but_for_the_noise_of_a_clipped_action(folder) 
     assert (own[:, :4] - given["ddim_chunk"]).abs().max() > 0.1  # random weights clip at nearly every step
 
 
-def test_pictures_are_resized_as_pillow_does(tmp_path) -> None:
+def test_pictures_are_resized_as_pillow_does_and_predicted_actions_are_noise(tmp_path, folder) -> None:
     published.diffusion_folder(tmp_path, resize_shape=[40, 37])
     policy = load_policy(tmp_path)
     policy.robot.modes[CAMERA] = "IDENTITY"
@@ -283,6 +274,12 @@ def test_pictures_are_resized_as_pillow_does(tmp_path) -> None:
     ours = policy._framed(policy.robot.picture({CAMERA: seen}, CAMERA, torch.device("cpu")))
     red = Image.fromarray(seen[0, :, :, 0].float().numpy() / 255.0).resize((37, 40), Image.Resampling.BILINEAR)
     torch.testing.assert_close(ours[0, 0], torch.from_numpy(np.array(red))[3:37, 0:36], rtol=1e-4, atol=1e-4)
+    published.diffusion_folder(tmp_path, prediction_type="sample")
+    policy, told = load_policy(tmp_path), load_policy(folder)
+    context = policy.encode(observation())
+    noise, action = policy.noise(context, chunk(), TIMES), told.noise(context, chunk(), TIMES)
+    bar = ddpm.cosine_alpha_bars(100)[TIMES].float()[:, None, None]
+    torch.testing.assert_close(bar.sqrt() * action + (1 - bar).sqrt() * noise, chunk(), rtol=1e-4, atol=1e-4)
 
 
 def test_one_observation_stands_for_the_history_and_what_does_not_fit_is_refused(folder) -> None:

@@ -117,9 +117,6 @@ def test_statistics_by_hand_and_what_a_mode_promises() -> None:
     assert stats["count"].item() == 101 and stats["mean"].tolist() == [50.0, 50.0]
     wanted = {"min": 0, "q01": 1, "q10": 10, "q50": 50, "q90": 90, "q99": 99, "max": 100}
     assert {name: stats[name][0].item() for name in wanted} == pytest.approx(wanted)
-
-
-def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not finite: \[1\]"):
         statistics(torch.tensor([[1.0], [torch.nan]]))
     with pytest.raises(KeyError, match="q01"):
@@ -152,7 +149,7 @@ def test_a_saved_policy_is_the_same_policy(name: str, tmp_path) -> None:
     assert not list((tmp_path / "policy").glob("*.partial"))
 
 
-def test_the_files_are_lerobots(tmp_path) -> None:
+def test_the_files_are_lerobots_and_what_is_not_such_a_folder_is_refused(tmp_path) -> None:
     policy = flow(SEES)
     save_policy(policy, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -166,9 +163,6 @@ def test_the_files_are_lerobots(tmp_path) -> None:
     stats = load_file(tmp_path / processor["steps"][0]["state_file"])
     assert torch.equal(stats["action.max"], policy.stats[ACTION]["max"])
     assert set(load_file(tmp_path / "model.safetensors")) == set(policy.state_dict())
-
-
-def test_what_is_not_such_a_folder_is_refused(tmp_path) -> None:
     save_policy(flow(SEES), tmp_path)
     good = json.loads((tmp_path / "config.json").read_text())
 

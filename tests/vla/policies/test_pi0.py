@@ -165,7 +165,7 @@ def test_heads_can_be_changed_and_taken_away(folders, tmp_path) -> None:
         first.with_heads(critic=0, noise_head="context", seed=0)
 
 
-def test_cameras_can_be_renamed_and_left_out(folders) -> None:
+def test_cameras_can_be_renamed_and_left_out_and_what_an_observation_lacks_is_named(folders) -> None:
     path, _ = folders[False]
     policy = load_policy(path, adapt=Adapt(rename={"observation.image": "observation.images.left_wrist_0_rgb"}))
     assert policy.inputs == ("observation.state", "observation.image", TOKENS)
@@ -174,6 +174,16 @@ def test_cameras_can_be_renamed_and_left_out(folders) -> None:
     assert policy.encode(one)["valid"].sum(1).tolist() == [4 + 9, 4 + 5, 4 + 5]
     with pytest.raises(ValueError, match="nearest one is 'observation.images.left_wrist_0_rgb'"):
         load_policy(path, adapt=Adapt(rename={"observation.image": "observation.images.left_wrist"}))
+    policy = load_policy(folders[False][0])
+    seen = observation(policy)
+    with pytest.raises(KeyError, match="base_0_rgb"):
+        policy.encode({key: value for key, value in seen.items() if "base" not in key})
+    with pytest.raises(ValueError, match="observation.state has 4 numbers"):
+        policy.encode(seen | {STATE: seen[STATE][:, :4]})
+    with pytest.raises(ValueError, match="uint8"):
+        policy.encode(seen | {"observation.images.base_0_rgb": seen["observation.images.base_0_rgb"].float()})
+    with pytest.raises(ValueError, match="row 1 has no instruction"):
+        policy.tokenise(["touch the blue block", " "])
 
 
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
@@ -218,19 +228,6 @@ def test_a_base_model_needs_statistics_and_keeps_those_it_is_given(tmp_path) -> 
     for found in (policy, again):
         torch.testing.assert_close(found.actions(torch.ones(1, 6, 32)), torch.full((1, 6, 3), 4.0))
         torch.testing.assert_close(found.normalised(torch.full((1, 6, 3), 8.0))[..., :3], torch.full((1, 6, 3), 2.0))
-
-
-def test_what_an_observation_lacks_is_named(folders) -> None:
-    policy = load_policy(folders[False][0])
-    seen = observation(policy)
-    with pytest.raises(KeyError, match="base_0_rgb"):
-        policy.encode({key: value for key, value in seen.items() if "base" not in key})
-    with pytest.raises(ValueError, match="observation.state has 4 numbers"):
-        policy.encode(seen | {STATE: seen[STATE][:, :4]})
-    with pytest.raises(ValueError, match="uint8"):
-        policy.encode(seen | {"observation.images.base_0_rgb": seen["observation.images.base_0_rgb"].float()})
-    with pytest.raises(ValueError, match="row 1 has no instruction"):
-        policy.tokenise(["touch the blue block", " "])
 
 
 # -- SmolVLA: the published layout, LeRobot's own actions, replay, freezing, what is refused

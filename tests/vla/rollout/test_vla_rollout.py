@@ -79,7 +79,7 @@ def test_its_rows_replay_with_ratio_one_from_what_was_seen() -> None:
         assert torch.equal(policy.value(context).detach(), rollout.values[t])
 
 
-def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
+def test_the_experts_episodes_are_accounted_for_and_next_values_are_of_the_true_next_observation() -> None:
     env = told(16)
     rollout = collect(env, Expert(), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=12, seed=1, iteration=0))
     assert rollout.terminated.sum(0).min() >= 1 and not rollout.truncated.any()
@@ -98,12 +98,7 @@ def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
     key = task.episode_keys(rollout.env_seed, rollout.group[[slot]].numpy(), rollout.episode[t + 1, [slot]].numpy())
     begun = rollout.observations[STATE][t + 1, slot, :2].numpy()
     assert rollout.episode[t + 1, slot] == 1 and np.array_equal(task.initial_state(key, PUT).gripper[0], begun)
-
-
-def test_next_values_are_of_the_true_next_observation() -> None:
-    """The expert's value is the sum of the state: after a success it is that of the final state, not the next start."""
-    env = told(16)
-    rollout = collect(env, Expert(), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=8, seed=1, iteration=0))
+    # The expert's value is the sum of the state: after a success it is that of the final state, not the next start.
     state = rollout.observations[STATE]
     assert torch.equal(rollout.next_values, state[1:].sum(-1))
     end = int(rollout.terminated[:, 0].nonzero()[0, 0])

@@ -195,7 +195,7 @@ def line(**changes: Any) -> Simulation:
     return Simulation(LINE, **(told | changes))
 
 
-def test_costs_of_executed_actions_are_in_info() -> None:
+def test_costs_of_executed_actions_are_in_info_or_their_key_is_refused() -> None:
     env = open_environment(line())
     env.reset(seed=0)
     chunk = np.float32([[[1.0], [1.0], [0.5]], [[0.5], [0.5], [0.5]]])
@@ -206,9 +206,6 @@ def test_costs_of_executed_actions_are_in_info() -> None:
     assert not info["is_success"].any()
     env.step(np.ones((2, 3, 1), np.float32))
     env.close()
-
-
-def test_a_wrong_key_is_refused_and_so_are_costs_where_there_are_none() -> None:
     env = open_environment(line(cost_key="costs"))
     env.reset(seed=0)
     with pytest.raises(ValueError, match=r"no 'costs' in its info, only \['cost'\]: set environment.cost_key"):
