@@ -81,6 +81,7 @@ class TestCheck:
     def test_what_is_wrong(self, folder: Path) -> None:
         for override, says in (
             ("policy.path=runs/smal", "there is no folder runs/smal; did you mean runs/small?"),
+            ("trainer.algorithm=pppo", "did you mean ppo?"),
             ("environment.group_size=3", "the groups must be complete"),
         ):
             for command in ("check", "train"):

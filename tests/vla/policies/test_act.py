@@ -47,12 +47,10 @@ RUN: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    found = {}
-    for prefix, settings in KINDS.items():
-        found[prefix] = tmp_path_factory.mktemp("act")
-        published.act_folder(found[prefix], **settings)
-    return found
+def act(tmp_path_factory) -> Path:
+    path: Path = tmp_path_factory.mktemp("act")
+    published.act_folder(path)
+    return path
 
 
 def config(place: Path, **changes: Any) -> Any:
@@ -63,14 +61,14 @@ def config(place: Path, **changes: Any) -> Any:
     return load(path)
 
 
-def test_the_layout_is_the_published_one(folders) -> None:
+def test_the_layout_is_the_published_one(act) -> None:
     """LeRobot counts 51,613,582 parameters of an ACT with its default sizes, one camera and fourteen joints; its frozen
     batch norms and the places of the VAE's tokens are no parameters."""
     listed = published.act_shapes(ACT_REAL)
     assert len(listed) == 234
     buffers = [k for k in listed if k.endswith("pos_enc") or (".backbone." in k and len(listed[k]) == 1)]
     assert sum(math.prod(shape) for key, shape in listed.items() if key not in buffers) == 51_613_582
-    robot = load_policy(folders[""]).robot
+    robot = load_policy(act).robot
     robot.widths, robot.action_dim = {STATE: 14}, 14
     with torch.device("meta"):
         real = ACT(ACTConfig(), robot)
@@ -126,8 +124,8 @@ def test_the_parts_of_the_processes_add_up(tmp_path) -> None:
             assert sum(loss(slice(k, None, processes)) for k in range(processes)) == pytest.approx(whole, rel=1e-5)
 
 
-def test_dropout_is_of_the_recorded_seed_and_of_training_alone(folders) -> None:
-    policy = load_policy(folders[""])
+def test_dropout_is_of_the_recorded_seed_and_of_training_alone(act) -> None:
+    policy = load_policy(act)
     shown = published.act_observation() | {ACTION: torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(0))}
     first = recorded_frames(policy, shown, torch.arange(3), generator(0, "x"), torch.ones(1))
     other = replace(first, tensors=first.tensors | {"noise/dropout": first["noise/dropout"] + 1})
@@ -197,13 +195,13 @@ def test_settings_of_a_new_policy_are_refused(args: dict[str, Any], match: str, 
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["run.lock"]
 
 
-def test_reinforcement_refuses_it(folders, tmp_path) -> None:
-    trainer, path = {"algorithm": "ppo"}, {"path": str(folders[""])}
+def test_reinforcement_refuses_it(act, tmp_path) -> None:
+    trainer, path = {"algorithm": "ppo"}, {"path": str(act)}
     plain = {"demonstrations": None, "policy": path | {"new": None}}
     with pytest.raises(ConfigError, match="ppo cannot train a policy that predicts actions.*no likelihood; take sft"):
         config(tmp_path, trainer=trainer, **plain)
     found = config(tmp_path, trainer=trainer, sampler="flow_sde", **plain)
-    policy = load_policy(folders[""])
+    policy = load_policy(act)
     with pytest.raises(ValueError, match="predicts velocity; for this one write regression"):
         sampler_of(found, policy)
     with pytest.raises(ValueError, match="no likelihood, so nothing can reinforce it: use sft"):

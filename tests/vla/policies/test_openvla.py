@@ -19,9 +19,8 @@ from genrl.vla.policies.transformer import VITS, Featurizer
 from genrl.vla.rollout.sampling import Regression, Tokens
 from tests.vla import openvla_folders
 from tests.vla.openvla_folders import REAL, TINY, bounds, observation
-from tests.vla.published import pi_folder
+from tests.vla.published import LINES, pi_folder
 
-LINES = ["put the red block in the far zone", "touch the blue block", "touch the green block"]
 LIBERO = {"action": bounds([-0.5] * 7, [1.5] * 7, [True] * 6 + [False]), "proprio": bounds([-1.0] * 8, [1.0] * 8)}
 
 
