@@ -93,7 +93,7 @@ def test_films_are_half_of_each_as_far_as_there_are(flags: list[bool], most: int
     assert abs(good - bad) <= 1 or left[good < bad] == 0  # only where the fewer are used up
 
 
-def test_figures_and_names_of_instructions() -> None:
+def test_figures_names_of_instructions_and_a_policy_that_does_not_act_alone(tmp_path: Path) -> None:
     found = Judged(["b", "a!", "b", "b"], [True, False, False, True], [3, 16, 16, 5], [1.0, 0.0, 0.0, 1.0], [])
     (low, high), row = wilson(2, 4), {"length_mean": 10.0, "return_mean": 0.5, "lost": 0.0}
     row |= {"success_mean": 0.5, "success_low": low, "success_high": high}
@@ -105,6 +105,9 @@ def test_figures_and_names_of_instructions() -> None:
     assert by_task(both) == {"a!": (0.0, 2), "b": (pytest.approx(2 / 3), 6)}
     assert slug("Put the RED disc, in zone 2!") == "put_the_red_disc_in_zone_2"
     assert len({slug(text) for text in INSTRUCTIONS}) == len(INSTRUCTIONS)
+    lone = vla_runs.config(tmp_path).model_copy(update={"trainer": DiWA()})
+    with Progress(1, enabled=False) as progress, pytest.raises(ValueError, match="its world model.*metrics.jsonl"):
+        train.judge_policy(lone, tmp_path / "none", progress)
 
 
 def test_when_a_run_is_evaluated_and_what_that_leaves(tmp_path: Path) -> None:
@@ -163,12 +166,6 @@ def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
         next(exported.encoder.parameters()).add_(1.0)
     with pytest.raises(ValueError, match="an encoder of their own; write false"):
         train.frozen_of(on, exported)
-
-
-def test_a_policy_that_does_not_act_alone_is_refused(tmp_path: Path) -> None:
-    lone = vla_runs.config(tmp_path).model_copy(update={"trainer": DiWA()})
-    with Progress(1, enabled=False) as progress, pytest.raises(ValueError, match="its world model.*metrics.jsonl"):
-        train.judge_policy(lone, tmp_path / "none", progress)
 
 
 def test_a_lost_episode_is_no_failure() -> None:

@@ -241,12 +241,6 @@ def test_goals_are_the_frame_itself_a_later_one_or_one_of_another_video() -> Non
     assert abs(same - (0.5 + 0.5 * (0.2**2 + 0.5**2))) < 0.03
 
 
-def test_videos_are_pictures_of_play_alone() -> None:
-    shown = v_ptr.videos(TableWorld(), 6, 32, seed=1)
-    assert shown.shape == (6, 41, 32, 32, 3) and shown.dtype == torch.uint8
-    assert all(len(video.flatten(1).unique(dim=0)) > 5 for video in shown), "nobody plays"
-
-
 @pytest.mark.parametrize("kind", ["video", "imitation", "random"])
 def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) -> None:
     settings = small(root, "v_ptr", tmp_path, f"trainer.encoder={kind}")
@@ -260,7 +254,7 @@ def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) ->
     assert set(found) == told[kind]
 
 
-def test_critics_see_the_features_of_the_encoder(root: Path, tmp_path: Path) -> None:
+def test_critics_see_the_features_of_the_encoder_and_videos_are_of_play_alone(root: Path, tmp_path: Path) -> None:
     settings = small(root, "v_ptr", tmp_path)
     policy: Any = v_ptr.new_policy(settings)
     data = wayward_data(settings, 12, 0.5, policy, 4)
@@ -269,3 +263,6 @@ def test_critics_see_the_features_of_the_encoder(root: Path, tmp_path: Path) -> 
     one = policy.encoder.look(data.next_observation[IMAGE][3:4], torch.zeros(1, 64))
     torch.testing.assert_close(seen.next_observation[ENVIRONMENT][3:4], one.detach(), rtol=1e-4, atol=1e-5)
     assert torch.equal(seen.action, data.action) and 0 < float(data.reward.sum()) <= 12
+    shown = v_ptr.videos(TableWorld(), 6, 32, seed=1)
+    assert shown.shape == (6, 41, 32, 32, 3) and shown.dtype == torch.uint8
+    assert all(len(video.flatten(1).unique(dim=0)) > 5 for video in shown), "nobody plays"

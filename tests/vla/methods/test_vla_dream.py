@@ -79,6 +79,16 @@ def test_a_time_limit_truncates_and_the_next_decision_begins_anew() -> None:
         assert not terminated.any() and not rewards.any() and truncated.all() == (step == 2)
     assert executed == [4, 4, 2, 0]
     assert all(any(np.array_equal(row, start) for start in STARTS) for row in shown["agent_pos"])
+    with pytest.raises(RuntimeError, match="reset"):
+        dreams().step(noise(0))
+    env = dreams()
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="must have shape"):
+        env.step(np.zeros((6, 2, 3), dtype=np.float32))
+    with pytest.raises(ValueError, match="one each"):
+        two = Latent(torch.zeros(2, 12), torch.zeros(2, 6))
+        Dream(world(), Says(0), Starts(two, ["a"]), num_envs=1, chunk=1, max_steps=1, draw=TableWorld().draw)
+    assert env.render([0, 2]).shape == (2, 128, 128, 3)
 
 
 def test_the_judge_ends_a_dream_in_the_middle_of_a_chunk() -> None:
@@ -94,19 +104,6 @@ def test_the_judge_ends_a_dream_in_the_middle_of_a_chunk() -> None:
             ended = terminated
         elif step == 1:
             assert (info["n_executed"][ended] == 0).all() and (info["n_executed"][~ended] > 0).all()
-
-
-def test_what_a_dream_cannot_be() -> None:
-    with pytest.raises(RuntimeError, match="reset"):
-        dreams().step(noise(0))
-    env = dreams()
-    env.reset(seed=0)
-    with pytest.raises(ValueError, match="must have shape"):
-        env.step(np.zeros((6, 2, 3), dtype=np.float32))
-    with pytest.raises(ValueError, match="one each"):
-        two = Latent(torch.zeros(2, 12), torch.zeros(2, 6))
-        Dream(world(), Says(0), Starts(two, ["a"]), num_envs=1, chunk=1, max_steps=1, draw=TableWorld().draw)
-    assert env.render([0, 2]).shape == (2, 128, 128, 3)
 
 
 def test_the_real_table_in_chunks_is_the_one_in_steps() -> None:

@@ -257,7 +257,9 @@ def test_rl100_begins_with_a_files_steps(root: Path, tmp_path: Path) -> None:
     assert kept[-1]["eval/return_mean"] != 0
 
 
-def test_a_files_rewards_are_scaled_and_one_of_another_environment_is_refused(root: Path, tmp_path: Path) -> None:
+def test_a_files_rewards_are_scaled_and_one_that_does_not_fit_is_refused(
+    root: Path, tmp_path: Path, monkeypatch
+) -> None:
     given = of_file(root, "fisor_bullet", line_file(tmp_path / "line.hdf5"), tmp_path)
     steps = recorded(given)
     assert steps is not None
@@ -273,9 +275,6 @@ def test_a_files_rewards_are_scaled_and_one_of_another_environment_is_refused(ro
             file[key] = values
     with pytest.raises(ValueError, match="actions of 4 and 1 numbers, those of environment.name: .*Line have 2 and 1"):
         train(of_file(root, "fisor_bullet", path, tmp_path / "run", *STEPS_FISOR))
-
-
-def test_files_are_looked_for_before_anything_is_loaded(root: Path, tmp_path: Path, monkeypatch) -> None:
     path = line_file(tmp_path / "ball_circle.hdf5", 2)
     assert check_files(of_file(root, "fisor_bullet", path, tmp_path / "run")) != []  # the file's code will run
     with pytest.raises(ConfigError, match="there is no file .*circle.hdf5; did you mean .*ball_circle.hdf5"):

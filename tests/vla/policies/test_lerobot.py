@@ -27,7 +27,7 @@ def changed(path, **settings) -> None:
     file.write_text(json.dumps(content))
 
 
-def test_instructions_are_padded_to_one_length_and_cut_as_the_folder_says(tmp_path) -> None:
+def test_instructions_are_padded_and_cut_as_the_folder_says_and_its_tokenizer_is_asked_for(tmp_path) -> None:
     smol_folder(tmp_path)
     policy = load_policy(tmp_path)
     tokens = policy.tokenise(["touch the blue block", "put the red block in the far zone put the red block in"])
@@ -38,9 +38,6 @@ def test_instructions_are_padded_to_one_length_and_cut_as_the_folder_says(tmp_pa
     changed(tmp_path, truncation=False)
     with pytest.raises(ValueError, match="has 14 tokens, the policy takes 12"):
         load_policy(tmp_path).tokenise(["put the red block in the far zone put the red block in"])
-
-
-def test_a_tokenizer_that_is_nowhere_is_asked_for(tmp_path) -> None:
     pi_folder(tmp_path)
     (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
     with pytest.raises(OSError, match=r"'google/paligemma-3b-pt-224'.*put its files into .*tokenizer"):

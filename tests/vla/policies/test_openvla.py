@@ -177,7 +177,7 @@ def robot(folder: Path, stats: dict[str, Any], **settings: Any) -> openvla_folde
     return openvla_folder.Robot(openvla_folder.read(folder, oft(**settings)))
 
 
-def test_actions_are_mapped_by_the_quantiles_and_the_mask_and_grippers_opened(tmp_path: Path) -> None:
+def test_actions_are_mapped_by_quantiles_and_mask_grippers_opened_and_data_sets_chosen_by_name(tmp_path: Path) -> None:
     """LIBERO's data sets have 1 for open, 0 for closed; robosuite's action is -1 and 1."""
     units = robot(tmp_path, {"bridge": {"action": bounds([-0.5, 0.0, 0.0], [1.5, 2.0, 9.0], [True, True, False])}})
     chunk = torch.tensor([[-1.0, 0.0, 0.25], [1.0, 1.0, 1.0]])
@@ -193,6 +193,15 @@ def test_actions_are_mapped_by_the_quantiles_and_the_mask_and_grippers_opened(tm
     shown = torch.zeros(2, 7)
     shown[:, 6] = torch.tensor([-1.0, 1.0])
     assert units.normalised(shown, 7)[:, 6].tolist() == [1.0, 0.0]
+    every = {f"libero_{suite}_no_noops": LIBERO for suite in ("10", "goal", "spatial")} | {"bridge_orig": LIBERO}
+    assert robot(tmp_path, every, unnorm_key="libero_goal").data_set == "libero_goal_no_noops"
+    text = "policy.oft.unnorm_key: must name one of the 4 data sets .* found 'libero_gaol'; the nearest: libero_goal_no"
+    with pytest.raises(ValueError, match=text):
+        robot(tmp_path, every, unnorm_key="libero_gaol")
+    with pytest.raises(ValueError, match="nothing is written; the nearest: bridge_orig, libero_10_no_noops, libero_g"):
+        robot(tmp_path, every)
+    (tmp_path / "dataset_statistics.json").write_text(json.dumps({"mine": LIBERO}))
+    assert robot(tmp_path, every, unnorm_key="mine").data_set == "mine"
 
 
 def test_a_state_is_clipped_to_its_range_and_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
@@ -238,19 +247,7 @@ def test_resizing_is_tensorflows_lanczos(old: tuple[int, int]) -> None:
     assert np.abs(openvla_folder.lanczos(pictures, (28, 28)).numpy() - wanted).max() < 1e-5
 
 
-def test_data_sets_are_chosen_by_name(tmp_path: Path) -> None:
-    every = {f"libero_{suite}_no_noops": LIBERO for suite in ("10", "goal", "spatial")} | {"bridge_orig": LIBERO}
-    assert robot(tmp_path, every, unnorm_key="libero_goal").data_set == "libero_goal_no_noops"
-    text = "policy.oft.unnorm_key: must name one of the 4 data sets .* found 'libero_gaol'; the nearest: libero_goal_no"
-    with pytest.raises(ValueError, match=text):
-        robot(tmp_path, every, unnorm_key="libero_gaol")
-    with pytest.raises(ValueError, match="nothing is written; the nearest: bridge_orig, libero_10_no_noops, libero_g"):
-        robot(tmp_path, every)
-    (tmp_path / "dataset_statistics.json").write_text(json.dumps({"mine": LIBERO}))
-    assert robot(tmp_path, every, unnorm_key="mine").data_set == "mine"
-
-
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_and_incomplete_folders_are_refused(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path, proprio=True)
     with pytest.raises(ValueError, match="holds an OpenVLA: write policy.oft, not policy.rename"):
         load_policy(tmp_path, adapt=Adapt(rename={"observation.image": "observation.images.top"}))
@@ -264,9 +261,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     pi_folder(tmp_path / "pi")
     with pytest.raises(ValueError, match="policy.oft is of an OpenVLA, and this is pi0"):
         load_policy(tmp_path / "pi", adapt=oft())
-
-
-def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path, head=True)
     head, other = (tmp_path / f"action_head--{steps}_checkpoint.pt" for steps in (150, 300))
     other.write_bytes(head.read_bytes())

@@ -97,19 +97,7 @@ def test_time_and_context_change_the_velocity_and_a_context_noise_head_does_not_
         flow(SEES).velocity_and_noise(context, x, sigma)
 
 
-def test_instructions_become_tokens_and_unknown_ones_are_refused() -> None:
-    lines = ["put the red block in the far zone", "touch the blue block"]
-    tokens = tokenise(lines, WORDS)
-    assert tokens.shape == (2, 8)
-    read = [" ".join(WORDS[number - 1] for number in row if number) for row in tokens.tolist()]
-    assert read == lines
-    with pytest.raises(ValueError, match="no instruction"):
-        tokenise(["touch the blue block", " "], WORDS)
-    with pytest.raises(ValueError, match="'gren'.*nearest one is 'green'"):
-        tokenise(["touch the gren block"], WORDS)
-
-
-def test_what_does_not_fit_is_refused() -> None:
+def test_instructions_become_tokens_and_what_does_not_fit_is_refused() -> None:
     seen = observation()
     with pytest.raises(KeyError, match="observation.image"):
         flow(SEES).encode({name: value for name, value in seen.items() if name != IMAGE})
@@ -120,6 +108,15 @@ def test_what_does_not_fit_is_refused() -> None:
         flow(FEELS).encode(shown | {POINTS: shown[POINTS][:, 1:]})
     with pytest.raises(ValueError, match=r"statistics of shape \[4\]"):
         TinyFlowVLA(TinyFlowConfig(Inputs(state=4, vocabulary=WORDS), 3, 4), flow().stats)
+    lines = ["put the red block in the far zone", "touch the blue block"]
+    tokens = tokenise(lines, WORDS)
+    assert tokens.shape == (2, 8)
+    read = [" ".join(WORDS[number - 1] for number in row if number) for row in tokens.tolist()]
+    assert read == lines
+    with pytest.raises(ValueError, match="no instruction"):
+        tokenise(["touch the blue block", " "], WORDS)
+    with pytest.raises(ValueError, match="'gren'.*nearest one is 'green'"):
+        tokenise(["touch the gren block"], WORDS)
 
 
 # -- Policies of a file outside the package: trained, saved, loaded, evaluated and resumed as those that are built in

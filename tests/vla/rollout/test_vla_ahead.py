@@ -94,7 +94,7 @@ def begun(tmp_path: Path, **changes: Any) -> Iterator[VLARun]:
         yield run
 
 
-def test_a_loss_by_hand(tmp_path: Path) -> None:
+def test_a_loss_and_importance_by_hand(tmp_path: Path) -> None:
     """Two decisions: the surrogate is that of w A; one of weight 0 teaches nothing."""
     with begun(tmp_path) as run:
         settings, rollout = run.settings, run.collect(run.settings)
@@ -105,12 +105,7 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
         given = recorded_decisions(rollout._replace(importance=importance), chosen, total=2, policy=True, critic=False)
         found = actor_loss(settings, score(settings, Acting(run.policy, rollout.sampler), given), given)
         assert float(found.loss) == pytest.approx(-(0.5 + 0.0) / 2, abs=1e-5)  # -w A r, r = 1
-
-
-def test_importance_by_hand(tmp_path: Path) -> None:
-    """What acted had a log-probability higher by ln 2, and lower by ln 6: weights of 1/2, and of 1."""
-    with begun(tmp_path) as run:
-        rollout = run.collect(run.settings)
+        # what acted had a log-probability higher by ln 2, and lower by ln 6: weights of 1/2, and of 1
         shifted, first = rollout.log_prob.clone(), rollout.valid.flatten().nonzero()[:2, 0]
         flat = shifted.flatten(0, 1)
         flat[first[0], 0, 0, 0] += math.log(2)

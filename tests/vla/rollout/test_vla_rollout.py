@@ -214,13 +214,22 @@ def test_the_ratio_is_exactly_one_before_an_update_and_not_after(name: str) -> N
     assert (moved.log_prob - out.log_prob).abs().max() > 1e-3
 
 
-def test_a_chunk_is_a_function_of_its_own_generator() -> None:
+def test_a_chunk_is_a_function_of_its_own_generator_and_of_a_sampler_that_fits() -> None:
     sampler, policy = FlowSteps(), flow()
     many, few = drawn(sampler, policy, 6), drawn(sampler, policy, 3)
     assert torch.equal(many.noise[:3], few.noise) and torch.equal(many.noisy[:3], few.noisy)
     assert len({tuple(row) for row in drawn(sampler, policy, 40).noisy.tolist()}) == 4
     per_batch = drawn(FlowSteps(selection="random_per_batch"), policy, 40).noisy
     assert (per_batch == per_batch[:1]).all()
+    with pytest.raises(ValueError, match="2 steps"):
+        FlowSteps(steps=1)
+    with pytest.raises(ValueError, match="ft_denoising_steps"):
+        Diffusion(ft_denoising_steps=21)
+    flows, diffuses = flow(SEES), diffusion(SEES)
+    index = torch.zeros(2, dtype=torch.int64)
+    for policy, sampler in ((flows, Diffusion()), (diffuses, FlowSteps()), (diffuses, LearnedNoise())):
+        with pytest.raises(TypeError, match="needs a policy"):
+            sampler.transition(policy, policy.encode(observation(2)), torch.zeros(2, 4, 3), index)
 
 
 def test_a_record_leads_to_the_chunk() -> None:
@@ -275,15 +284,3 @@ def test_acting_has_no_noise_but_the_first(sampler) -> None:
             x = x - 0.25 * policy.velocity(context, x, torch.full((5,), 1.0 - 0.25 * k))
         x = x.clamp(-1.0, 1.0) if sampler == REINFLOW else x
     torch.testing.assert_close(once, x, rtol=1e-4, atol=1e-4)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 steps"):
-        FlowSteps(steps=1)
-    with pytest.raises(ValueError, match="ft_denoising_steps"):
-        Diffusion(ft_denoising_steps=21)
-    flows, diffuses = flow(SEES), diffusion(SEES)
-    index = torch.zeros(2, dtype=torch.int64)
-    for policy, sampler in ((flows, Diffusion()), (diffuses, FlowSteps()), (diffuses, LearnedNoise())):
-        with pytest.raises(TypeError, match="needs a policy"):
-            sampler.transition(policy, policy.encode(observation(2)), torch.zeros(2, 4, 3), index)
