@@ -86,8 +86,8 @@ def groot_folder(
     steps = {"groot_n1_7_pack_inputs_v1": pack, "groot_n1_7_vlm_encode_v1": eye or {}}
     decoded = FILES / "groot_base" / "policy_postprocessor.json"
     if groups:
-        told = json.loads(decoded.read_text())["steps"][0]["config"]
-        pack |= {key: told[key] for key in ("raw_stats", "modality_config", "use_percentiles")}
+        base = json.loads(decoded.read_text())["steps"][0]["config"]
+        pack |= {key: base[key] for key in ("raw_stats", "modality_config", "use_percentiles")}
     write_folder("groot", folder, weights, statistics_of(NUMBERS), metadata, steps, **settings)
     if groups:
         shutil.copy(decoded, folder)

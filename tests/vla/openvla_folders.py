@@ -28,10 +28,10 @@ REAL = Sizes(
 
 def shapes(s: Sizes) -> Shapes:
     """Names and shapes of openvla/openvla-7b."""
-    found: Shapes = {}
+    towers: Shapes = {}
     for tower, kind, size in (("featurizer", "dinov2", s.dino), ("fused_featurizer", "siglip", s.siglip)):
-        found |= {f"vision_backbone.{tower}.{name}": shape for name, shape in layout(kind, size).items()}
-    return found | layout("openvla", s)
+        towers |= {f"vision_backbone.{tower}.{name}": shape for name, shape in layout(kind, size).items()}
+    return towers | layout("openvla", s)
 
 
 def config(s: Sizes, stats: dict[str, Any] | None) -> dict[str, Any]:

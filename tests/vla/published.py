@@ -30,29 +30,29 @@ BATCH = (*AFFINE, "running_mean", "running_var")
 
 @cache
 def layouts() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((FILES / "layouts.yaml").read_text())
-    return found
+    parsed: dict[str, Any] = yaml.safe_load((FILES / "layouts.yaml").read_text())
+    return parsed
 
 
 def layout(kind: str, s: Sizes, norm: tuple[str, ...] = BATCH) -> Shapes:
     """Names and shapes of a kind of `layouts.yaml` with these sizes; norm: what those of a ResNet hold."""
 
-    def shape(told: str) -> tuple[int, ...]:
-        sizes = ([int(n) if n.isdigit() else attrgetter(n)(s) for n in part.split("*")] for part in str(told).split())
-        return tuple(map(math.prod, sizes))
+    def shape(text: str) -> tuple[int, ...]:
+        axes = ([int(n) if n.isdigit() else attrgetter(n)(s) for n in part.split("*")] for part in str(text).split())
+        return tuple(map(math.prod, axes))
 
-    found: Shapes = {}
+    shapes: Shapes = {}
     for block in layouts()[kind]:
         for n in range(0, getattr(s, block["times"]) if "times" in block else 1, block.get("step", 1)):
-            for name, told in block["names"].items():
+            for name, text in block["names"].items():
                 stem, _, last = name.format(n=n, next=n + 1).rpartition(".")
                 if last == "*":
-                    found |= {f"{stem}.weight": shape(told), f"{stem}.bias": shape(told)[:1]}
-                elif last == "@":
-                    found |= {f"{stem}.{part}": () if "num" in part else shape(told) for part in norm}
+                    shapes |= {f"{stem}.weight": shape(text), f"{stem}.bias": shape(text)[:1]}
+                elif last == "@":  # how many batches a norm has seen is one number
+                    shapes |= {f"{stem}.{part}": () if part.startswith("num") else shape(text) for part in norm}
                 else:
-                    found[f"{stem}.{last}" if stem else last] = shape(told)
-    return found
+                    shapes[f"{stem}.{last}" if stem else last] = shape(text)
+    return shapes
 
 
 WORDS = "Task State Action put the red green blue block in far zone touch : , ; <bos> <unk>".split()
@@ -126,10 +126,10 @@ def write_folder(
     metadata: dict[str, str] | None = None,
     steps: dict[str, dict[str, Any]] | None = None,
     **settings: Any,
-) -> dict[str, Any]:
-    """The JSON files of a tiny one, with these weights and statistics, as LeRobot saves them; returns its config.json.
+) -> None:
+    """The JSON files of a tiny one, with these weights and statistics, as LeRobot saves them.
 
-    settings: changes of that; steps: of the settings of a processor's steps.
+    settings: changes of its config.json; steps: of the settings of a processor's steps.
     """
     shutil.copytree(FILES / kind, folder, dirs_exist_ok=True)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text()) | settings
@@ -145,7 +145,6 @@ def write_folder(
             if "state_file" in step:
                 save_file(stats, folder / step["state_file"])
         (folder / f"{name}.json").write_text(json.dumps(pipeline, indent=2))
-    return config
 
 
 def statistics_of(widths: dict[str, int], seed: int = 1) -> dict[str, Tensor]:
@@ -189,8 +188,8 @@ def observed(cameras: Iterable[str], size: tuple[int, int], *batch: int, environ
     """Pictures of these cameras, five numbers of state, and so many of an environment."""
     rng, names = torch.Generator().manual_seed(2), [f"observation.images.{name}" for name in cameras]
     pictures = torch.randint(0, 256, (len(names), *batch, *size, 3), generator=rng, dtype=torch.uint8)
-    found = dict(zip(names, pictures, strict=True)) | {STATE: torch.randn(*batch, 5, generator=rng)}
-    return found | ({ENVIRONMENT: torch.randn(*batch, environment, generator=rng)} if environment else {})
+    seen = dict(zip(names, pictures, strict=True)) | {STATE: torch.randn(*batch, 5, generator=rng)}
+    return seen | ({ENVIRONMENT: torch.randn(*batch, environment, generator=rng)} if environment else {})
 
 
 def pi_observation(batch: int = 3) -> dict[str, Tensor]:
@@ -232,8 +231,8 @@ def diffusion_shapes(s: Sizes, *, cameras: int = 1, separate: bool = False, grou
     """Names and shapes of lerobot/diffusion_pusht."""
     condition = s.time + 2 * (s.state + cameras * 2 * s.points)
     whole = Sizes(**vars(s), condition=condition, encoders=cameras if separate else 1)
-    found = layout("diffusion", whole, AFFINE if groups else (*BATCH, "num_batches_tracked"))
-    return found if separate else {name.replace("rgb_encoder.0.", "rgb_encoder."): n for name, n in found.items()}
+    shapes = layout("diffusion", whole, AFFINE if groups else (*BATCH, "num_batches_tracked"))
+    return shapes if separate else {name.replace("rgb_encoder.0.", "rgb_encoder."): n for name, n in shapes.items()}
 
 
 def diffusion_folder(
@@ -278,8 +277,8 @@ def act_shapes(s: Sizes, *, use_vae: bool = True, pre_norm: bool = False) -> Sha
     without = [] if use_vae else ["model.vae_encoder"]
     without += [] if pre_norm else ["model.encoder.norm.", "model.vae_encoder.norm."]
     without += [] if s.environment else ["model.encoder_env_state"]
-    found = layout("act", Sizes(**vars(s), places=2 + s.chunk, features=2 + bool(s.environment)))
-    return {name: shape for name, shape in found.items() if not name.startswith(tuple(without))}
+    shapes = layout("act", Sizes(**vars(s), places=2 + s.chunk, features=2 + bool(s.environment)))
+    return {name: shape for name, shape in shapes.items() if not name.startswith(tuple(without))}
 
 
 def act_folder(folder: Path, **settings) -> dict[str, Tensor]:
