@@ -155,7 +155,8 @@ def test_a_run_rounds_to_tf32_and_a_script_does_not_go_on_with_it(
     assert not products.allow_tf32
     train(vla_runs.config(tmp_path, **vla_runs.SFT, tf32=True, evaluation={"every": 1}))
     assert seen == [True, True] and not products.allow_tf32
-    one_step_size = vla_runs.config(tmp_path, optimizer={"name": "prodigy", "lr": 1.0})
+    other = str(tmp_path / "other")
+    one_step_size = vla_runs.config(tmp_path, optimizer={"name": "prodigy", "lr": 1.0}, output=other)
     with pytest.raises(ValueError, match="policy, critic have rates of their own"):
         train(one_step_size)
 
