@@ -175,18 +175,3 @@ def test_gradients_flow_through_the_new_policy_only() -> None:
     total.sum().backward()
     assert s["velocity"].grad is not None and weight.grad is None
     assert all(s[name].grad is None for name in ("clean", "noise", "old", "ref"))
-
-
-def test_wrong_settings_are_refused() -> None:
-    value, group = torch.zeros(4), torch.zeros(4).long()
-    with pytest.raises(ValueError, match="weighting must be"):
-        matching.awm_log_prob(torch.zeros(1, 2), torch.zeros(1, 2), 0.5, "t")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="clip must be positive"):
-        matching.awm_advantage(value, clip=0.0)
-    with pytest.raises(ValueError, match="cannot be negative"):
-        matching.dgpo_loss(value, value, value, value, clip=-1.0)
-    with pytest.raises(ValueError, match="temperature must be positive"):
-        matching.group_centres(value, value, group, temperature=0.0)
-    centres = matching.group_centres(value, value, group)
-    with pytest.raises(ValueError, match="'mse' or 'bce'"):
-        matching.crd_loss(value, value, centres, kind="l1")  # type: ignore[arg-type]
