@@ -186,7 +186,7 @@ def resumed(run: Path, folder: Path, done: int) -> Path:
     for path in (again / "checkpoints").iterdir():
         if path.name > f"step-{done:06d}":
             shutil.rmtree(path)
-    train(load(Run(again).config), again)
+    train(load(Run(again).config).model_copy(update={"output": str(again)}), again)
     return again
 
 

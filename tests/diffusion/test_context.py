@@ -1,6 +1,5 @@
 """Two processes (gloo) that compute every sample together, each half of its tokens, beside one that does all."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ from diffusers.models import transformers as networks
 from torch import Tensor
 
 from genrl.diffusion.config.model_rules import DIVIDED
-from genrl.diffusion.train import check_processes
 from genrl.runtime.folder.run import Run, read_metrics
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES
+from tests.diffusion.families import saved
 from tests.diffusion.test_distributed import GRPO, NFT, distance, recorded
 
 NOT_DIVIDED = {
@@ -33,17 +31,6 @@ CALLS: dict[str, dict[str, Any]] = {
 PAIR: dict[str, Any] = {"distributed": {"context": 2}}
 
 
-@pytest.fixture
-def saved(folder: Path) -> Callable[[str], Path]:
-    """The folder of a pipeline of `CALLS`."""
-
-    def save(name: str) -> Path:
-        FAMILIES[name]().pipe.save_pretrained(folder / name)
-        return folder / name
-
-    return save
-
-
 def within(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     return float((found.double() - wanted.double()).abs().max()) <= tolerance * float(wanted.double().abs().max())
 
@@ -52,14 +39,12 @@ def within(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
 @pytest.mark.parametrize(
     ("name", "trainer", "lora"), [("flux", NFT, None), ("flux2", GRPO, None), ("wan_t2v", GRPO, runs.LORA)]
 )
-def test_learnt_from_alike(
-    folder: Path, saved: Callable[[str], Path], name: str, trainer: dict[str, Any], lora: dict[str, Any] | None
-) -> None:
+def test_learnt_from_alike(folder: Path, name: str, trainer: dict[str, Any], lora: dict[str, Any] | None) -> None:
     """Samples, log-probabilities and scores within rounding; the gradient is the sum over both processes."""
     (folder / "light.py").write_text("def light(images):\n    return images.flatten(1).mean(1)  # of a video, too\n")
     changes: dict[str, Any] = {"trainer": trainer, "sampling": CALLS[name], "iterations": 1, "lora": lora}
     changes["rewards"] = [{"name": f"{folder / 'light.py'}:light"}]
-    model = saved(name)
+    model = saved(name, folder)
     (alone,) = recorded(folder, model, 1, **changes)
     parts = recorded(folder, model, 2, "context", **PAIR, **changes)
     gradients = {key: alone[key] for key in alone if key.startswith("gradient/")}
@@ -79,9 +64,9 @@ def test_learnt_from_alike(
 
 
 @pytest.mark.slow
-def test_groups_of_processes_share_samples_out(folder: Path, saved: Callable[[str], Path]) -> None:
+def test_groups_of_processes_share_samples_out(folder: Path) -> None:
     """Four processes, two to a sample, whose bases are in shards over all four: as two to a sample."""
-    model = saved("flux")
+    model = saved("flux", folder)
     changes = {"sampling": {**CALLS["flux"], "prompts_per_iteration": 4}, "iterations": 1}
     pair = recorded(folder, model, 2, "pair", **PAIR, **changes)[0]
     parts = recorded(folder, model, 4, "groups", distributed={"context": 2, "fsdp": True}, **changes)
@@ -94,23 +79,16 @@ def test_groups_of_processes_share_samples_out(folder: Path, saved: Callable[[st
 
 
 @pytest.mark.slow
-def test_stops_and_goes_on(folder: Path, saved: Callable[[str], Path]) -> None:
+def test_stops_and_goes_on(folder: Path) -> None:
     """To the bit; evaluations and the adapter that both processes verify included."""
     changes = {"sampling": CALLS["flux"], "iterations": 1, "evaluation": {"every": 1}, **PAIR}
-    model = saved("flux")
+    model = saved("flux", folder)
     files = [runs.written(folder, model, name, **changes | {"iterations": n}) for name, n in (("one", 2), ("two", 1))]
     for file in files:
         runs.finish(file, 2, runs.train_file)
     runs.finish(files[0], 2, runs.train_file, str(folder / "two" / "run"))
     assert runs.differences(folder / "one" / "run", folder / "two" / "run") == []
     assert (folder / "one" / "run" / "lora" / "README.md").is_file()
-
-
-def test_numbers_of_processes(folder: Path, saved: Callable[[str], Path]) -> None:
-    config = runs.config(folder, saved("flux"), sampling=CALLS["flux"], **PAIR)
-    check_processes(config, 4)
-    with pytest.raises(ValueError, match=r"distributed\.context: 3 processes cannot be put in groups of 2"):
-        check_processes(config, 3)
 
 
 def test_every_plan_of_diffusers_is_known_here() -> None:

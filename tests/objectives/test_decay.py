@@ -34,24 +34,19 @@ def test_golden_decays(golden) -> None:
     for found in a.matches(r"out_ff_piecewise_(\d+)_(.*)_(.*)"):
         check(found[0], matching.ramp, slope=number(found[2]), maximum=number(found[3]), start_step=int(found[1]))
     a.all_used("out_.*", but="out_(ff_(discrete|logit_normal|uniform)|nft|flow_grpo).*")
-
-
-def test_a_cosine_stays_at_its_end() -> None:
     assert matching.cosine(139, initial=0.2, final=0.8, total_steps=100, warmup_steps=20) == pytest.approx(0.8)
     with pytest.raises(ValueError, match="must end before"):
         matching.cosine(0, initial=0.0, final=1.0, total_steps=10, warmup_steps=10)
 
 
 # -- The rules of collapse: what is better, what has fallen, what has left its own history
-def test_no_better_than_noise_does_not_count() -> None:
+def test_better_is_more_than_noise_and_fallen_three_standard_errors_or_the_tolerance() -> None:
+    """Standard errors are those of the difference."""
     best = Score(0.5, 0.03)
     assert not is_better(Score(0.54, 0.04), best)  # one standard error of the difference is 0.05
     assert is_better(Score(0.56, 0.04), best)
     assert is_better(Score(0.5001), Score(0.5)) and not is_better(Score(0.5), Score(0.5))
     assert not is_better(Score(math.nan), Score(0.5))
-
-
-def test_fallen_is_three_standard_errors_of_the_difference_or_the_tolerance() -> None:
     best = Score(0.5, 0.03)
     assert not has_fallen(Score(0.36, 0.04), best) and has_fallen(Score(0.34, 0.04), best)
     assert has_fallen(Score(0.44, 0.04), best, tolerance=0.05) and not has_fallen(Score(0.46, 0.04), best, 0.05)

@@ -57,14 +57,11 @@ def test_layers_that_are_not_there() -> None:
     assert list(layer_problems(LoRA(targets=("nothing",), ranks={"no": 1}), [unread])) == []  # names are not known
 
 
-def test_check_knows_what_training_refuses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_knows_what_training_refuses_and_from_stays(root: Path, monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.chdir(root)
     config, origins = load_located("configs/quickstart.yaml", ["model.lora.ranks={to_x: 2}"])
     with pytest.raises(ConfigError, match=r"model\.lora\.ranks\.to_x.*no adapted layer's name ends in to_x"):
         check_files(config, origins)
-
-
-def test_from_survives_a_file(tmp_path: Path) -> None:
     config = load(QUICK, ["model.lora.from=org/lora", "trackers=[]", f"output={tmp_path}/run"])
     (tmp_path / "again.yaml").write_text(dump(config))
     assert "    from: org/lora" in dump(config) and load(tmp_path / "again.yaml") == config

@@ -125,9 +125,7 @@ def corrupting(monkeypatch: pytest.MonkeyPatch, how: str, call: int = 0) -> None
 
 
 @pytest.mark.parametrize("how", CORRUPTIONS)
-def test_a_file_that_does_not_give_the_model_back_is_refused(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_does_not_give_the_model_back_is_refused(tmp_path: Path, how: str, monkeypatch: Any) -> None:
     """And the model in training is unharmed, then and after a file that does; random numbers too."""
     policy, weights = moved()
     before, random = policy.generate(PROBE).detach(), torch.get_rng_state()
@@ -233,7 +231,7 @@ def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
         export(copy, tmp_path / "out", step=2)
 
 
-def test_card_tells_what_was_trained_and_how_to_load_it(trained: Path, model: Path) -> None:
+def test_card_tells_what_was_trained_and_survives_hostile_prompts(trained: Path, model: Path, folder: Path) -> None:
     text = (trained / "lora" / "README.md").read_text()
     front = yaml.safe_load(text.split("---")[1])
     assert front["base_model"] == str(model) and front["library_name"] == "diffusers"
@@ -247,9 +245,6 @@ def test_card_tells_what_was_trained_and_how_to_load_it(trained: Path, model: Pa
     (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords)
     told = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     assert told == ARGUMENTS | {"guidance_scale": 1.0, "prompt": "three stars"}
-
-
-def test_card_survives_hostile_prompts_and_paths(folder: Path, model: Path) -> None:
     config = runs.config(folder, model)
     prompts = ['a "sign"\n# heading\n<script>alert(1)</script>', "`code`\u202e", "{}"]
     write_card(folder / "card", config, [], prompts)

@@ -38,8 +38,8 @@ def test_golden_gates(golden: Any) -> None:
     data.all_used(r"call\d+_.*", but=r"call\d+_threshold")
 
 
-def test_the_best_of_the_trained_score_and_worst_of_the_others_pays() -> None:
-    """The sample of rank k of n has k / n lower ones. Where scores agree, or lack, nobody is over-rated."""
+def test_who_pays_who_gains_and_the_share_stays_within_its_bounds() -> None:
+    """The best of the trained score and worst of the others pays; unlike samples gain, and bad ones do not."""
     score = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     over = gardo.overrated(score, [score.flip(0), score])
     torch.testing.assert_close(over, torch.tensor([-0.375, -0.125, 0.125, 0.375], dtype=torch.float64))
@@ -47,9 +47,6 @@ def test_the_best_of_the_trained_score_and_worst_of_the_others_pays() -> None:
     assert not gardo.paying(gardo.overrated(score, [score]), 0.1).any()
     unscored = gardo.overrated(torch.tensor([torch.nan, 1.0, 2.0]), [torch.tensor([1.0, 2.0, torch.nan])])
     assert unscored.isnan().tolist() == [True, False, True] and not gardo.paying(unscored, 1.0)[[0, 2]].any()
-
-
-def test_the_share_stays_within_its_bounds() -> None:
     settings, share = Gate(rewards=("a",)), 0.1
     for mean in range(1, 30):
         share = gardo.next_share(settings, share, float(mean), [0.0, mean - 0.5])
@@ -57,9 +54,6 @@ def test_the_share_stays_within_its_bounds() -> None:
     for mean in range(1, 60):
         share = gardo.next_share(settings, share, -float(mean), [0.0])
     assert share == settings.between[0] and gardo.next_share(settings, 0.1, 1.0, [0.0, 2.0]) == 0.1
-
-
-def test_unlike_samples_gain_and_bad_ones_do_not() -> None:
     group = torch.tensor([0, 0, 0, 1, 1])
     advantage = torch.tensor([1.0, 1.0, -2.0, 1.0, -1.0], dtype=torch.float64)
     distance = torch.tensor([0.3, 0.1, 0.2, 0.0, 0.0], dtype=torch.float64)

@@ -20,19 +20,8 @@ from genrl.diffusion.methods.dpo_offline.train import PAIR
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import (
-    DIFFUSION,
-    QUIET,
-    TRIPLES,
-    Bare,
-    Given,
-    after_collect,
-    flow_sde,
-    log_density,
-    relative,
-    resumed,
-    run,
-)
+from tests.diffusion.methods.watched import DIFFUSION, TRIPLES, Bare, Given, after_collect, relative, resumed, run
+from tests.reference.flow_grpo import flow_sde, log_density
 
 FLOW = {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7, "beta": 1e-3, "clip_range": 1e-3}
 DDIM = {"algorithm": "prdp", "beta": 1e-3, "clip_range": 1e-3}
@@ -75,7 +64,7 @@ def by_hand(config: Config, rollouts: Rollouts, weights: Given) -> tuple[Given, 
 def test_gradient_and_loss_by_hand(folder: Path, model: Path) -> None:
     """Of the first gradient step, and of one where the policy is away from the reference and from the old policy."""
     trainer = {**FLOW, "inner_epochs": 2}
-    config = runs.config(folder, model, trainer=trainer, sampling=TRIPLES, iterations=2, **QUIET)
+    config = runs.config(folder, model, trainer=trainer, sampling=TRIPLES, iterations=2, **runs.QUIET)
     seen = run(config)
     assert len(seen.updates) == 4
     found = {n: by_hand(config, seen.rollouts[n // 2], seen.updates[n].weights) for n in (0, 2, 3)}
@@ -90,14 +79,14 @@ def test_samples_without_a_score_are_in_no_pair(folder: Path, sd: Path) -> None:
     def silence(opened: Any) -> None:
         after_collect(opened, lambda found: found.total.__setitem__([0, 3, 4], math.nan))
 
-    seen = run(runs.config(folder, sd, trainer=DDIM, sampling=OF_NOISE, iterations=1, **QUIET), silence)
+    seen = run(runs.config(folder, sd, trainer=DDIM, sampling=OF_NOISE, iterations=1, **runs.QUIET), silence)
     assert seen.rows[0]["prdp/pairs"] == 1 and seen.rows[0]["grad_norm"] > 0
 
 
 def test_equal_rewards_are_a_target_too(folder: Path, sd: Path) -> None:
     """It is 0, which the reference has reached."""
     common: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "sampling": OF_NOISE, "iterations": 1}
-    (row,) = runs.rows(train(runs.config(folder, sd, trainer=DDIM, **common, **QUIET)))
+    (row,) = runs.rows(train(runs.config(folder, sd, trainer=DDIM, **common, **runs.QUIET)))
     assert (row["prdp/pairs"], row["updates"]) == (6, 0) and row.get("loss", 0.0) == 0.0
 
 

@@ -146,15 +146,12 @@ def test_pictures_are_drawn_of_rewritten_prompts(model: Path, tmp_path: Path) ->
         assert np.array_equal(np.asarray(Image.open(path)), np.asarray(wanted))
 
 
-def test_what_is_compared() -> None:
+def test_what_is_compared_and_texts_are_measured_by_the_longest_encoder(folder: Path, model: Path) -> None:
     generation = torch.tensor([[1.0, 0.5, 0.0], [0.5, float("nan"), 0.25]], dtype=torch.float64)
     formats = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     found = compared(generation, formats, [["a", "a"], ["a", "b"]])
     assert found == {"rewriter/format": 0.75, "rewriter/distinct": 0.75, "rewriter/gain": 0.5}
     assert "rewriter/gain" not in compared(generation[:, :2], formats, [["a", "a"], ["a", "b"]])
-
-
-def test_texts_are_measured_by_the_longest_encoder(folder: Path, model: Path) -> None:
     with runs.opened(runs.config(folder, model)) as run:
         pipe = run.policy.pipe
         short = TextRoom(pipe, {"max_sequence_length": 4})

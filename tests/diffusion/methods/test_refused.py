@@ -14,6 +14,7 @@ from tests.diffusion.policy.test_starting import editing
 Tree = dict[str, Any]
 GROUPS = {"group_size": 4, "prompts_per_iteration": 2, "batch_size": 4}
 ADAPTED: Tree = {"rank": 4, "alpha": 8, "text_encoders": True}
+BETWEEN: Tree = {"text_encoders": "between"}
 KEPT: Tree = {"keep_graph": True}
 DDIM: Tree = {"kernel": "ddim", "noise_level": 1.0}
 D3PO: Tree = {"kernel": "flow_sde", "noise_level": 0.7}
@@ -41,12 +42,7 @@ ROWS: list[tuple[str, Tree, Tree, str]] = [
     ("diff_instruct", {}, {"evaluation": {"num_inference_steps": 8}}, r"evaluation\.num_inference_steps.*write null"),
     ("diff_instruct", {}, {"sampling": {"guidance_scale": 4.0}}, r"guidance_scale.*learnt from the teacher.*write 1"),
     ("diff_instruct", {}, {"sampling": {"guidance_scale": None}}, r"sampling\.guidance_scale.*write 1"),
-    (
-        "diff_instruct",
-        {},
-        {"lora": {"frozen": ["org/distilled"]}},
-        r"lora\.frozen.*distilled LoRA by model\.lora\.f",
-    ),
+    ("diff_instruct", {}, {"lora": {"frozen": ["org/distilled"]}}, r"lora\.frozen.*LoRA by model\.lora\.f"),
     ("draft", {"steps": 4}, {}, r"trainer\.steps.*the sampler has 3 steps; use 3 or less"),
     ("draft", {}, {"reward": {"normalize": "group"}}, r"rewards\.0\.normalize.*write none"),
     ("draft", {}, {"reward": {"remote": "http://127.0.0.1:1"}}, r"remote.*stays in the process.*write null"),
@@ -62,12 +58,7 @@ ROWS: list[tuple[str, Tree, Tree, str]] = [
     ("flow_grpo", {}, {"sampling": {"group_size": 1}}, "nothing to be compared with"),
     ("flow_grpo", {"aggregate": "gdpo", "advantage_scale": "global"}, {}, "use group"),
     ("flow_grpo", {"aggregate": "gdpo"}, {"reward": {"normalize": "group"}}, "normalises the scores themselves"),
-    (
-        "flow_grpo",
-        {},
-        {"model": {"lora": ADAPTED, "offload": {"text_encoders": "between"}}},
-        "change with the adapters",
-    ),
+    ("flow_grpo", {}, {"model": {"lora": ADAPTED, "offload": BETWEEN}}, "change with the adapters"),
     ("flow_grpo", {}, {"model": {"lora": ADAPTED, "encodings": "there"}}, "encodings change with the adapters"),
     ("flow_grpo", {}, {"model": {"lora": {"type": "dora", "text_encoders": True}}}, "was not tried with it"),
     ("flow_grpo", {}, {"model": {"lora": ADAPTED, "quantize": "int8"}}, "trained unquantised"),

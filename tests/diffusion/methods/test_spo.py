@@ -25,17 +25,7 @@ from genrl.mdp.plan import SamplingPlan
 from genrl.runtime.loop.recorded import Recorded
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-from tests.diffusion.methods.watched import (
-    DIFFUSION,
-    QUIET,
-    Bare,
-    Given,
-    Update,
-    Watched,
-    relative,
-    run,
-    trained_by,
-)
+from tests.diffusion.methods.watched import DIFFUSION, QUIET, Bare, Given, Update, Watched, relative, run, trained_by
 
 SPO = {"algorithm": "spo", "candidates": 3, "first": 1, "threshold": 0.0, "beta": 10.0}
 FLOW = {**SPO, "kernel": "flow_sde", "noise_level": 0.7}
@@ -43,7 +33,7 @@ CHAINS = {"prompts_per_iteration": 2, "group_size": 2, "batch_size": 3}
 WAYS = 3
 
 
-def test_winners_by_hand() -> None:
+def test_winners_by_hand_and_picks_are_uniform_and_differ() -> None:
     scores = torch.tensor([[[0.1, 0.9, 0.5], [0.4, 0.4, 0.3]], [[1.0, math.nan, 0.0], [2.0, 2.0, 2.0]]]).double()
     pairs = compare(scores, threshold=0.3)
     assert pairs.win[0].tolist() == [1, 0] and pairs.lose[0].tolist() == [0, 2]
@@ -51,6 +41,10 @@ def test_winners_by_hand() -> None:
     assert pairs.valid.tolist() == [[True, False], [False, False]]
     assert pairs.gap[0].tolist() == pytest.approx([0.8, 0.1]) and pairs.gap[1].isnan().tolist() == [True, False]
     assert compare(scores, threshold=0.0).valid.tolist() == [[True, True], [False, False]]
+    batch = Batch(["x"] * 600, [(7, 0, slot) for slot in range(600)], {})
+    picks = chosen_rows(batch, WAYS, 2) - WAYS * torch.arange(600)
+    assert (picks.bincount(minlength=WAYS) - 200).abs().max() < 50  # 4 standard deviations are 46
+    assert not torch.equal(picks, chosen_rows(batch, WAYS, 3) - WAYS * torch.arange(600))
 
 
 @dataclass
@@ -223,13 +217,6 @@ def test_clean_samples_are_those_of_the_model() -> None:
                 ab = policy.head.alphas_cumprod[int(level)]
                 expected = (x - (1 - ab).sqrt() * out) / ab.sqrt()
             torch.testing.assert_close(found[i].clean[:, j], expected, atol=2e-4, rtol=1e-4)
-
-
-def test_picks_are_uniform_and_differ() -> None:
-    batch = Batch(["x"] * 600, [(7, 0, slot) for slot in range(600)], {})
-    picks = chosen_rows(batch, WAYS, 2) - WAYS * torch.arange(600)
-    assert (picks.bincount(minlength=WAYS) - 200).abs().max() < 50  # 4 standard deviations are 46
-    assert not torch.equal(picks, chosen_rows(batch, WAYS, 3) - WAYS * torch.arange(600))
 
 
 def test_a_last_step_that_ends_without_noise_is_not_compared() -> None:

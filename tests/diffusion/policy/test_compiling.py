@@ -32,9 +32,7 @@ def _no_graphs_of_other_tests() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_with_the_same_names(
-    folder: Path, model: Path, traced: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_the_same_with_the_same_names(folder: Path, model: Path, traced: None, capsys: Any) -> None:
     """A divergence runs the model without its adapter: a graph of its own."""
     found = {}
     for compiled in (False, True):
@@ -100,13 +98,6 @@ def test_inputs_that_change_with_every_call_are_refused(traced: None, monkeypatc
     assert lines[-1].rsplit(" (")[1] == "1 of at most 2 times)"
 
 
-def test_a_ratio_that_is_not_one_names_the_switch() -> None:
-    assert off_policy(0.0, 1e-4, compiled=True) is None
-    assert off_policy(1e-7, 1e-4) is not None
-    with pytest.raises(RuntimeError, match=r"off by 1e-07, more than 0: .*kernels.compile: false"):
-        off_policy(1e-7, 1e-4, compiled=True)
-
-
 @pytest.mark.parametrize(("compiled", "marks"), [("cuda_graphs", 2), (True, 0)])
 def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
     compiled: Any, marks: int, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,13 +116,16 @@ def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
     assert len(seen) == marks
 
 
-def test_what_cannot_be_compiled_is_said_before_work_starts(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_compiled_is_said_before_work_starts(folder: Path, model: Path, monkeypatch: Any) -> None:
     with pytest.raises(ValueError, match=r"kernels.compile: CUDA graphs are of GPUs, and the model is on cpu"):
         train(runs.config(folder, model, kernels={"compile": "cuda_graphs"}))
     monkeypatch.setenv("PATH", "")
     assert compile_problem(torch.device("cpu")) == "there is no C++ compiler (g++ or clang++)"
+    # a ratio that is not one names the switch
+    assert off_policy(0.0, 1e-4, compiled=True) is None
+    assert off_policy(1e-7, 1e-4) is not None
+    with pytest.raises(RuntimeError, match=r"off by 1e-07, more than 0: .*kernels.compile: false"):
+        off_policy(1e-7, 1e-4, compiled=True)
 
 
 def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> None:
@@ -148,9 +142,7 @@ def test_snapshots_that_graphs_were_recorded_of_are_exchanged_by_copies() -> Non
 
 
 @pytest.mark.slow
-def test_unequal_noise_levels_need_no_graph_per_group(
-    folder: Path, model: Path, traced: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unequal_noise_levels_need_no_graph_per_group(folder: Path, model: Path, traced: None, capsys: Any) -> None:
     """Guided SD3 takes one timestep per call: 8 samples at levels of their own would be groups of any size."""
     sampling = {"guidance_scale": 3.0, "prompts_per_iteration": 4, "group_size": 4, "batch_size": 8}
     changes: dict[str, Any] = {"kernels": {"compile": True}, "evaluation": {"every": 0}}

@@ -152,7 +152,7 @@ def count_encodings(policy: Policy) -> list[int]:
     return seen
 
 
-def test_each_distinct_prompt_is_encoded_once() -> None:
+def test_each_distinct_prompt_is_encoded_once_and_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(FAMILIES["sd3"]().pipe)
     policy.roll_out(batch([0], guidance_scale=1.0))  # the first batch of several also finds the batch axes
     policy.roll_out(batch([0, 1], guidance_scale=1.0))
@@ -162,6 +162,21 @@ def test_each_distinct_prompt_is_encoded_once() -> None:
     policy.roll_out(batch([2, 0], guidance_scale=1.0))
     policy.decode(batch([2, 0], guidance_scale=1.0), torch.zeros(2, 4, 8, 8))
     assert seen == [1]
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    encode = functools.partial(policy.pipe.encode_prompt, prompt_2=None, prompt_3=None, max_sequence_length=16)
+    size = sum(part.untyped_storage().nbytes() for part in encode(prompt=["a house"]) if part is not None)
+    monkeypatch.setattr(encoding, "MAX_BYTES", 3 * size)
+    seen = count_encodings(policy)
+
+    def encoded(prompt: str) -> bool:
+        before = len(seen)
+        encode(prompt=[prompt])
+        return len(seen) > before
+
+    assert [encoded(prompt) for prompt in ("a house", "one", "two", "a house")] == [False, True, True, False]
+    assert [encoded(prompt) for prompt in ("three", "a house", "two", "one")] == [True, False, False, True]
+    monkeypatch.setattr(encoding, "MAX_BYTES", size // 2)
+    assert [encoded("four"), encoded("four"), encoded("one")] == [True, False, True]  # one is kept, whatever its size
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
@@ -213,24 +228,6 @@ def test_a_batch_is_put_together_once_while_nothing_changes(policy: Policy, monk
     assert count == 1 and not as_first(found)
 
 
-def test_encodings_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(FAMILIES["sd3"]().pipe)
-    encode = functools.partial(policy.pipe.encode_prompt, prompt_2=None, prompt_3=None, max_sequence_length=16)
-    size = sum(part.untyped_storage().nbytes() for part in encode(prompt=["a house"]) if part is not None)
-    monkeypatch.setattr(encoding, "MAX_BYTES", 3 * size)
-    seen = count_encodings(policy)
-
-    def encoded(prompt: str) -> bool:
-        before = len(seen)
-        encode(prompt=[prompt])
-        return len(seen) > before
-
-    assert [encoded(prompt) for prompt in ("a house", "one", "two", "a house")] == [False, True, True, False]
-    assert [encoded(prompt) for prompt in ("three", "a house", "two", "one")] == [True, False, False, True]
-    monkeypatch.setattr(encoding, "MAX_BYTES", size // 2)
-    assert [encoded("four"), encoded("four"), encoded("one")] == [True, False, True]  # one is kept, whatever its size
-
-
 def test_what_cannot_become_a_policy_is_refused(policy: Policy) -> None:
     methods = policy.pipe.encode_prompt, policy.pipe.prepare_latents, policy.pipe.scheduler
     with pytest.raises(ValueError, match="this StableDiffusion3Pipeline is a policy already"):
@@ -274,9 +271,7 @@ def test_model_calls_are_the_closed_form(guidance: float, factor: int) -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), TooManyGraphs("planted")])
-def test_out_of_memory_is_no_answer_to_whether_timesteps_broadcast(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_is_no_answer_to_whether_timesteps_broadcast(error: Exception, monkeypatch: Any) -> None:
     """Nor is a model that may not be compiled once more."""
     policy = Policy(FAMILIES["sd3"]().pipe)
     arguments = batch([0, 1], guidance_scale=1.0), torch.zeros(2, 4, 8, 8), torch.tensor([0.7, 0.3])

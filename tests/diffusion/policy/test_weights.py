@@ -75,15 +75,13 @@ def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet(monkeypatch:
     assert not equal(copied(weights.named), copied(tiny(seed=4)[1].named))
 
 
-def test_targets_that_no_layer_has_are_refused_with_the_nearest() -> None:
+def test_unknown_targets_are_refused_and_full_fine_tuning_of_a_bfloat16_model_is_in_float32() -> None:
+    """With the nearest target; full fine-tuning needs autocast: what the configuration refuses, and what it advises."""
     with pytest.raises(ValueError, match=r"model\.lora\.targets: no layer of the transformer .* is called to_query"):
         tiny(LoRA(rank=4, alpha=8.0, targets=("to_q", "to_query")))
     _, weights = tiny(LoRA(rank=4, alpha=8.0, targets=("to_q",)))
     assert all(".to_q.lora_" in key for key in weights.named)
-
-
-def test_full_fine_tuning_of_a_bfloat16_model_is_in_float32_and_needs_autocast() -> None:
-    """What the configuration refuses, and what it advises."""
+    # what the configuration refuses, and what it advises
     policy, weights = tiny(None, dtype=torch.bfloat16)
     assert len(weights.parameters) == len(list(policy.denoiser.parameters()))
     assert {p.dtype for p in weights.parameters} == {torch.float32}

@@ -39,9 +39,7 @@ def changes(name: str, staleness: int = 1, **further: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", tiered(METHODS, ("window",)))
-def test_one_run_whoever_draws_and_wherever_it_stops(
-    folder: Path, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_run_whoever_draws_and_wherever_it_stops(folder: Path, model: Path, name: str, monkeypatch: Any) -> None:
     """Drawn here when it is needed, and there ahead of time, in one go and resumed after the second iteration."""
     staleness = 1 if name == "diffusion_nft" else 2
     here = train(runs.config(folder, model, output=str(folder / "here"), **changes(name, staleness)))
@@ -71,9 +69,7 @@ def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
         assert [row["importance/max_abs_dev"] for row in old[-3:]] == [0.0] * 3
 
 
-def test_the_samples_are_those_of_the_earlier_weights(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_samples_are_those_of_the_earlier_weights(folder: Path, model: Path, monkeypatch: Any) -> None:
     """Replayed by those of the checkpoint before, log-probabilities come back to the bit; by the present ones not."""
     seen: list[float] = []
     collect = transitions.collect

@@ -157,9 +157,7 @@ def broken(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[],
 
 
 @needs_ray
-def test_what_is_wrong_with_drawing_is_told(
-    cluster: Any, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_with_drawing_is_told(cluster: Any, folder: Path, model: Path, monkeypatch: Any) -> None:
     """Other weights, a draw that raises or cannot be sent, lost actors, too many workers, other packages."""
     settings = config(folder, model, NFT, engine=engine(1))
     with runs.opened(settings) as run:

@@ -74,11 +74,16 @@ def test_tables_are_values_of_nodes(plan: SamplingPlan) -> None:
     assert torch.equal(back[:, inner], nodes[:, inner]) and back[:, ~inner].isnan().all()
 
 
-def test_independent_samples_have_their_own_advantages() -> None:
+def test_independent_samples_have_their_own_advantages_and_progress_falls_short_of_the_best_leaf() -> None:
     plan = make_plan(4, noise={1: 0.7, 2: 0.7}, roots=3)
     found = independent_edges(torch.tensor([1.0, -2.0, 0.0]), Steps(plan, (1, 2), (), None))
     assert found.advantage.tolist() == [[0] * 3, [1, -2, 0], [1, -2, 0], [0] * 3]
     assert found.weight.tolist() == [[0] * 3, [1] * 3, [1] * 3, [0] * 3]
+    rewards = torch.tensor([0.0, 1.0, 2.0, 4.0, 8.0, 6.0, 4.0, 0.0])
+    found = progress_table(grow(BINARY), rewards)
+    torch.testing.assert_close(found[3], (8 - rewards.double()) / 8, rtol=0, atol=1e-6)
+    assert float(found[0, 0]) == pytest.approx(float((8 - rewards[:4]).mean() / 8))
+    assert float(found[2, 4]) == 0.0  # the best
 
 
 BINARY = make_plan(5, noise=dict.fromkeys(range(4), 0.7), splits={0: 2, 1: 2, 2: 2})
@@ -120,11 +125,3 @@ def test_likely_leaves_count_more_in_a_softmax(credit: Any) -> None:
     settings = TreeSettings(ways=2, credit=credit)
     found = tree_edges(settings, plan, (0, 1), rewards, rewards, logs, clip=CLIP, iteration=0)
     assert float(found.advantage[0, 0]) == pytest.approx(1 / (1 + math.exp(-2)), abs=1e-6)
-
-
-def test_progress_falls_short_of_the_best_leaf() -> None:
-    rewards = torch.tensor([0.0, 1.0, 2.0, 4.0, 8.0, 6.0, 4.0, 0.0])
-    found = progress_table(grow(BINARY), rewards)
-    torch.testing.assert_close(found[3], (8 - rewards.double()) / 8, rtol=0, atol=1e-6)
-    assert float(found[0, 0]) == pytest.approx(float((8 - rewards[:4]).mean() / 8))
-    assert float(found[2, 4]) == 0.0  # the best

@@ -120,7 +120,7 @@ def test_clipping_comes_last_and_who_is_at_the_mean_of_the_group_is_learnt_from(
     assert advantages.informative(rewards, group).tolist() == [True] * 3 + [False] * 4
 
 
-def test_statistics_count_what_gives_no_update() -> None:
+def test_statistics_count_what_gives_no_update_and_pairs_prefer_nothing_among_equals() -> None:
     group = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     rewards = torch.tensor([0.0, 1.0, 0.5, 0.5, NAN, 3.0, 7.0])
     now = advantages.group_statistics(rewards, group)
@@ -128,9 +128,6 @@ def test_statistics_count_what_gives_no_update() -> None:
     assert now.mean_std == pytest.approx(0.5 / 4)
     empty = advantages.group_statistics(torch.tensor([NAN, NAN]), torch.tensor([0, 0]))
     assert empty.zero_std_ratio == 1 and math.isnan(empty.mean_std)
-
-
-def test_pairs_prefer_nothing_among_equals() -> None:
     group = torch.tensor([0, 0, 0, 1, 1, 2])
     rewards = torch.tensor([0.5, 0.5, 0.5, 1.0, NAN, 3.0])
     assert (advantages.best_and_worst(rewards, group) == 0).all()
@@ -245,7 +242,8 @@ def test_golden_joint_step(golden) -> None:
     a.all_used(but="tags_per_prompt")  # one for each prompt: groups are the same
 
 
-def test_masked_tokens_may_hold_anything_and_the_gradient_is_reinforce() -> None:
+def test_masked_tokens_may_hold_anything_and_retained_prompts_get_the_mean_format_score() -> None:
+    """And the gradient of a rewriter's loss is REINFORCE's."""
     log_prob = torch.tensor([[-1.0, -2.0, float("nan")], [-0.5, float("inf"), -3.0]], requires_grad=True)
     reference = torch.tensor([[-1.0, -2.0, 5.0], [-0.5, 0.0, float("nan")]])
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
@@ -254,9 +252,6 @@ def test_masked_tokens_may_hold_anything_and_the_gradient_is_reinforce() -> None
     loss.sum().backward()
     assert torch.allclose(loss.detach(), -advantage)
     assert log_prob.grad is not None and log_prob.grad.tolist() == [[-1.0, -1.0, 0.0], [1.0, 0.0, 0.0]]
-
-
-def test_retained_prompts_get_the_mean_format_score() -> None:
     generation, formats = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 1.0]])
     total = train.joint_rewards(generation, formats, generation_weight=2.0, format_weight=0.5)
     assert total.tolist() == [[2.0, 4.5, 6.25]]

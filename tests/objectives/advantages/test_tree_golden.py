@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.dynamic_tree_rpo.train import dynamic_clip_bounds, progress_loss, progress_weights
-from genrl.mdp.plan import (
-    SamplingPlan,
-    backward_interval,
-    caterpillar,
-    draw_start,
-    geometric_start_probabilities,
-    growing_noise,
-    make_plan,
-    sliding_depths,
-)
+from genrl.mdp import plan as plans
+from genrl.mdp.plan import SamplingPlan, make_plan, sliding_depths
 from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
 from genrl.objectives import credit
 from genrl.objectives.groups import group_advantages
@@ -65,7 +57,7 @@ def test_invariants(golden) -> None:
 
     rows = []
     for steps, first, candidates, *_ in a.given("caterpillar_T_d_k_forwards_compare_candidates").tolist():
-        plan = caterpillar(steps, noise=dict.fromkeys(range(steps), 1.0), first=first, candidates=candidates)
+        plan = plans.caterpillar(steps, noise=dict.fromkeys(range(steps), 1.0), first=first, candidates=candidates)
         compared = range(first, steps)
         calls = [plan.calls, plan.training_calls(compared), plan.trained_edges(compared)]
         rows.append([steps, first, candidates, *calls])
@@ -104,9 +96,9 @@ def test_treegrpo(golden) -> None:
 
     for tag in a.tags(r"start_pmf_(\w+)"):
         steps, size, ratio = re.fullmatch(r"T(\d+)_w(\d+)_r(\d+)", tag).groups()
-        law = geometric_start_probabilities(int(steps) - int(size), 1.0 if ratio == "10" else float(f"0.{ratio}"))
+        law = plans.geometric_start_probabilities(int(steps) - int(size), 1.0 if ratio == "10" else float(f"0.{ratio}"))
         a.check(f"start_pmf_{tag}", law)
-        a.check(f"start_icdf_{tag}", [draw_start(law, u) for u in a.given(f"start_u_{tag}").tolist()])
+        a.check(f"start_icdf_{tag}", [plans.draw_start(law, u) for u in a.given(f"start_u_{tag}").tolist()])
 
     rows = []
     for steps, ways, depth, start, *_ in a.given("nfe_T_k_d_start_forwards_trainedges_leaves").tolist():
@@ -121,7 +113,7 @@ def test_b2_diffurl(golden) -> None:
     a = Arrays(golden("tree_b2_diffurl"))
     size, branches, batches = (int(a.given(name)) for name in ("batch_size", "branches", "num_batches"))
     high, low = float(a.given("pos_threshold")), float(a.given("neg_threshold"))
-    a.check("first_trained_step", backward_interval(
+    a.check("first_trained_step", plans.backward_interval(
         int(a.given("num_steps")), shortest=int(a.given("split_step")), longest=int(a.given("num_steps")),
         stages=100, stage=0).start)  # fmt: skip
     flat = torch.arange(size * branches * batches)  # branch-major inside a batch
@@ -143,7 +135,7 @@ def test_b2_diffurl(golden) -> None:
 
     for tag in a.tags(r"(curriculum_\w+)_split_step"):
         shortest, longest, stages = a.given(f"{tag}_left_right_stages").tolist()
-        interval = partial(backward_interval, longest, shortest=shortest, longest=longest, stages=stages)
+        interval = partial(plans.backward_interval, longest, shortest=shortest, longest=longest, stages=stages)
         a.check(f"{tag}_split_step", [len(interval(stage=stage)) for stage in range(stages)])
 
     old, new, score = (a.given(f"loss_{name}") for name in ("logp_old", "logp_new", "score"))
@@ -156,20 +148,20 @@ def test_b2_diffurl(golden) -> None:
         a.check(f"{tag}_grad_logp", torch.autograd.grad(loss, moving)[0])
 
     steps = int(a.given("nfe_T"))
-    plans = [
+    branched = [
         make_plan(steps, noise={steps - s: 1.0}, splits={steps - s: ways})
         for s, ways in zip(a.given("nfe_s").flatten().tolist(), a.given("nfe_K").flatten().tolist(), strict=True)
     ]
     shape = a.given("nfe_s").shape
-    a.check("nfe_branch_rollout_shared_split_forward", torch.tensor([plan.calls for plan in plans]).view(shape))
-    a.check("nfe_independent", torch.tensor([plan.independent_calls for plan in plans]).view(shape))
+    a.check("nfe_branch_rollout_shared_split_forward", torch.tensor([plan.calls for plan in branched]).view(shape))
+    a.check("nfe_independent", torch.tensor([plan.independent_calls for plan in branched]).view(shape))
     a.all_used(but="nfe_branch_rollout")  # where a node is copied before its split, and each copy evaluated
 
 
 def test_dynamic_treerpo(golden) -> None:
     a = Arrays(golden("tree_dynamic_treerpo_inferred"))
     base, growth, depths = a.given("noise_base_growth_depth").tolist()
-    a.check("noise_scale_per_level", growing_noise(base, growth, int(depths)))
+    a.check("noise_scale_per_level", plans.growing_noise(base, growth, int(depths)))
     rewards = a.given("leaf_reward")
     advantages = group_advantages(
         rewards, torch.zeros(len(rewards), dtype=torch.int64), scale="group", eps=1e-8, ddof=1

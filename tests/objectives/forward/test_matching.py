@@ -61,16 +61,13 @@ def sample(seed: int) -> dict[str, Tensor]:
     return {name: noise.keyed_noise(shape, seed, name).double() for name in names}
 
 
-def test_gradient_flows_through_the_new_velocity_only() -> None:
+def test_gradient_flows_through_the_new_velocity_only_and_a_perfect_one_is_not_divided_by_zero() -> None:
     leaves = [value.clone().requires_grad_() for value in sample(2).values()]
     clean, noisy, velocity, old = leaves
     weight = torch.full((4,), 0.7, dtype=torch.float64).requires_grad_()
     matching.diffusion_nft_loss(velocity, old, noisy, clean, 0.5, weight, beta=1.0).sum().backward()
     assert velocity.grad is not None
     assert all(leaf.grad is None for leaf in (clean, noisy, old, weight))
-
-
-def test_a_perfect_prediction_is_not_divided_by_zero() -> None:
     s = sample(4)
     velocity = (s["noise"] - s["clean"]).requires_grad_()
     noisy = 0.5 * s["clean"] + 0.5 * s["noise"]
@@ -219,6 +216,11 @@ def test_scores_of_velocity_and_noise_are_one(seed: int, sigma: float) -> None:
     each = train.score_from_noise(e, levels)
     assert torch.allclose(each[1], -2 * e[1]) and torch.allclose(each[0], of_velocity[0])
     assert train.huber_constant(10_000) == pytest.approx(0.054)
+    a, s = 1 - sigma, (1 - (1 - sigma) ** 2) ** 0.5  # of a diffusion: its noise, its v or the sample as predicted
+    predicted = {"epsilon": e, "v_prediction": a * e - s * clean, "sample": clean}
+    for kind, output in predicted.items():
+        found = train.score_from_prediction(a * clean + s * e, output, a * a, kind)
+        torch.testing.assert_close(found, -e / s, rtol=1e-8, atol=1e-8)
 
 
 # -- Losses of direct reward back-propagation

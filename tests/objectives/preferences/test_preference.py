@@ -98,17 +98,15 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
     a.all_used(but="dpo_(exo_pair|bco_pair|aot|aot_unpaired|discopop).*")  # which are not built
 
 
-def test_orpo_is_of_odds_and_a_model_that_has_not_moved_is_not_right() -> None:
+def test_odds_and_smoothed_or_robust_labels() -> None:
+    """ORPO's loss is of odds, and a model that has not moved is not right; smoothed labels lie between both orders."""
     zero, one = torch.zeros(3, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     assert not preferences.pair_loss("sigmoid", zero, zero, beta=0.1).correct.any()
     shares = torch.tensor([0.8, 0.5], dtype=torch.float64)  # odds 4 and 1
     win, lose = 3 * shares.log()
     found = preferences.pair_loss("orpo", win[None], lose[None], 3 * one, 3 * one, beta=0.1)
     torch.testing.assert_close(found.loss, -0.1 * torch.tensor([4 / 5], dtype=torch.float64).log())
-
-
-def test_smoothed_labels_lie_between_both_orders_and_robust_ones_are_unbiased() -> None:
-    """E over labels that are flipped with probability e of the robust loss is the loss of the right labels."""
+    # e over labels that are flipped with probability e of the robust loss is the loss of the right labels
     h = torch.tensor([1.5, -2.0], dtype=torch.float64), torch.tensor([0.5, 1.0], dtype=torch.float64)
     right, flipped = (preferences.pair_loss("sigmoid", *sides, beta=0.5).loss for sides in (h, h[::-1]))
     smooth = preferences.pair_loss("sigmoid", *h, beta=0.5, smoothing=0.2).loss
@@ -154,7 +152,7 @@ def sample(seed: int, shape: tuple[int, int, int] = (2, 4, 3)) -> tuple[Tensor, 
     return new, ref, old, noise.keyed_noise(shape[:2], seed, "reward").double()
 
 
-def test_missing_scores_and_ties_make_no_pair() -> None:
+def test_missing_scores_and_ties_make_no_pair_and_only_the_new_policy_has_a_gradient() -> None:
     new, ref, old, _ = sample(2)
     scores = torch.tensor([[1.0, NAN, 1.0, 2.0], [NAN, NAN, NAN, 3.0]])
     every = pair_errors(new, ref, old, scores, beta=1.0, clip=0.1)
@@ -166,9 +164,6 @@ def test_missing_scores_and_ties_make_no_pair() -> None:
     nothing.loss.backward()
     assert nothing.loss == 0 and nothing.num_pairs == 0 and nothing.clipped == 0
     assert leaf.grad is not None and (leaf.grad == 0).all()
-
-
-def test_gradient_flows_through_the_new_policy_only() -> None:
     leaves = [value.requires_grad_() for value in sample(3)]
     prdp_loss(*leaves, beta=0.5, clip=0.1).loss.backward()
     assert [leaf.grad is not None for leaf in leaves] == [True, False, False, False]

@@ -239,7 +239,8 @@ def sample(seed: int, shape: tuple[int, ...] = (4, 3, 5)) -> dict[str, Tensor]:
     return {name: noise.keyed_noise(shape, seed, name).double() for name in ("state", "mean", "old")}
 
 
-def test_on_policy_the_ratio_is_exactly_one_and_the_loss_the_policy_gradient() -> None:
+def test_on_policy_the_guarded_ratio_is_exactly_one_and_only_the_mean_has_a_gradient() -> None:
+    """And the loss is the policy gradient, divided by each sample's own step."""
     state, old = noise.keyed_noise((4, 3, 5), "x"), noise.keyed_noise((4, 3, 5), "m")
     mean = old.clone().requires_grad_()
     advantage = torch.tensor([1.0, -2.0, 0.0, 0.5])
@@ -251,9 +252,6 @@ def test_on_policy_the_ratio_is_exactly_one_and_the_loss_the_policy_gradient() -
     assert mean.grad is not None
     want = -advantage.view(-1, 1, 1) / 0.1 * (state - old) / 0.3 / 15
     assert torch.allclose(mean.grad, want, atol=1e-6)
-
-
-def test_steps_may_differ_per_sample_and_gradient_flows_through_the_mean_only() -> None:
     leaves = [value.clone().requires_grad_() for value in sample(4).values()]
     std = torch.full((4, 1, 1), 0.5, dtype=torch.float64)
     log_ratio = guard.guard_log_ratio(*leaves, std)

@@ -7,14 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.objectives import (
-    preferences,
-    token_advantages,
-    token_credit,
-    token_regularisers,
-    token_surrogates,
-    token_weights,
-)
+from genrl.objectives import preferences, token_advantages, token_credit, token_regularisers, token_weights
+from genrl.objectives import token_surrogates as ts
 from genrl.objectives.groups import group_advantages
 from genrl.objectives.tokens import aggregate
 from genrl.vlm.methods.music_rl import train as audio_tokens
@@ -267,7 +261,7 @@ def test_pacs(golden: Any, compare: str, balanced: bool) -> None:
     score = (new - data.given("pacs_old_logp")).sum(1)
     group = torch.arange(len(right)) // int(data.number("pacs_group_size"))
     way: Any = {"rloo": "others", "grpo": "group", "naive": "none"}[compare]
-    loss = token_surrogates.right_answer_loss(score, right, group, compare=way, balanced=balanced).mean()
+    loss = ts.right_answer_loss(score, right, group, compare=way, balanced=balanced).mean()
     name = f"pacs_{compare}_{'weighted' if balanced else 'plain'}"
     data.near(name, loss.detach())
     data.near(f"{name}_grad", torch.autograd.grad(loss, new)[0])

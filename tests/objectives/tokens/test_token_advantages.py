@@ -70,15 +70,13 @@ def test_gpg_makes_up_for_groups_without_spread(rewards: Tensor) -> None:
     assert float(ta.informative_factor(centred, GROUP)) == (6 / (3 * spread) if spread else 1.0)
 
 
-def test_components_that_do_not_apply_add_nothing() -> None:
+def test_components_that_do_not_apply_add_nothing_and_visits_are_counted_in_order() -> None:
+    """Visits are not changed in place."""
     components = torch.tensor([[1.0, torch.nan], [0.0, torch.nan], [2.0, 4.0], [1.0, 2.0]])
     group = torch.tensor([0, 0, 1, 1])
     result = ta.normalise_then_sum(components, [1.0, 1.0], group, eps=0.0, rewhiten=False)
     half = math.sqrt(0.5)
     assert torch.allclose(result, torch.tensor([half, -half, 2 * half, -2 * half]).double())
-
-
-def test_visits_are_counted_in_order_and_not_changed_in_place() -> None:
     before = {"a": (1, 0.0, 1.0)}
     same = ta.smoothed_advantages(torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([0, 0, 1, 1]), ["a", "a"], before)
     assert before == {"a": (1, 0.0, 1.0)} and same.visits["a"][0] == 3
@@ -86,12 +84,16 @@ def test_visits_are_counted_in_order_and_not_changed_in_place() -> None:
     assert unscored.visits == before and unscored.advantage.tolist() == [0.0, 0.0]
 
 
-def test_returns_run_backwards_over_valid_tokens() -> None:
+def test_returns_run_backwards_over_valid_tokens_and_each_row_has_one_factor() -> None:
     rewards = torch.tensor([[1.0, 2.0, torch.nan, 4.0], [5.0, torch.nan, torch.nan, torch.nan]])
     mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]])
     returns = ta.token_returns(rewards, mask, gamma=0.5)
     # the observation in the middle (mask 0) is no step of its own
     assert returns.tolist() == [[3.0, 4.0, 0.0, 4.0], [5.0, 0.0, 0.0, 0.0]]
+    mask = torch.tensor([[1, 1], [1, 0]])
+    assert ta.scaled(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 2.0]), mask).tolist() == [0.5, 4.0]
+    by_token = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
+    assert ta.scaled(by_token, torch.tensor([0.5, 2.0]), mask).tolist() == [[0.5, 1.0], [6.0, 0.0]]
 
 
 @given(st.integers(0, 99))
@@ -104,13 +106,6 @@ def test_whitening_is_of_valid_tokens_only(seed: int) -> None:
     assert torch.allclose(scores.std(), torch.ones(()).double())  # over the tokens less one, as REINFORCE++'s code
     normal = ta.batch_normalised(torch.where(mask, values, torch.nan), mask, eps=0.0)
     assert torch.allclose(normal[mask].std(), torch.ones(()).double()) and bool((normal[~mask] == 0).all())
-
-
-def test_one_factor_per_row() -> None:
-    mask = torch.tensor([[1, 1], [1, 0]])
-    assert ta.scaled(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 2.0]), mask).tolist() == [0.5, 4.0]
-    by_token = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
-    assert ta.scaled(by_token, torch.tensor([0.5, 2.0]), mask).tolist() == [[0.5, 1.0], [6.0, 0.0]]
 
 
 # -- Which groups are kept
@@ -197,15 +192,13 @@ def test_a_time_limit_teaches_nothing_and_starts_anew() -> None:
 
 
 # -- Token weights: which tokens they keep (golden arrays: test_token_surrogates)
-def test_an_exact_share_is_not_rounded_up() -> None:
+def test_which_tokens_and_rows_are_kept() -> None:
     """.4 times 5 is 2.0000000000000004 in some orders of evaluation; .07 times 100 is 7.000000000000001."""
     assert int(tw.top_of_row(torch.arange(5.0)[None], torch.ones(1, 5), share=0.4).sum()) == 2
     assert int(tw.top_of_row(torch.arange(100.0)[None], torch.ones(1, 100), share=0.07).sum()) == 7
     assert tw.top_of_row(torch.ones(1, 4), torch.ones(1, 4), share=0.5).tolist() == [[1.0, 1.0, 0.0, 0.0]]
     assert tw.top_entropy(torch.ones(1, 2), torch.zeros(1, 2)).tolist() == [[0.0, 0.0]]
-
-
-def test_the_geometric_level_is_the_sequences_to_the_power_of_one_over_its_length() -> None:
+    # the geometric level is the sequence's to the power of one over its length
     old, mask = random(0, 4, 6), torch.arange(6) < torch.tensor([6, 1, 4, 2])[:, None]
     sampler = old + 0.5 * random(1, 4, 6)
     levels = ("token", "sequence", "sequence_geo")
@@ -214,9 +207,7 @@ def test_the_geometric_level_is_the_sequences_to_the_power_of_one_over_its_lengt
         tw.mismatch_weights(old, sampler, mask, level=level, mode="truncate", high=1e9) for level in levels[1:]
     )
     assert torch.allclose(geometric ** mask.sum(dim=1, keepdim=True), sequence)
-
-
-def test_only_bad_rows_that_drifted_away_are_left_out() -> None:
+    # only bad rows that drifted away are left out
     log_prob = torch.tensor([[-1.0, -1.0], [-3.0, -3.0], [-3.0, -3.0], [-3.0, torch.nan]])
     sampler = torch.full((4, 2), -1.0)
     mask = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0]])

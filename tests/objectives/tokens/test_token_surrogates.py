@@ -87,13 +87,10 @@ def row(*log_ratios: float) -> tuple[Tensor, Tensor, Tensor]:
     return (old + torch.tensor([log_ratios])).requires_grad_(), old, torch.ones_like(old)
 
 
-def test_the_cap_is_two_sided_and_above_the_clip() -> None:
+def test_the_cap_is_two_sided_and_above_the_clip_and_the_log_clamp_survives_what_overflows() -> None:
     new, old, mask = row(math.log(10), math.log(1.5))
     output = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, cap=1.6)
     assert torch.allclose(output.loss, torch.tensor([[1.6, 1.5]]).double())
-
-
-def test_the_log_clamp_survives_what_overflows() -> None:
     new, old, mask = row(2000.0, -2000.0, 0.1)
     for advantage in (1.0, -1.0):
         output = ts.log_clamp_surrogate(new, old, torch.tensor([advantage]), mask)
@@ -141,7 +138,7 @@ def test_gmpo_is_the_product_of_clipped_ratios_to_the_power_of_one_over_their_nu
         assert gradient[b, t].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-def test_kl_cov_holds_back_the_chosen_tokens_alone() -> None:
+def test_kl_cov_holds_back_the_chosen_tokens_alone_and_cispo_keeps_every_gradient_and_bounds_its_weight() -> None:
     new, old, mask = row(0.3, -0.3, 0.3)
     output = ts.kl_cov_surrogate(new, old, torch.tensor([2.0]), mask, torch.tensor([[1, 1, 0]]), beta=0.5)
     ratio = np.exp([0.3, -0.3, 0.3])
@@ -149,9 +146,6 @@ def test_kl_cov_holds_back_the_chosen_tokens_alone() -> None:
     assert output.loss.detach().numpy()[0] == pytest.approx(wanted)
     (gradient,) = torch.autograd.grad(output.loss.sum(), new)
     assert gradient.numpy()[0] == pytest.approx(-2.0 * ratio + 0.5 * np.array([1.0, -1.0, 0.0]))
-
-
-def test_cispo_keeps_every_gradient_and_bounds_its_weight() -> None:
     new, old, mask = row(math.log(20), math.log(0.1), 0.0)
     output = ts.cispo_surrogate(new, old, torch.tensor([2.0]), mask)
     (gradient,) = torch.autograd.grad(output.loss.sum(), new)

@@ -29,7 +29,8 @@ MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
 VALUES = torch.tensor([[1.0, 3.0, float("nan")], [float("inf")] * 3, [2.0, 4.0, 9.0]])
 
 
-def test_means_are_of_valid_tokens_and_empty_rows_give_zero() -> None:
+def test_means_are_of_valid_tokens_and_log_ratios_have_their_gradient_in_the_new_policy_alone() -> None:
+    """Empty rows give zero."""
     assert tokens.masked(VALUES, MASK).tolist() == [[1.0, 3.0, 0.0], [0.0] * 3, [2.0, 4.0, 9.0]]
     assert tokens.token_count(MASK).tolist() == [2, 0, 3]
     assert tokens.row_sum(VALUES, MASK).tolist() == [4.0, 0.0, 15.0]
@@ -39,9 +40,6 @@ def test_means_are_of_valid_tokens_and_empty_rows_give_zero() -> None:
     assert tokens.per_token(torch.arange(3.0), MASK).tolist() == [[0.0], [1.0], [2.0]]
     assert tokens.per_token(torch.ones(3, 1), MASK).shape == (3, 1)
     assert tokens.per_token(VALUES, MASK)[1].tolist() == [0.0] * 3
-
-
-def test_log_ratios_have_their_gradient_in_the_new_policy_alone() -> None:
     new, old = VALUES.clone().requires_grad_(), VALUES.flip(0).clone().requires_grad_()
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 0]])
     assert tokens.log_ratio(new, old, mask).tolist() == [[-1.0, -1.0, 0.0], [0.0] * 3, [1.0, 1.0, 0.0]]
@@ -244,16 +242,13 @@ def test_charges_by_hand() -> None:
 NAN = float("nan")
 
 
-def test_a_turn_gets_what_follows_up_to_the_next_mismatch() -> None:
+def test_a_turn_gets_what_follows_up_to_the_next_mismatch_and_step_and_episode_have_their_own_weight() -> None:
     rewards = torch.tensor([[1.0, 0.1, 1.0, 1.0], [1.0, 1.0, 0.5, NAN]])
     matched = torch.tensor([[True, False, True, True], [True, True, False, False]])
     wanted = [[1.0, 0.1, 1.5, 1.0], [1.5, 1.0, 0.5, NAN]]
     found = semi_online_returns(rewards, matched, gamma=0.5)
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
-
-
-def test_the_step_and_the_episode_have_their_own_weight() -> None:
-    """Each part by itself, and what is made of both; its value in a run: tests/vlm/methods/episodes/test_archer.py."""
+    # each part by itself, and what is made of both; its value in a run: tests/vlm/methods/episodes/test_archer.py
     rewards = torch.tensor([[1.0, 0.1], [0.5, 1.0], [0.1, NAN]], dtype=torch.float64)
     arguments = (rewards, rewards > 0.4, torch.zeros(3, dtype=torch.int64))
     episodes, steps, both = (
