@@ -97,8 +97,7 @@ def chroma() -> Family:
     approximator = {"approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}
     transformer = parts.small(diffusers.ChromaTransformer2DModel, in_channels=16, **FLUX_ROPE, **approximator)
     made = {"scheduler": parts.flow(), "vae": parts.kl_autoencoder(**FLUX_VAE), "transformer": transformer}
-    pipe = diffusers.ChromaPipeline(**made, **parts.t5())
-    return Family("chroma", pipe, sized(5.0, 16), unguided=UNGUIDED)
+    return Family("chroma", diffusers.ChromaPipeline(**made, **parts.t5()), sized(5.0, 16), unguided=UNGUIDED)
 
 
 def auraflow() -> Family:

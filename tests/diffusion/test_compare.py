@@ -28,7 +28,6 @@ ROWS = [Prompt("a red star"), Prompt("two blue circles"), Prompt("a cat")]
 
 @pytest.fixture
 def other(model: Path, tmp_path: Path) -> Path:
-    """The same pipeline with another transformer."""
     pipe = DiffusionPipeline.from_pretrained(model)
     with torch.no_grad():
         for parameter in pipe.transformer.parameters():

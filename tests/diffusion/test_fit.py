@@ -22,7 +22,6 @@ SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "fit_batch": True}
 
 
 def room_for(most: int, tried: list[int]) -> Any:
-    """A device that holds so many samples."""
     whole = before.attempt
 
     def attempt(run: DiffusionRun, prompts: list[Prompt], size: int) -> None:

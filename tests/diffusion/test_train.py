@@ -63,7 +63,6 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs of `BASES`, each made when it is first asked for."""
     made: dict[str, Path] = {}
 
     def base(name: str) -> Path:

@@ -83,7 +83,6 @@ def picture(size: int = 16) -> Image.Image:
 
 
 def pictures(size: int = 16) -> list[Image.Image]:
-    """Two different conditioning pictures, one per prompt."""
     return [picture(size), picture(size).rotate(90)]
 
 
@@ -160,7 +159,6 @@ def decoder_sizes(hidden: int, layers: int) -> dict[str, int]:
 
 
 def decoder(kind: type[Network], layers: int = 2, **settings: object) -> Network:
-    """A decoder-only text encoder of this class."""
     return kind(kind.config_class(**decoder_sizes(32, layers) | settings))
 
 
@@ -240,7 +238,6 @@ def shifting() -> diffusers.FlowMatchEulerDiscreteScheduler:
 
 
 def texts(encoder: nn.Module, tokenizer: object, number: str = "") -> dict[str, object]:
-    """A text encoder and its tokenizer under their names in a pipeline."""
     return {f"text_encoder{number}": encoder, f"tokenizer{number}": tokenizer}
 
 

@@ -63,17 +63,15 @@ def ltx() -> Family:
     )  # fmt: skip
     shifts = {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024, "shift_terminal": 0.1}
     made = parts.t5() | {"scheduler": parts.flow(use_dynamic_shifting=True, **shifts), "vae": vae}
-    pipe = diffusers.LTXPipeline(**made, transformer=transformer)
     call = {**SIZE, "height": 32, "width": 32, "guidance_scale": 3.0}
-    return Family("ltx", pipe, call, media="video", unguided=UNGUIDED)
+    return Family("ltx", diffusers.LTXPipeline(**made, transformer=transformer), call, media="video", unguided=UNGUIDED)
 
 
 def ltx_i2v() -> Family:
     """Its loop steps only the frames after the first, while its latents hold all of them."""
     base = ltx()
     pipe = diffusers.LTXImageToVideoPipeline(**base.pipe.components)
-    inputs = {"image": parts.pictures(32)}
-    return Family("ltx_i2v", pipe, base.call, media="video", unguided=UNGUIDED, inputs=inputs)
+    return Family("ltx_i2v", pipe, base.call, media="video", unguided=UNGUIDED, inputs={"image": parts.pictures(32)})
 
 
 def hunyuan_video() -> Family:
@@ -96,8 +94,7 @@ def mochi() -> Family:
     vae = diffusers.AutoencoderKLMochi(**widths, layers_per_block=(1,) * 5)
     made = {"scheduler": parts.flow(invert_sigmas=True), "vae": vae}
     pipe = diffusers.MochiPipeline(**made, **parts.t5(), transformer=transformer)
-    call = {**SIZE, "num_frames": 7, "guidance_scale": 4.5}
-    return Family("mochi", pipe, call, media="video", unguided=UNGUIDED)
+    return Family("mochi", pipe, {**SIZE, "num_frames": 7, "guidance_scale": 4.5}, media="video", unguided=UNGUIDED)
 
 
 def cogvideox() -> Family:
@@ -109,9 +106,8 @@ def cogvideox() -> Family:
     )  # fmt: skip
     widths = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
     made = {"vae": diffusers.AutoencoderKLCogVideoX(**widths), "transformer": transformer, "scheduler": scheduler}
-    call = {**SIZE, "guidance_scale": 6.0}
     pipe = diffusers.CogVideoXPipeline(**made, **parts.t5())
-    return Family("cogvideox", pipe, call, kind="epsilon", media="video", unguided=UNGUIDED)
+    return Family("cogvideox", pipe, {**SIZE, "guidance_scale": 6.0}, kind="epsilon", media="video", unguided=UNGUIDED)
 
 
 def ace_step() -> Family:

@@ -72,7 +72,6 @@ def test_guidance_is_an_input_before_the_download_and_evaluations_count_the_prom
 
 
 def test_measured_peaks_are_within_15_percent(root: Path) -> None:
-    """Of the table that `benchmarks.full_size` gave."""
     text = (root / "docs/pipelines.md").read_text(encoding="utf-8").partition("## Rehearsed at full size")[2]
     rows = [line.split("|")[1:-1] for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")][2:]
     assert len(rows) > 12

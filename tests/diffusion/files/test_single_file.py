@@ -134,13 +134,8 @@ def test_adapters_are_trained_on_a_gguf_file(
 def test_what_a_gguf_file_cannot_do_is_refused(quantised: Path, model: Path, folder: Path) -> None:
     tree = runs.settings(folder, quantised, iterations=1, evaluation={"every": 0})
     tree["model"]["config"] = str(model)
-    for change, says in (
-        ({"lora": None}, "only adapters on it are trained"),
-        ({"lora": {"type": "dora"}}, "write lora or rslora"),
-        ({"offload": {"denoiser": "blocks"}}, "cannot be divided"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            Config.model_validate(tree | {"model": tree["model"] | change})
+    with pytest.raises(ValueError, match="cannot be divided"):
+        Config.model_validate(tree | {"model": tree["model"] | {"offload": {"denoiser": "blocks"}}})
     run = train(Config.model_validate(tree))
     with pytest.raises(ValueError, match="not merged into quantised weights"):
         export(run, folder / "merged", full=True)

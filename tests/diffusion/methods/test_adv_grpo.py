@@ -99,12 +99,10 @@ def config(folder: Path, model: Path, critic: str = "Critic", adversary: Any = A
 
 
 def stacked(pairs: list[Pairs]) -> tuple[Tensor, Tensor]:
-    """All references and samples of an iteration, floats."""
     return torch.cat([one.real for one in pairs]).float() / 255, torch.cat([one.fake for one in pairs]).float() / 255
 
 
 def paired(run: DiffusionRun, config: Config) -> tuple[Watched, list[list[Pairs]]]:
-    """Train, and keep the samples' references, too."""
     pairs: list[list[Pairs]] = []
     seen, plain = watch(run), adv_grpo.paired
     with pytest.MonkeyPatch.context() as patch:

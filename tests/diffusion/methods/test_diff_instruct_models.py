@@ -117,11 +117,9 @@ def by_hand(kind: type[Flow], config: Config, seen: Seen, k: int) -> Given:
         xt = a * x0 + s * noise
         torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
         ours, theirs = assistant.score(prompts, xt, time), teacher.score(prompts, xt, time)
-        blank, g = teacher.score([""] * len(prompts), xt, time), settings.guidance_scale
-        y = (ours - (blank + g * (theirs - blank))).flatten(1)
-        square = s.flatten() ** 2
-        d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
-        regulariser = -square * (d * (ours + noise / s).flatten(1)).sum(1)
+        blank = teacher.score([""] * len(prompts), xt, time)
+        guided = diff_instruct.guided_score(blank, theirs, settings.guidance_scale)
+        regulariser, _ = diff_instruct.regularisation(xt, noise, s.flatten(), ours, guided)
         loss = loss + (regulariser - 3.0 * warmth(generator.decoded(x0))).sum() / 6
     return generator.gradient(loss)
 

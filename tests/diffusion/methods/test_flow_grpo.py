@@ -12,6 +12,8 @@ from genrl.diffusion import run as diffusion_run
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
+from genrl.objectives.groups import group_advantages
+from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.folder.run import read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import tiered
@@ -26,9 +28,7 @@ GUIDED = {**EIGHT, "guidance_scale": 4.5}
 def by_hand(config: Config, rollouts: Rollouts, update: Update, slots: list[int], *, beta: float = 0.0) -> Any:
     """Gradient of one update over `slots`, by autograd on the stored states, from a model loaded afresh."""
     bare = Bare(config, update.weights)
-    groups = rollouts.total.view(2, 4)
-    spread = groups.std(1, correction=0, keepdim=True) + 1e-4
-    advantages = ((groups - groups.mean(1, keepdim=True)) / spread).flatten()
+    advantages = group_advantages(rollouts.total, rollouts.group, scale="group").float()
     loss, ratios, divergences = torch.zeros(()), [], []
     for one in rollouts.mine.values():
         if not set(one.slots) <= set(slots):
@@ -46,16 +46,14 @@ def by_hand(config: Config, rollouts: Rollouts, update: Update, slots: list[int]
                 return flow_sde(x, v, sigmas[i], sigmas[i + 1], sigmas[1], 0.7)
 
             mean, std = mean_of()
-            ratio = (log_density(y, mean, std) - old).exp()
-            weight = advantages[one.slots].float()
-            surrogate = torch.maximum(-weight * ratio, -weight * ratio.clamp(1 - 1e-3, 1 + 1e-3))
+            moved = clipped_surrogate(log_density(y, mean, std), old, advantages[one.slots], 1e-3, 1e-3)
             kl = torch.zeros(len(x))
             if beta:
                 with bare.untrained():
                     reference, _ = mean_of()
                 kl = ((mean - reference) ** 2 / (2 * std**2)).flatten(1).mean(1)
-            loss = loss + (surrogate + beta * kl).sum() / (len(slots) * len(recorded.log_probs))
-            ratios.append(ratio.detach())
+            loss = loss + (moved.loss + beta * kl).sum() / (len(slots) * len(recorded.log_probs))
+            ratios.append(moved.ratio.detach())
             divergences.append(kl.detach())
     return bare.gradient(loss), torch.cat(ratios), torch.cat(divergences)
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from genrl.data.prompts import load as load_prompts
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward.noising import given_pictures, picture_size
 from genrl.diffusion.methods.dpo_offline.train import PAIR
+from genrl.diffusion.methods.prdp.train import prdp_loss
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.train import train
 from tests.diffusion import runs
@@ -30,34 +30,24 @@ OF_NOISE = {**DIFFUSION, **TRIPLES}  # groups are cut by micro-batches: the tabl
 
 def by_hand(config: Config, rollouts: Rollouts, weights: Given) -> tuple[Given, float]:
     """Gradient and loss by autograd through all samples and steps at once, from a model loaded afresh."""
-    bare = Bare(config, weights)
-    log_ratio: dict[int, list[tuple[Tensor, Tensor]]] = {}  # slot -> (new, old) log-ratio of each step
-    for one in rollouts.mine.values():
+    bare, rows = Bare(config, weights), dict[int, Tensor]()  # slot -> new, reference and old log-probabilities of steps
+
+    def log_prob(one: MicroBatch, i: int) -> Tensor:
         recorded = one.pieces[0].trajectory
-        sigmas = recorded.sigmas.tolist()
+        x, sigmas = recorded.states[i], recorded.sigmas.tolist()
+        v = bare.velocity(one.batch.prompts, x, torch.tensor(sigmas[i]))
+        return log_density(recorded.next_states[i], *flow_sde(x, v, sigmas[i], sigmas[i + 1], sigmas[1], 0.7))
 
-        def log_prob(row: int, i: int, one: MicroBatch = one, sigmas: list[float] = sigmas) -> Tensor:
-            recorded = one.pieces[0].trajectory
-            x, y = recorded.states[i][row][None], recorded.next_states[i][row][None]
-            v = bare.velocity([one.batch.prompts[row]], x, torch.tensor(sigmas[i]))
-            return log_density(y, *flow_sde(x, v, sigmas[i], sigmas[i + 1], sigmas[1], 0.7))[0]
-
-        for row, slot in enumerate(one.slots):
-            for i, old in recorded.log_probs.items():
-                with bare.untrained():
-                    reference = log_prob(row, i)
-                log_ratio.setdefault(slot, []).append((log_prob(row, i) - reference, old[row] - reference))
-    errors = []
-    for a, b in combinations(range(rollouts.num_samples), 2):
-        if rollouts.group[a] != rollouts.group[b]:
-            continue
-        target = float(rollouts.total[a] - rollouts.total[b]) / 1e-3
-        plain, clipped = (
-            sum(f(*step) for step in log_ratio[a]) / 2 - sum(f(*step) for step in log_ratio[b]) / 2
-            for f in (lambda new, old: new, lambda new, old: old + (new - old).clamp(-1e-3, 1e-3))
-        )
-        errors.append(torch.maximum((plain - target) ** 2, (clipped - target) ** 2))
-    loss = torch.stack(errors).mean()
+    for one in rollouts.mine.values():
+        steps = []
+        for i, old in one.pieces[0].trajectory.log_probs.items():
+            with bare.untrained():
+                reference = log_prob(one, i)
+            steps.append(torch.stack([log_prob(one, i), reference, old]))
+        rows |= zip(one.slots, torch.stack(steps, 1).unbind(-1), strict=True)
+    table = torch.stack([rows[slot] for slot in range(rollouts.num_samples)]).view(-1, 3, 3, 2)  # prompts, samples
+    options = {"beta": 1e-3, "clip": 1e-3, "reduction": "mean", "pairs": "all"}
+    loss = prdp_loss(*table.double().unbind(2), rollouts.total.view(-1, 3), **options).loss
     return bare.gradient(loss), float(loss)
 
 

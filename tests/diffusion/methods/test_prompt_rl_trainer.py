@@ -16,7 +16,7 @@ from genrl.diffusion.config.sections import Model
 from genrl.diffusion.config.sections import Rewriter as Rewritten
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
-from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write
+from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write, rewriter_loss
 from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -87,9 +87,8 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
             log_p = rewriter.model(whole).logits[0, len(asked) - 1 : -1].log_softmax(-1)
             with torch.no_grad(), rewriter.model.disable_adapter():
                 start = rewriter.model(whole).logits[0, len(asked) - 1 : -1].log_softmax(-1)
-            new, ref = (table.gather(1, tokens[:, None])[:, 0] for table in (log_p, start))
-            k3 = (ref - new).exp() - (ref - new) - 1
-            loss = loss + (0.01 * k3 - float(advantages[p, k]) * new).mean() / 6
+            new, ref = (table.gather(1, tokens[:, None]).T for table in (log_p, start))
+            loss = loss + rewriter_loss(new, ref, advantages[p, k : k + 1], torch.ones(new.shape)).sum() / 6
     loss.backward()
     found = {name: p.grad for name, p in rewriter.model.named_parameters() if p.grad is not None}
     assert wanted.keys() == found.keys() != set()

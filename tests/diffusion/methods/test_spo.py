@@ -22,6 +22,7 @@ from genrl.diffusion.steps.transitions import replayed as replayed_step
 from genrl.mdp.kernels import sample
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.plan import SamplingPlan
+from genrl.objectives.preferences import step_preference_loss
 from genrl.runtime.loop.recorded import Recorded
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -49,8 +50,6 @@ def test_winners_by_hand_and_picks_are_uniform_and_differ() -> None:
 
 @dataclass
 class Learnt:
-    """What was learnt from in each iteration."""
-
     found: Found
     pairs: Pairs
     slots: list[list[int]]
@@ -85,10 +84,10 @@ def by_hand(config: Config, update: Update, learnt: Learnt) -> tuple[Given, floa
         mean = math.sqrt(ab_next) * clean + math.sqrt(1 - ab_next - std**2) * eps
         return torch.distributions.Normal(mean, std).log_prob(action).mean()
 
-    def ratio(slot: int, i: int, state: Tensor, action: Tensor) -> Tensor:
+    def both(slot: int, i: int, state: Tensor, action: Tensor) -> list[Tensor]:
         with bare.untrained():
             reference = log_prob(slot, i, state, action)
-        return (log_prob(slot, i, state, action) - reference).exp().clamp(0.9, 1.1).log()
+        return [log_prob(slot, i, state, action)[None], reference[None]]
 
     losses, pairs = [], learnt.pairs
     for slots in learnt.slots:
@@ -96,8 +95,8 @@ def by_hand(config: Config, update: Update, learnt: Learnt) -> tuple[Given, floa
             for row, slot in enumerate(slots):
                 if pairs.valid[slot, column]:
                     actions = (candidates.drawn[row, int(table[slot, column])] for table in (pairs.win, pairs.lose))
-                    win, lose = (ratio(slot, i, candidates.state[row], action) for action in actions)
-                    losses.append(-torch.nn.functional.logsigmoid(10.0 * (win - lose)))
+                    win, lose = (both(slot, i, candidates.state[row], action) for action in actions)
+                    losses.append(step_preference_loss(*win, *lose, torch.ones(1), beta=10.0, clip=0.1).loss[0])
     loss = torch.stack(losses).mean()
     return bare.gradient(loss), float(loss)
 

@@ -35,26 +35,17 @@ def config(folder: Path, model: Path, trainer: dict[str, Any], **changes: Any) -
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "window": {"window": {"size": 2, "schedule": "progressive", "every": 1}},
-    "window_start": {"window": {"size": 2, "schedule": "progressive", "every": 1}, "tree": {"ways": 4}},
-    "window_tree": {"window": {"size": 3, "schedule": "progressive", "every": 1}, "tree": {"ways": 2, "at": "window"}},
     "splits": {"tree": {"ways": 2, "at": [0, 1, 3], "spread": 4.0}},
-    "window_and_splits": {
-        "window": {"size": 1, "low": 2, "high": 4, "schedule": "progressive", "every": 1},
-        "tree": {"ways": 2, "at": [0]},
-    },
     "backward": {
         "window": {"size": 3, "schedule": "backward", "shortest": 1},
-        "noise_outside_window": True,
-        "tree": {"ways": 4, "contrast": True},
+        **{"noise_outside_window": True, "tree": {"ways": 4, "contrast": True}},
     },
     "tree_and_tail": {"window": {"size": 1, "high": 1}, "tree": {"ways": 8}, "tail_ratio": 0.5},
     "sliding_prune": {"tree": {"ways": 2, "at": [0], "prune": {"depths": [3, 4], "slide_every": 1}}},
     "kl": {"tree": {"ways": 4, "at": [1]}, "kl_weight": 0.01, "inner_epochs": 2},
-    "tree_rpo": {**TREE_RPO, "window": {"size": 2, "schedule": "progressive", "every": 1}},
     "growing": {
         "algorithm": "dynamic_tree_rpo",
-        "window": {"size": 3, "schedule": "progressive", "every": 1},
-        "tree": {"ways": 2, "at": "window"},
+        **{"window": {"size": 3, "schedule": "progressive", "every": 1}, "tree": {"ways": 2, "at": "window"}},
         "layer_tuning": {"target": "best_image"},
     },
 }

@@ -36,8 +36,6 @@ def copied(tensors: dict[str, Any]) -> Given:
 
 @dataclass
 class Piece:
-    """What one backward pass was made of."""
-
     batch: Batch
     given: Given
 
@@ -54,8 +52,6 @@ class Update:
 
 @dataclass
 class Watched:
-    """What a run did."""
-
     rollouts: list[Rollouts] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     rows: list[dict[str, float]] = field(default_factory=list)
@@ -111,7 +107,6 @@ def after_collect(run: DiffusionRun, change: Callable[[Rollouts], object]) -> No
 
 
 def run(config: Config, prepare: Callable[[DiffusionRun], object] = lambda run: None) -> Watched:
-    """Train in this process and report."""
     with runs.opened(config) as run:
         seen = watch(run)
         prepare(run)

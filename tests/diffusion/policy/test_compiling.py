@@ -32,7 +32,9 @@ def _no_graphs_of_other_tests() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_with_the_same_names(folder: Path, model: Path, traced: None, capsys: Any) -> None:
+def test_a_run_is_the_same_with_the_same_names(
+    folder: Path, model: Path, traced: None, capsys: Any
+) -> None:
     """A divergence runs the model without its adapter: a graph of its own."""
     found = {}
     for compiled in (False, True):
@@ -46,16 +48,8 @@ def test_a_run_is_the_same_with_the_same_names(folder: Path, model: Path, traced
         torch.testing.assert_close(tensor, found[False][key], atol=1e-5, rtol=1e-4)
     said = capsys.readouterr().err
     assert "compiled in" in said and "(2 of at most 16 times)" in said and "(3 of" not in said
-
-
-@pytest.mark.slow
-def test_a_resumed_run_ends_at_the_same_bits(folder: Path, model: Path, traced: None) -> None:
-    changes: dict[str, Any] = {"kernels": {"compile": True}, "evaluation": {"every": 0}}
-    whole = train(runs.config(folder, model, **changes))
-    half = train(runs.config(folder, model, **changes, iterations=1, output=str(folder / "half")))
     torch._dynamo.reset()
-    train(runs.config(folder, model, **changes, output=str(half)), resume=half)
-    assert runs.differences(whole, half) == []
+    assert runs.differences(run, runs.resumed(run, folder, 1)) == []
 
 
 TRACED = (

@@ -146,7 +146,6 @@ def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
 
 
 def count_encodings(policy: Policy) -> list[int]:
-    """Prompts that went through the first text encoder so far, by call."""
     seen: list[int] = []
     policy.pipe.text_encoder.register_forward_pre_hook(lambda module, arguments: seen.append(len(arguments[0])))
     return seen

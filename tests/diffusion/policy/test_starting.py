@@ -140,7 +140,6 @@ def test_pictures_come_back(name: str) -> None:
 
 
 def test_an_autoencoder_that_does_not_give_pictures_back_is_refused() -> None:
-    """Random weights."""
     family = FAMILIES["sd3"]()
     policy, batch = Policy(family.pipe), family.batch()
     with torch.no_grad():

@@ -27,7 +27,6 @@ SD3 = Family("sd3", DiffusionPipeline(), runs.CALL)
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    """Its weights are not changed by any test."""
     return Policy(FAMILIES["sd3"]().pipe)
 
 

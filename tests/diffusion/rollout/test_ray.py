@@ -258,7 +258,6 @@ def children(pid: int | None) -> list[int]:
 
 @needs_ray
 def test_two_processes_with_a_worker_each(folder: Path, model: Path) -> None:
-    """As two processes without, to the bit."""
     common: dict[str, Any] = {"trainer": GRPO, "sampling": SAMPLING}
     for name, more in (("here", {}), ("far", {"engine": engine(2)})):
         runs.finish(runs.written(folder, model, name, **common, **more), 2, runs.train_file)

@@ -99,7 +99,6 @@ def test_memory_that_runs_out_is_told_to_all_processes(background: bool, monkeyp
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_reward_with_copies_is_asked_about_several_at_a_time(background: bool) -> None:
-    """Of samples and of groups; the scores are those of one copy."""
     two, three = threading.Barrier(2, timeout=20), threading.Barrier(3, timeout=20)
 
     def in_pairs(images: torch.Tensor) -> Any:

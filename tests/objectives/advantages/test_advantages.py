@@ -61,8 +61,6 @@ SCALES = st.sampled_from(["group", "global", "none"])
 
 
 def naive(rewards: list[float], group: list[int], scale: str, eps: float, ddof: int) -> list[float]:
-    """The definition, one sample at a time."""
-
     def spread(values: list[float]) -> float:
         return float(np.std(values, ddof=ddof)) if len(values) > ddof and len(set(values)) > 1 else 0.0
 

@@ -35,7 +35,6 @@ def numbers(size: int, seed: int) -> Tensor:
 
 
 def below(tree: Tree, node: int) -> list[int]:
-    """Leaf indices (level order) below a node, by walking up from every leaf."""
     return [k for k, leaf in enumerate(tree.leaves.tolist()) if node in tree.path(leaf)]
 
 
