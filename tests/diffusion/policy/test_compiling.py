@@ -32,9 +32,7 @@ def _no_graphs_of_other_tests() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_run_is_the_same_with_the_same_names(
-    folder: Path, model: Path, traced: None, capsys: Any
-) -> None:
+def test_a_run_is_the_same_with_the_same_names(folder: Path, model: Path, traced: None, capsys: Any) -> None:
     """A divergence runs the model without its adapter: a graph of its own."""
     found = {}
     for compiled in (False, True):
