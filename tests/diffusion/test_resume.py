@@ -18,7 +18,6 @@ from genrl.diffusion.files.export import export
 from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime.folder import run as run_folder
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
@@ -130,19 +129,12 @@ def test_a_finished_run_can_be_asked_for_more_and_not_for_something_else(copied:
     run = Path(copied.output)
     with pytest.raises(ValueError, match=f"go on with it by `genrl resume {run}`"):
         train(copied)
-    lock = run_folder.lock(run)
-    with pytest.raises(ValueError, match="another process is training"):
-        train(copied, run)
-    lock.release()
     before = runs.rows(run)
     train(copied, run)
     assert runs.rows(run) == before and runs.last_state(run).step == 2
     train(copied.model_copy(update={"iterations": 3}), run)
     assert [row["step"] for row in runs.rows(run)] == [0, 1, 2, 3] and runs.rows(run)[:2] == before[:2]
-    other = load(Run(run).config, ["model.lora.rank=8"])
-    with pytest.raises(ValueError, match=r"cannot resume .* with another value of model\.lora\.rank"):
-        train(other, run)
-    Run(run).config.write_text(dump(other))  # and where the file was edited as well
+    Run(run).config.write_text(dump(load(Run(run).config, ["model.lora.rank=8"])))  # the weights know better
     with pytest.raises(ValueError, match=r"another value of model\.lora\.rank"):
         train(load(Run(run).config), run)
 

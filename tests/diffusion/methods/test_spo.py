@@ -172,18 +172,13 @@ def crawled(name: str, kernel: Kernel, *, first: int = 1, last: bool | None = No
 DDIM, SDE = ("sd15", Kernel("ddim", 1.0)), ("sd3", Kernel("flow_sde", 0.7))
 
 
-@pytest.mark.parametrize(("name", "kernel", "first"), [(*DDIM, 0), (*SDE, 2)], ids=["ddim", "flow_sde"])
-def test_calls_are_those_of_the_closed_form(name: str, kernel: Kernel, first: int) -> None:
-    """Per chain first + 1 + k (T - first - 1): the parents, then every candidate that is not a picture."""
-    _, plan, _, found, _, _, calls = crawled(name, kernel, first=first)
-    assert calls == 2 * plan.calls == 2 * (first + 1 + WAYS * (4 - first - 1))
-    assert list(found) == list(range(first, 4 if name == "sd15" else 3))
-
-
 @pytest.mark.parametrize(("name", "kernel"), [DDIM, SDE], ids=["ddim", "flow_sde"])
 def test_chains_go_on_from_one_of_their_candidates(name: str, kernel: Kernel) -> None:
-    """Candidates are draws with their own noise from one state; the next state is the one that was picked."""
-    policy, plan, batch, found, final, _, _ = crawled(name, kernel)
+    """Candidates are draws with their own noise from one state; the next state is the one that was picked. The calls
+    per chain are first + 1 + k (T - first - 1): the parents, then every candidate that is not a picture."""
+    policy, plan, batch, found, final, _, calls = crawled(name, kernel)
+    assert calls == 2 * plan.calls == 2 * (1 + 1 + WAYS * (4 - 1 - 1))
+    assert list(found) == list(range(1, 4 if name == "sd15" else 3))
     chains, settings = torch.arange(2), SimpleNamespace(kernel=kernel.name)
     for i, candidates in found.items():
         pair = pair_of(batch, kernel, i, candidates, chains, torch.tensor([[0, 2], [1, 0]]))

@@ -200,31 +200,24 @@ def test_a_batch_is_put_together_once_while_nothing_changes(policy: Policy, monk
     by_row = encoding._by_row
     monkeypatch.setattr(encoding, "_by_row", lambda *given: made.append(1) or by_row(*given))
 
-    def again(prompts: list[str], **keys: Any) -> tuple[list[Any], int]:
-        before = len(made)
+    def again(new: int, prompts: list[str], **keys: Any) -> list[Any]:
+        made.clear()
         found = list(policy.pipe.encode_prompt(prompt=prompts, **arguments, **keys))
-        return found, len(made) - before
+        assert len(made) == new
+        return found
 
     prompts = PROMPTS[:2]
-    first, count = again(prompts)
-    assert count == 1
-    wanted = [None if part is None else part.clone() for part in first]
+    wanted = [None if part is None else part.clone() for part in again(1, prompts)]
 
     def as_first(found: list[Any]) -> bool:
         return all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True) if a is not None)
 
-    found, count = again(list(prompts))
-    assert count == 0 and as_first(found)
-    found, count = again(prompts, do_classifier_free_guidance=False)
-    assert count == 1 and found[1] is None
-    found, count = again(prompts)
-    assert count == 1 and as_first(found)
-    found[0].add_(1.0)  # as a pipeline may
-    found, count = again(prompts)
-    assert count == 1 and as_first(found)
+    assert as_first(again(0, list(prompts)))
+    assert again(1, prompts, do_classifier_free_guidance=False)[1] is None
+    again(1, prompts)[0].add_(1.0)  # as a pipeline may
+    assert as_first(again(1, prompts))
     prompts.reverse()  # a pipeline may overwrite the list that it gave
-    found, count = again(prompts)
-    assert count == 1 and not as_first(found)
+    assert not as_first(again(1, prompts))
 
 
 def test_what_cannot_become_a_policy_is_refused(policy: Policy) -> None:
