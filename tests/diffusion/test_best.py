@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
-from genrl.config import ConfigError
 from genrl.diffusion.chosen import adapter_of
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.run import DiffusionRun
@@ -65,16 +64,6 @@ def test_the_best_is_kept_written_beside_the_last_and_taken_by_commands(folder: 
     assert adapter_of(ended, 1) == str(Run(ended).checkpoints / "step-000001" / "lora")
     lost = CliRunner().invoke(app, ["sample", str(folder), "--best", "--prompt", "p"])
     assert lost.exit_code == 2 and "no config.yaml" in " ".join(lost.output.replace("│", "").split())
-
-
-def test_what_cannot_be_watched(folder: Path, model: Path) -> None:
-    for changes, message in (
-        ({"monitor": {"reward": "rednes"}}, "no held-out figure is called 'rednes'; did you mean 'redness'"),
-        ({"monitor": {"reward": "brightness"}}, "is trained on, and so no witness"),
-        ({"evaluation": {"every": 0, "monitor": WATCH}}, "nothing is evaluated, so nothing can be watched"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            config(folder, model, **changes)
 
 
 @pytest.mark.slow

@@ -42,35 +42,35 @@ def mean(x: Tensor) -> Tensor:
 Loss = Callable[[Bare, Update, list[str], Given, dict[str, Any]], Tensor]
 
 
+def velocities(bare: Bare, update: Update, prompts: list[str], given: Given, *names: str) -> list[Tensor]:
+    """Of the weights in training, of the model that training began with, and of these snapshots."""
+    state = prompts, given["noisy"], given["sigma"]
+    with torch.no_grad():
+        others = [bare.under(values, *state) for values in (None, *(update.snapshots[name] for name in names))]
+    return [bare.under(update.weights, *state), *others]
+
+
 def awm_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
     def log_prob(v: Tensor) -> Tensor:
         return -((mean((v - given["target"]) ** 2) + 1e-10) ** 0.25 - 1e-10**0.25) * given["sigma"] / 0.25
 
-    state = prompts, given["noisy"], given["sigma"]
-    with torch.no_grad():
-        reference, ema = bare.under(None, *state), bare.under(update.snapshots["ema_reference"], *state)
-        old = log_prob(bare.under(update.snapshots["old"], *state))
-    new = bare.under(update.weights, *state)
+    new, reference, ema, old = velocities(bare, update, prompts, given, "ema_reference", "old")
     distances = 0.3 * mean((new - reference) ** 2) + 0.2 * mean((new - ema) ** 2)
-    return -t["advantage"] / 5 * torch.exp(log_prob(new) - old) + distances
+    return -t["advantage"] / 5 * torch.exp(log_prob(new) - log_prob(old)) + distances
 
 
 def dgpo_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    state, u = (prompts, given["noisy"], given["sigma"]), given["target"]
-    with torch.no_grad():
-        reference, ema = bare.under(None, *state), bare.under(update.snapshots["ema_reference"], *state)
-    new = bare.under(update.weights, *state)
-    error, advantage = mean((new - u) ** 2), t["advantage"]
+    new, reference, ema = velocities(bare, update, prompts, given, "ema_reference")
+    u, advantage = given["target"], t["advantage"]
+    error = mean((new - u) ** 2)
     order = 100 * (advantage * (error.detach() - mean((reference - u) ** 2))).mean()  # one group is one piece
     assert float((mean((ema - u) ** 2) - error.detach()).abs().max()) < 0.4  # no clip at 0.5
     return torch.sigmoid(order) * advantage * error + 0.3 * mean((new - reference) ** 2)
 
 
 def crd_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    state = prompts, given["noisy"], given["sigma"]
-    with torch.no_grad():
-        reference, old = bare.under(None, *state), bare.under(update.snapshots["old"], *state)
-    new, aim = bare.under(update.weights, *state), t["advantage"].clamp(-5, 5) / 10 + 0.5
+    new, reference, old = velocities(bare, update, prompts, given, "old")
+    aim = t["advantage"].clamp(-5, 5) / 10 + 0.5
     implicit = matching.implicit_reward(new, old, given["target"])
     centres = matching.group_centres(implicit, aim, torch.zeros(len(aim)).long())  # one group is one piece
     weight = matching.reward_adaptive_weight(aim, 0.3)
@@ -78,9 +78,9 @@ def crd_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: di
 
 
 def dpo_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    state, u = (prompts, given["noisy"], given["sigma"]), given["target"]
-    ref_win, ref_lose = mean((bare.under(None, *state) - u) ** 2)
-    win, lose = mean((bare.under(update.weights, *state) - u) ** 2)
+    (win, lose), (ref_win, ref_lose) = (
+        mean((v - given["target"]) ** 2) for v in velocities(bare, update, prompts, given)
+    )
     return -torch.nn.functional.logsigmoid(-50 * ((win - lose) - (ref_win - ref_lose)))[None]
 
 
@@ -102,10 +102,8 @@ def d3po_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: d
 
 
 def nft_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    state = prompts, given["noisy"], given["sigma"]
-    with torch.no_grad():
-        reference, old = bare.under(None, *state), bare.under(update.snapshots["old"], *state)
-    new, weight = bare.under(update.weights, *state), matching.nft_reward_weight(t["advantage"])
+    new, reference, old = velocities(bare, update, prompts, given, "old")
+    weight = matching.nft_reward_weight(t["advantage"])
     matched = matching.diffusion_nft_loss(new, old, given["noisy"], t["clean"], given["sigma"], weight, beta=0.5)
     return matched + 0.3 * mean((new - reference) ** 2)
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.policy.policy import Policy
@@ -267,13 +266,6 @@ def test_two_processes_with_a_worker_each(folder: Path, model: Path) -> None:
 def test_what_cannot_be_held_there_is_refused(folder: Path, model: Path) -> None:
     with pytest.raises(ValueError, match="engine.rollout_workers: 3 processes have as many each.*write 3"):
         check_processes(config(folder, model, GRPO, engine=engine(2)), 3)
-    entry = runs.reward(folder, "redness")
-    for changes, says in (
-        ({"rewards": [entry | {"offload": True}]}, r"rewards\.0\.offload.*the model is in another process"),
-        ({"rewards": [entry | {"isolate": True, "outage": {"deadline_s": 480}}]}, "a reward worker that is silent is"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            config(folder, model, NFT, **({"engine": engine(1, 1)} | changes))
 
 
 class Pair(NamedTuple):
