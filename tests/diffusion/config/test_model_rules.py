@@ -14,6 +14,7 @@ from genrl.config import ConfigError, LoRA, check_files, dump, load, load_locate
 from genrl.diffusion.config.estimate import Component, context_problems, layer_problems, plan, published
 from genrl.diffusion.config.memory_estimate import memory
 from genrl.diffusion.config.schema import Config
+from tests.diffusion import runs
 
 ROOT = Path(__file__).resolve().parents[3]
 VAE = Component("vae", "AutoencoderKL", 0, 0, {}, {"block_out_channels": [1, 1, 1, 1]})
@@ -73,6 +74,13 @@ def test_check_knows_what_training_refuses_and_from_stays(root: Path, monkeypatc
     (tmp_path / "again.yaml").write_text(dump(config))
     assert "    from: org/lora" in dump(config) and load(tmp_path / "again.yaml") == config
     assert LoRA.model_validate({"from": "org/lora"}).begin == "org/lora"
+
+
+@pytest.mark.parametrize("name", ["prdp", "spo"])
+def test_a_kernel_of_flows_is_refused_for_a_model_that_predicts_noise(folder: Path, sd: Path, name: str) -> None:
+    sampling = {"num_inference_steps": 4, "pipeline_args": {}}
+    with pytest.raises(ConfigError, match="flow_sde is for flow models"):
+        check_files(runs.config(folder, sd, trainer={"algorithm": name, "kernel": "flow_sde"}, sampling=sampling))
 
 
 @pytest.mark.parametrize("key", ["model.lora.from", "model.lora.frozen.0"])
