@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import yaml
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
 from safetensors.numpy import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from genrl.config import LoRA, load
 from genrl.diffusion.config.estimate import Component, plan, read_components, read_header, trained_parameters
@@ -265,12 +264,7 @@ def test_files_that_are_not_safetensors(tmp_path: Path) -> None:
 
 WIDTH, TEXT = 512, 77
 ROTATED = {"attention_head_dim": 128, "num_attention_heads": 4}
-PICTURE, STATES, POOLED, HALF = (
-    torch.randn(1, 256, 64),
-    torch.randn(1, TEXT, 64),
-    torch.randn(1, 64),
-    torch.tensor([0.5]),
-)
+PICTURE, STATES, POOLED = torch.randn(1, 256, 64), torch.randn(1, TEXT, 64), torch.randn(1, 64)
 LATENTS, VIDEO = torch.randn(1, 16, 32, 32), torch.randn(1, 16, 3, 32, 32)
 TIME, HALF = torch.tensor([500.0]), torch.tensor([0.5])
 SD3 = {
@@ -283,37 +277,23 @@ QWEN = {"num_layers": 2, "joint_attention_dim": 64}
 WAN = {"num_layers": 2, "text_dim": 64, "freq_dim": 64, "ffn_dim": 2973}  # as 8960 of 1536
 
 
-def sd3(model: nn.Module, to: Callable[[Tensor], Tensor]) -> object:
-    return model(to(LATENTS), to(STATES), to(POOLED), TIME)
-
-
-def flux(model: nn.Module, to: Callable[[Tensor], Tensor]) -> object:
-    return model(to(PICTURE), to(STATES), to(POOLED), to(HALF), **FLUX_PLACES)
-
-
-def qwen(model: nn.Module, to: Callable[[Tensor], Tensor]) -> object:
-    return model(to(PICTURE), to(STATES), torch.ones(1, TEXT).long(), to(HALF), img_shapes=[[(1, 16, 16)]])
-
-
-def wan(model: nn.Module, to: Callable[[Tensor], Tensor]) -> object:
-    return model(to(VIDEO), TIME, to(STATES[:, :8]))
-
-
+OF_SD3, OF_FLUX = (LATENTS, STATES, POOLED, TIME), (PICTURE, STATES, POOLED, HALF)
+OF_QWEN = (PICTURE, STATES, torch.ones(1, TEXT).long(), HALF)
 NORMED = SD3 | {"qk_norm": "rms_norm"}
-MODELS: dict[str, tuple[Any, dict[str, Any], Any, int]] = {
-    "SD3": (SD3Transformer2DModel, SD3, sd3, 256 + TEXT),
-    "SD3.5": (SD3Transformer2DModel, NORMED, sd3, 256 + TEXT),
-    "SD3.5, dual": (SD3Transformer2DModel, NORMED | {"dual_attention_layers": (0,)}, sd3, 256 + TEXT),
-    "FLUX.1": (FluxTransformer2DModel, ROTATED | FLUX | {"guidance_embeds": True}, flux, 256 + TEXT),
-    "Qwen-Image": (QwenImageTransformer2DModel, ROTATED | QWEN, qwen, 256 + TEXT),
-    "Wan": (WanTransformer3DModel, ROTATED | WAN, wan, 3 * 256),
+MODELS: dict[str, tuple[Any, dict[str, Any], tuple[Tensor, ...], dict[str, Any], int]] = {
+    "SD3": (SD3Transformer2DModel, SD3, OF_SD3, {}, 256 + TEXT),
+    "SD3.5": (SD3Transformer2DModel, NORMED, OF_SD3, {}, 256 + TEXT),
+    "SD3.5, dual": (SD3Transformer2DModel, NORMED | {"dual_attention_layers": (0,)}, OF_SD3, {}, 256 + TEXT),
+    "FLUX.1": (FluxTransformer2DModel, ROTATED | FLUX | {"guidance_embeds": True}, OF_FLUX, FLUX_PLACES, 256 + TEXT),
+    "Qwen-Image": (QwenImageTransformer2DModel, ROTATED | QWEN, OF_QWEN, {"img_shapes": [[(1, 16, 16)]]}, 256 + TEXT),
+    "Wan": (WanTransformer3DModel, ROTATED | WAN, (VIDEO, TIME, STATES[:, :8]), {}, 3 * 256),
 }
-"""Name -> class and sizes in the published proportions, its call, and tokens that run through its blocks."""
+"""Name -> class and sizes in the published proportions, its inputs, and tokens that run through its blocks."""
 
 
 @pytest.mark.parametrize(("name", "way"), [*((name, "whole") for name in MODELS), ("SD3", "lora"), ("FLUX.1", "half")])
 def test_what_blocks_keep(name: str, way: str) -> None:
-    kind, sizes, call, tokens = MODELS[name]
+    kind, sizes, inputs, places, tokens = MODELS[name]
     model = kind(**sizes)
     dtype = torch.bfloat16 if way == "half" else torch.float32
     model.to(dtype).requires_grad_(False)
@@ -326,7 +306,7 @@ def test_what_blocks_keep(name: str, way: str) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        call(model, lambda tensor: tensor.to(dtype))
+        model(*(one.to(dtype) if one.is_floating_point() else one for one in inputs), **places)
     found = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
     settings = dict(model.config)
     layers = settings["num_layers"] + settings.get("num_single_layers", 0)

@@ -279,8 +279,7 @@ def drawn(folder: Path, lora: Path | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "form"),
-    [("sd15", "kohya"), pytest.param("sd15", "comfyui", marks=pytest.mark.slow), ("sd3", "comfyui")],
+    ("family", "form"), [("sd15", "kohya"), pytest.param("sd15", "comfyui", marks=pytest.mark.slow), ("sd3", "comfyui")]
 )
 def test_loads_anywhere_as_it_was_trained(folder: Path, family: str, form: Any) -> None:
     run = run_of(folder, family, **({} if form == "comfyui" else {"type": "rslora", "ranks": {"to_q": 2}}))

@@ -160,8 +160,7 @@ HALVES = [(form, "half") for form in FORMS[1:]]
 
 
 @pytest.mark.parametrize(
-    ("form", "how"),
-    [*HALVES, *((FORMS[0], how) for how in DAMAGE), *((form, "layer") for form in WITH_SETTINGS[1:])],
+    ("form", "how"), [*HALVES, *((FORMS[0], how) for how in DAMAGE), *((form, "layer") for form in WITH_SETTINGS[1:])]
 )
 def test_what_does_not_fit_is_refused_by_name(pipe: Any, tmp_path: Path, form: str, how: str) -> None:
     weights = trained(pipe.transformer, dora=how == "no magnitude")

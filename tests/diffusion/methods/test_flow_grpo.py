@@ -96,12 +96,7 @@ def test_kept_graphs_give_the_same_update_without_the_calls(folder: Path, model:
     for keep in (False, True):
         chosen = {**GRPO, **trainer, "keep_graph": keep}
         sampling = {**GUIDED, "num_inference_steps": 4}
-        changes: dict[str, Any] = {
-            "trainer": chosen,
-            "sampling": sampling,
-            "output": str(folder / f"{keep}"),
-            **QUIET,
-        }
+        changes: dict[str, Any] = {"trainer": chosen, "sampling": sampling, "output": str(folder / f"{keep}"), **QUIET}
         config = runs.config(folder, model, iterations=2, **changes, **sections)
         seen.append((run(config), read_metrics(Path(config.output) / "metrics.jsonl")))
     (again, again_rows), (kept, kept_rows) = seen

@@ -135,11 +135,7 @@ def edited(file: Path, change: str) -> None:
 @pytest.mark.parametrize("part", [UNET, TEXT, "vae/diffusion_pytorch_model.safetensors"])
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        ("missing", "lacks 1 weights"),
-        ("shape", r"shape|MISMATCH"),
-        ("layer", "layers that the config.json"),
-    ],
+    [("missing", "lacks 1 weights"), ("shape", r"shape|MISMATCH"), ("layer", "layers that the config.json")],
 )
 def test_every_weight_is_filled_or_the_load_is_refused(copy: Path, part: str, change: str, says: str) -> None:
     edited(copy / part, change)
