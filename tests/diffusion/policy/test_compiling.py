@@ -173,8 +173,9 @@ def test_with_every_switch_on_the_first_ratio_is_one(folder: Path, model: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
-def test_by_inductor_the_ratio_is_one(fused: bool) -> None:
+def test_by_inductor_the_ratio_is_one(fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, where its graphs with and without gradients differ by 0.06 of the model's output."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else it fills a folder beside pytest's
     family = FAMILIES["sd3"]()
     policy = Policy(family.pipe, autocast=torch.bfloat16)
     policy.denoiser.requires_grad_(True)
