@@ -76,11 +76,11 @@ def test_check_knows_what_training_refuses_and_from_stays(root: Path, monkeypatc
     assert LoRA.model_validate({"from": "org/lora"}).begin == "org/lora"
 
 
-@pytest.mark.parametrize("name", ["prdp", "spo"])
-def test_a_kernel_of_flows_is_refused_for_a_model_that_predicts_noise(folder: Path, sd: Path, name: str) -> None:
+@pytest.mark.parametrize("own", [{"algorithm": "prdp"}, {"algorithm": "spo", "first": 1}])
+def test_a_kernel_of_flows_is_refused_for_a_model_that_predicts_noise(folder: Path, sd: Path, own: Any) -> None:
     sampling = {"num_inference_steps": 4, "pipeline_args": {}}
     with pytest.raises(ConfigError, match="flow_sde is for flow models"):
-        check_files(runs.config(folder, sd, trainer={"algorithm": name, "kernel": "flow_sde"}, sampling=sampling))
+        check_files(runs.config(folder, sd, trainer={**own, "kernel": "flow_sde"}, sampling=sampling))
 
 
 @pytest.mark.parametrize("key", ["model.lora.from", "model.lora.frozen.0"])

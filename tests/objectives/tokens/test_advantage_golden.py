@@ -196,8 +196,8 @@ def test_icpo(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
     new, old = data.given("icpo_new_logp").requires_grad_(), data.given("icpo_old_logp")
     advantage, mask = data.given("hapo_advantage_in"), data.given("rein_mask")
-    found = token_surrogates.clip_surrogate(new, old, advantage, mask, low=0.2, high=0.2).loss
-    others = token_surrogates.unsampled_loss(new, advantage, shaping=0.1)
+    found = ts.clip_surrogate(new, old, advantage, mask, low=0.2, high=0.2).loss
+    others = ts.unsampled_loss(new, advantage, shaping=0.1)
     loss = aggregate(torch.where(data.given("icpo_hinted").bool()[:, None], others, found), mask, "token_mean_global")
     data.check("icpo_loss", loss.detach())
     data.check("icpo_grad", torch.autograd.grad(loss, new)[0])
