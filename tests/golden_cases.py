@@ -113,6 +113,11 @@ class Arrays:
             return
         torch.testing.assert_close(value.double(), want.double(), rtol=rtol, atol=atol, msg=lambda m: f"{name}: {m}")
 
+    def checks(self, prefix: str, **got: object) -> None:
+        """Several arrays whose names begin alike."""
+        for name, value in got.items():
+            self.check(f"{prefix}_{name}", value)
+
     def near(self, name: str, got: Tensor, tolerance: float = 1e-5) -> None:
         """In units of max(1, |value|); gradients, small numbers, in units of their largest."""
         want = self.given(name)

@@ -81,6 +81,5 @@ def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A fresh folder with prompt files and rewards."""
     runs.write_folder(tmp_path)
     return tmp_path

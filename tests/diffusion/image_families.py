@@ -21,15 +21,19 @@ FLUX_VAE = {"shift_factor": 0.12, "scaling_factor": 0.36}
 FLUX_ROPE = {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 8)}
 
 
+def sized(guidance: float, length: int, side: int = 16) -> dict[str, object]:
+    """A call: pictures of this side, so much guidance, texts of this length."""
+    return {"height": side, "width": side, "guidance_scale": guidance, "max_sequence_length": length}
+
+
 def sd15(in_channels: int = 4) -> Family:
     unet = diffusers.UNet2DConditionModel(
         **UNET, in_channels=in_channels, cross_attention_dim=32, attention_head_dim=4,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )  # fmt: skip
     scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, **SD_BETAS)
-    pipe = diffusers.StableDiffusionPipeline(
-        vae=parts.kl_autoencoder(), **parts.clip(), unet=unet, scheduler=scheduler, **UNSAFE
-    )
+    made = parts.clip() | {"unet": unet, "scheduler": scheduler, "vae": parts.kl_autoencoder()}
+    pipe = diffusers.StableDiffusionPipeline(**made, **UNSAFE)
     return Family("sd15", pipe, {**SIZE, "guidance_scale": 5.0}, kind="epsilon", unguided=UNGUIDED)
 
 
@@ -59,8 +63,7 @@ def sd3(channels: int = 4) -> Family:
         vae=parts.kl_autoencoder(channels, shift_factor=0.06, scaling_factor=1.5),
         **parts.clip_projection(), **parts.clip_projection("_2"), **parts.t5("_3", 64),
     )  # fmt: skip
-    call = {**SIZE, "guidance_scale": 4.5, "max_sequence_length": 16}
-    return Family("sd3", pipe, call, unguided=UNGUIDED)
+    return Family("sd3", pipe, sized(4.5, 16), unguided=UNGUIDED)
 
 
 def flux_parts(in_channels: int = 16, out_channels: int = 16) -> dict[str, object]:
@@ -71,41 +74,38 @@ def flux_parts(in_channels: int = 16, out_channels: int = 16) -> dict[str, objec
 
 
 def flux() -> Family:
-    call = {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 16}
-    return Family("flux", diffusers.FluxPipeline(**flux_parts()), call)
+    return Family("flux", diffusers.FluxPipeline(**flux_parts()), sized(3.5, 16))
 
 
 FLUX2 = {"in_channels": 16, "attention_head_dim": 16, "joint_attention_dim": 64, "timestep_guidance_channels": 16}
-FLUX2_CALL = {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 48, "text_encoder_out_layers": (1, 2)}
+FLUX2_CALL = sized(4.0, 48) | {"text_encoder_out_layers": (1, 2)}
+
+
+def flux2_parts(**sizes: object) -> dict[str, object]:
+    transformer = parts.small(diffusers.Flux2Transformer2DModel, **FLUX2, axes_dims_rope=(4, 4, 4, 4), **sizes)
+    vae = parts.kl_autoencoder(kind=diffusers.AutoencoderKLFlux2)
+    return {"scheduler": parts.shifting(), "vae": vae, "transformer": transformer}
 
 
 def flux2() -> Family:
-    transformer = parts.small(diffusers.Flux2Transformer2DModel, **FLUX2, axes_dims_rope=(4, 4, 4, 4))
-    made = {"scheduler": parts.shifting(), "vae": parts.flux2_autoencoder(), "transformer": transformer}
     # The system message comes first and is longer than 48 bytes: keep the end, where the prompt is.
-    tokenizer = parts.byte_tokenizer(truncation_side="left")
-    return Family(
-        "flux2", diffusers.Flux2Pipeline(**made, **parts.texts(parts.mistral3_encoder(), tokenizer)), FLUX2_CALL
-    )
+    made = flux2_parts() | parts.texts(parts.mistral3_encoder(), parts.byte_tokenizer(truncation_side="left"))
+    return Family("flux2", diffusers.Flux2Pipeline(**made), FLUX2_CALL)
 
 
 def chroma() -> Family:
     approximator = {"approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1}
     transformer = parts.small(diffusers.ChromaTransformer2DModel, in_channels=16, **FLUX_ROPE, **approximator)
-    pipe = diffusers.ChromaPipeline(
-        scheduler=parts.flow(), vae=parts.kl_autoencoder(**FLUX_VAE), **parts.t5(), transformer=transformer
-    )
-    call = {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 16}
-    return Family("chroma", pipe, call, unguided=UNGUIDED)
+    made = {"scheduler": parts.flow(), "vae": parts.kl_autoencoder(**FLUX_VAE), "transformer": transformer}
+    return Family("chroma", diffusers.ChromaPipeline(**made, **parts.t5()), sized(5.0, 16), unguided=UNGUIDED)
 
 
 def auraflow() -> Family:
     layers = {"num_mmdit_layers": 1, "num_single_dit_layers": 1, "num_attention_heads": 4, "pos_embed_max_size": 16}
     transformer = parts.small(diffusers.AuraFlowTransformer2DModel, **layers)
-    made = parts.texts(parts.umt5_encoder(), parts.t5_tokenizer()) | {"vae": parts.kl_autoencoder()}
+    made = parts.umt5() | {"vae": parts.kl_autoencoder()}
     pipe = diffusers.AuraFlowPipeline(**made, transformer=transformer, scheduler=parts.flow(1.73))
-    call = {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 16}
-    return Family("auraflow", pipe, call, unguided=UNGUIDED)
+    return Family("auraflow", pipe, sized(3.5, 16), unguided=UNGUIDED)
 
 
 def lumina2() -> Family:
@@ -114,21 +114,24 @@ def lumina2() -> Family:
     pipe = diffusers.Lumina2Pipeline(
         transformer=parts.small(diffusers.Lumina2Transformer2DModel, **sizes, **rope),
         scheduler=parts.flow(6.0), vae=parts.kl_autoencoder(blocks=4, **FLUX_VAE),
-        **parts.texts(parts.gemma2_encoder(), parts.byte_tokenizer()),
+        **parts.texts(parts.decoder(transformers.Gemma2Model), parts.byte_tokenizer()),
     )  # fmt: skip
-    call = {"height": 32, "width": 32, "guidance_scale": 4.0, "max_sequence_length": 48}
-    return Family("lumina2", pipe, call | {"system_prompt": "Draw:"}, unguided=UNGUIDED)
+    return Family("lumina2", pipe, sized(4.0, 48, 32) | {"system_prompt": "Draw:"}, unguided=UNGUIDED)
 
 
 def sana() -> Family:
     cross = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16}
     transformer = parts.small(diffusers.SanaTransformer2DModel, out_channels=4, **cross)
     settings = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
-    made = parts.texts(parts.gemma2_encoder(), parts.byte_tokenizer()) | {"vae": parts.dc_autoencoder()}
+    of_side = {"block_types": ("ResBlock", "EfficientViTBlock"), "block_out_channels": (8, 8)}
+    of_side |= {"qkv_multiscales": ((), (5,)), "layers_per_block": (1, 1)}
+    sides = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in of_side.items()}
+    sides |= {"latent_channels": 4, "attention_head_dim": 2, "scaling_factor": 0.41407}
+    made = parts.texts(parts.decoder(transformers.Gemma2Model), parts.byte_tokenizer())
+    made |= {"vae": diffusers.AutoencoderDC(**sides)}
     scheduler = diffusers.DPMSolverMultistepScheduler(**settings)
     pipe = diffusers.SanaPipeline(**made, transformer=transformer, scheduler=scheduler)
-    call = {"height": 32, "width": 32, "guidance_scale": 4.5, "max_sequence_length": 32}
-    call |= {"complex_human_instruction": None, "use_resolution_binning": False}
+    call = sized(4.5, 32, 32) | {"complex_human_instruction": None, "use_resolution_binning": False}
     return Family("sana", pipe, call, unguided=UNGUIDED)
 
 
@@ -140,8 +143,7 @@ def pixart_sigma() -> Family:
     )  # fmt: skip
     scheduler = diffusers.DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02)
     made = parts.t5() | {"vae": parts.kl_autoencoder(), "transformer": transformer, "scheduler": scheduler}
-    call = {**SIZE, "guidance_scale": 4.5, "max_sequence_length": 16}
-    call |= {"clean_caption": False, "use_resolution_binning": False}
+    call = sized(4.5, 16) | {"clean_caption": False, "use_resolution_binning": False}
     return Family("pixart_sigma", diffusers.PixArtSigmaPipeline(**made), call, kind="epsilon", unguided=UNGUIDED)
 
 
@@ -149,10 +151,10 @@ def cogview4() -> Family:
     sizes = {"out_channels": 4, "time_embed_dim": 8, "condition_dim": 4, "rope_axes_dim": (16, 16)}
     transformer = parts.small(diffusers.CogView4Transformer2DModel, **sizes)
     scheduler = parts.flow(use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75, time_shift_type="linear")
-    made = parts.texts(parts.glm_encoder(), parts.byte_tokenizer(first_token=True)) | {"vae": parts.kl_autoencoder()}
-    call = {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 32}
+    made = parts.texts(parts.decoder(transformers.GlmModel), parts.byte_tokenizer(first_token=True))
+    made |= {"vae": parts.kl_autoencoder()}
     pipe = diffusers.CogView4Pipeline(**made, transformer=transformer, scheduler=scheduler)
-    return Family("cogview4", pipe, call, unguided=UNGUIDED)
+    return Family("cogview4", pipe, sized(3.5, 32), unguided=UNGUIDED)
 
 
 def z_image() -> Family:
@@ -161,15 +163,15 @@ def z_image() -> Family:
         axes_dims=[4, 4, 8], axes_lens=[256, 32, 32],
     )  # fmt: skip
     made = {"scheduler": parts.flow(6.0), "vae": parts.kl_autoencoder(**FLUX_VAE), "transformer": transformer}
-    pipe = diffusers.ZImagePipeline(**made, **parts.texts(parts.qwen3_encoder(), parts.byte_tokenizer()))
-    call = {**SIZE, "guidance_scale": 4.0, "max_sequence_length": 64}
-    return Family("z_image", pipe, call, unguided={"guidance_scale": 0.0})
+    made |= parts.texts(parts.decoder(transformers.Qwen3Model), parts.byte_tokenizer())
+    return Family("z_image", diffusers.ZImagePipeline(**made), sized(4.0, 64), unguided={"guidance_scale": 0.0})
 
 
 def qwen_parts() -> dict[str, object]:
     transformer = parts.small(diffusers.QwenImageTransformer2DModel, in_channels=64, out_channels=16, **FLUX_ROPE)
     shifts = {"base_shift": 0.5, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}
-    made = {"scheduler": parts.flow(use_dynamic_shifting=True, **shifts), "vae": parts.qwen_autoencoder()}
+    made = {"scheduler": parts.flow(use_dynamic_shifting=True, **shifts)}
+    made |= {"vae": parts.wan_autoencoder(diffusers.AutoencoderKLQwenImage)}
     return made | parts.texts(parts.qwen_vl_encoder(), parts.byte_tokenizer()) | {"transformer": transformer}
 
 
@@ -189,14 +191,15 @@ def hidream() -> Family:
         num_routed_experts=2, num_activated_experts=1, axes_dims_rope=(4, 2, 2), max_resolution=(16, 16),
         llama_layers=[0, 1],
     )  # fmt: skip
+    # with plain attention: its caller asks for the attention maps
+    llama = parts.decoder(transformers.LlamaForCausalLM, attn_implementation="eager")
     pipe = diffusers.HiDreamImagePipeline(
         scheduler=parts.flow(3.0), vae=parts.kl_autoencoder(**FLUX_VAE), **parts.clip_projection(),
         **parts.clip_projection("_2"), **parts.t5("_3"),
-        **parts.texts(parts.llama_language_model(), parts.byte_tokenizer(), "_4"), transformer=transformer,
+        **parts.texts(llama, parts.byte_tokenizer(), "_4"), transformer=transformer,
     )  # fmt: skip
     pipe.default_sample_size = 8  # every size is scaled to this area
-    call = {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 32}
-    return Family("hidream", pipe, call, unguided=UNGUIDED)
+    return Family("hidream", pipe, sized(5.0, 32), unguided=UNGUIDED)
 
 
 BRIA = {
@@ -211,36 +214,29 @@ KANDINSKY5 = {
 
 
 def flux2_klein() -> Family:
-    sizes = {**FLUX2, "axes_dims_rope": (4, 4, 4, 4), "guidance_embeds": False}
-    transformer = parts.small(diffusers.Flux2Transformer2DModel, **sizes)
-    made = {"scheduler": parts.shifting(), "vae": parts.flux2_autoencoder(), "transformer": transformer}
-    encoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**parts.decoder_sizes(32, layers=2)))
-    pipe = diffusers.Flux2KleinPipeline(**made, **parts.texts(encoder, parts.byte_tokenizer()))
-    return Family("flux2_klein", pipe, FLUX2_CALL, unguided=UNGUIDED)
+    made = flux2_parts(guidance_embeds=False)
+    made |= parts.texts(parts.decoder(transformers.Qwen3ForCausalLM), parts.byte_tokenizer())
+    return Family("flux2_klein", diffusers.Flux2KleinPipeline(**made), FLUX2_CALL, unguided=UNGUIDED)
 
 
 def bria() -> Family:
     made = {"transformer": diffusers.BriaTransformer2DModel(**BRIA, joint_attention_dim=32)}
     made |= {"scheduler": parts.flow(3.0), "vae": parts.kl_autoencoder(shift_factor=0.0, scaling_factor=0.13)}
-    call = {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 16}
-    return Family("bria", diffusers.BriaPipeline(**made, **parts.t5()), call, unguided=UNGUIDED)
+    return Family("bria", diffusers.BriaPipeline(**made, **parts.t5()), sized(5.0, 16), unguided=UNGUIDED)
 
 
 def bria_fibo() -> Family:
     transformer = diffusers.BriaFiboTransformer2DModel(**BRIA, joint_attention_dim=64, text_encoder_dim=32)
     made = {"transformer": transformer, "scheduler": parts.shifting(), "vae": parts.wan_autoencoder()}
-    config = transformers.SmolLM3Config(**parts.decoder_sizes(32, layers=2) | {"vocab_size": 128_004})
-    made |= parts.texts(transformers.SmolLM3ForCausalLM(config), parts.byte_tokenizer())
-    call = {"height": 64, "width": 64, "guidance_scale": 5.0, "max_sequence_length": 48}
-    return Family("bria_fibo", diffusers.BriaFiboPipeline(**made), call, unguided=UNGUIDED)
+    made |= parts.texts(parts.decoder(transformers.SmolLM3ForCausalLM, vocab_size=128_004), parts.byte_tokenizer())
+    return Family("bria_fibo", diffusers.BriaFiboPipeline(**made), sized(5.0, 48, 64), unguided=UNGUIDED)
 
 
 def ovis_image() -> Family:
     transformer = parts.small(diffusers.OvisImageTransformer2DModel, in_channels=16, out_channels=16, **FLUX_ROPE)
     made = {"scheduler": parts.shifting(), "vae": parts.kl_autoencoder(**FLUX_VAE), "transformer": transformer}
-    pipe = diffusers.OvisImagePipeline(**made, **parts.texts(parts.qwen3_encoder(), parts.byte_tokenizer()))
-    call = {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 196}
-    return Family("ovis_image", pipe, call, unguided=UNGUIDED)
+    made |= parts.texts(parts.decoder(transformers.Qwen3Model), parts.byte_tokenizer())
+    return Family("ovis_image", diffusers.OvisImagePipeline(**made), sized(5.0, 196), unguided=UNGUIDED)
 
 
 def longcat_image() -> Family:
@@ -289,8 +285,7 @@ def kandinsky5_t2i() -> Family:
     made |= parts.texts(parts.qwen_vl_encoder(), parts.qwen_vl_processor())
     pipe = diffusers.Kandinsky5T2IPipeline(**made, **parts.clip("_2"))
     pipe.resolutions = [(16, 16)]
-    call = {**SIZE, "guidance_scale": 3.5, "max_sequence_length": 192}
-    return Family("kandinsky5_t2i", pipe, call, unguided=UNGUIDED)
+    return Family("kandinsky5_t2i", pipe, sized(3.5, 192), unguided=UNGUIDED)
 
 
 def pixart_alpha() -> Family:
@@ -306,8 +301,8 @@ def cogview3plus() -> Family:
         rescale_betas_zero_snr=True, snr_shift_scale=4.0, timestep_spacing="trailing", clip_sample=False,
     )  # fmt: skip
     made = parts.t5() | {"vae": parts.kl_autoencoder(), "transformer": transformer, "scheduler": scheduler}
-    call = {**SIZE, "guidance_scale": 5.0, "max_sequence_length": 16}
-    return Family("cogview3plus", diffusers.CogView3PlusPipeline(**made), call, kind="epsilon", unguided=UNGUIDED)
+    pipe = diffusers.CogView3PlusPipeline(**made)
+    return Family("cogview3plus", pipe, sized(5.0, 16), kind="epsilon", unguided=UNGUIDED)
 
 
 def hunyuan_dit() -> Family:
@@ -321,10 +316,9 @@ def hunyuan_dit() -> Family:
         max_position_embeddings=77,
     )  # fmt: skip
     made = {"vae": parts.kl_autoencoder()} | parts.texts(transformers.BertModel(bert), parts.byte_tokenizer())
-    made |= parts.texts(parts.t5_encoder(), parts.t5_tokenizer(16), "_2")
-    scheduler = diffusers.DDPMScheduler(
-        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.02, prediction_type="v_prediction"
-    )
+    made |= parts.t5("_2", length=16)
+    betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.02}
+    scheduler = diffusers.DDPMScheduler(**betas, prediction_type="v_prediction")
     pipe = diffusers.HunyuanDiTPipeline(**made, transformer=transformer, scheduler=scheduler, **UNSAFE)
     pipe.tokenizer.model_max_length = 16
     call = {**SIZE, "guidance_scale": 5.0, "use_resolution_binning": False}

@@ -1,6 +1,6 @@
 """What the processes of the distributed tests run: one training, watched from inside, with its tensors on disk."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +13,25 @@ from genrl.config.method import code_of
 from genrl.diffusion import train as training
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.runtime.weights.sharding import whole
 from tests.diffusion import runs
-
-
-def trained(path: str, prepare: Callable[[DiffusionRun], None]) -> None:
-    """Train the YAML file in a run that `prepare` has changed."""
-    config = load(Path(path))
-    with runs.opened(config) as run:
-        prepare(run)
-        code_of(config.trainer).train(run, config.trainer)
+from tests.diffusion.methods.watched import gradients, watch
 
 
 def record(path: str, out: str) -> None:
     """Train, and write samples, scores and gradients of every iteration to `out`/rank-<r>-<iteration>.safetensors."""
+    config = load(Path(path))
+    with runs.opened(config) as run:
+        seen, rank, step = watch(run), run.accelerator.process_index, run.loop.optimizer.step
 
-    def prepare(run: DiffusionRun) -> None:
-        collect, step = run.collect, run.loop.optimizer.step
-        rank, kept = run.accelerator.process_index, dict[str, Tensor]()
-
-        def watched_collect(draw: Any, **shape: Any) -> Rollouts:
-            found = collect(draw, **shape)
-            kept.update(samples(found))
-            return found
-
-        def watched_step() -> None:
-            kept.update({f"gradient/{k}": whole(p.grad).clone() for k, p in run.weights.named.items()})
-            save_file(kept, Path(out) / f"rank-{rank}-{run.iteration}.safetensors")
-            kept.clear()
+        def summed() -> None:
+            seen.updates[-1].gradient = gradients(run)  # over all processes
             step()
 
-        run.collect = watched_collect  # type: ignore[method-assign]
-        run.loop.optimizer.step = watched_step  # type: ignore[method-assign, assignment]
-
-    trained(path, prepare)
+        run.loop.optimizer.step = summed  # type: ignore[method-assign, assignment]
+        code_of(config.trainer).train(run, config.trainer)
+    for number, (rollouts, update) in enumerate(zip(seen.rollouts, seen.updates, strict=True)):
+        gradient = {f"gradient/{key}": tensor for key, tensor in update.gradient.items()}
+        save_file(samples(rollouts) | gradient, Path(out) / f"rank-{rank}-{number}.safetensors")
 
 
 def samples(found: Rollouts) -> dict[str, Tensor]:

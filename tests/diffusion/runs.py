@@ -81,7 +81,6 @@ class Interrupt:
 
 
 def write_folder(folder: Path) -> None:
-    """Prompt files and rewards of the runs."""
     (folder / "train.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     (folder / "eval.txt").write_text("\n".join(HELD_OUT), encoding="utf-8")
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
@@ -186,7 +185,7 @@ def resumed(run: Path, folder: Path, done: int) -> Path:
     for path in (again / "checkpoints").iterdir():
         if path.name > f"step-{done:06d}":
             shutil.rmtree(path)
-    train(load(Run(again).config), again)
+    train(load(Run(again).config).model_copy(update={"output": str(again)}), again)
     return again
 
 

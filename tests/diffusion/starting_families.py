@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.diffusion import image_families as image
 from tests.diffusion import tiny_parts as parts
-from tests.diffusion.image_families import QWEN_CALL, QWEN_UNGUIDED, SIZE, flux_parts, qwen_parts
+from tests.diffusion.image_families import QWEN_CALL, QWEN_UNGUIDED, flux_parts, qwen_parts
 from tests.diffusion.tiny_parts import Family
 
 Builder = Callable[[], Family]
@@ -90,9 +90,8 @@ def sd_latent_upscaler() -> Family:
 
 
 def flux_kontext() -> Family:
-    call = {**SIZE, "guidance_scale": 2.5, "max_sequence_length": 16, "max_area": 256, "_auto_resize": False}
-    inputs = {"image": parts.pictures()}
-    return Family("flux_kontext", FluxKontextPipeline(**flux_parts()), call, inputs=inputs)
+    call = image.sized(2.5, 16) | {"max_area": 256, "_auto_resize": False}
+    return Family("flux_kontext", FluxKontextPipeline(**flux_parts()), call, inputs={"image": parts.pictures()})
 
 
 _dimensions = pipeline_qwenimage_edit.calculate_dimensions

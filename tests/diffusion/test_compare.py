@@ -28,7 +28,6 @@ ROWS = [Prompt("a red star"), Prompt("two blue circles"), Prompt("a cat")]
 
 @pytest.fixture
 def other(model: Path, tmp_path: Path) -> Path:
-    """The same pipeline with another transformer."""
     pipe = DiffusionPipeline.from_pretrained(model)
     with torch.no_grad():
         for parameter in pipe.transformer.parameters():
@@ -47,54 +46,42 @@ def shown(out: Path) -> dict[tuple[str, str], list[np.ndarray]]:
     return {name: sorted(pictures, key=lambda p: p.sum()) for name, pictures in found.items()}
 
 
-def test_both_start_from_the_noise_that_plain_diffusers_has(model: Path, other: Path, tmp_path: Path) -> None:
-    """Sample j of prompt k from seed + k * per_prompt + j, alone."""
-    out = tmp_path / "compare.html"
-    page = Page(out, question="")
-    first, second = sides(str(model), str(other), None, None, ARGUMENTS)
-    compare(first, second, ROWS, page, seed=7, per_prompt=2)
-    page.write({"a": first.described(), "b": second.described()})
-    found = shown(out)
-    assert len(found) == 6
-    for name, path in (("a", model), ("b", other)):
-        pipe = DiffusionPipeline.from_pretrained(path)
-        for k, row in enumerate(ROWS):
-            seeds = (7 + 2 * k, 8 + 2 * k)
-            drawn = [
-                pipe(prompt=row.text, generator=torch.Generator().manual_seed(s), **ARGUMENTS).images[0] for s in seeds
-            ]
-            wanted = sorted((np.asarray(picture) for picture in drawn), key=lambda p: p.sum())
-            assert all(np.array_equal(*two) for two in zip(found[row.text, name], wanted, strict=True))
-    categories = {pair["prompt"]: pair["category"] for pair in json.loads(key_path(out).read_text())["pairs"].values()}
-    assert categories == {"a red star": "single", "two blue circles": "count", "a cat": None}
-
-
-def test_rewards_score_what_people_see(model: Path, other: Path, tmp_path: Path) -> None:
-    """One that scores a picture alone, and one that looks at a group, which is the pair."""
+def test_both_start_from_the_noise_of_plain_diffusers_and_rewards_score_what_people_see(
+    model: Path, other: Path, folder: Path
+) -> None:
+    """Sample j of prompt k from seed + k * per_prompt + j, alone. One reward looks at a group, which is the pair."""
 
     def brightest(images: torch.Tensor, group: list[int]) -> list[float]:
         means = images.mean(dim=(1, 2, 3)).tolist()
         assert len(set(group)) == 1 and len(means) == 2
         return [float(value == max(means)) for value in means]
 
-    runs.write_folder(tmp_path)
-    bright = genrl_rewards.load(f"{tmp_path}/rewards.py:brightness")
-    out = tmp_path / "compare.html"
+    bright = genrl_rewards.load(f"{folder}/rewards.py:brightness")
+    out = folder / "compare.html"
     page = Page(out, question="")
-    compare(
-        *sides(str(model), str(other), None, None, ARGUMENTS),
-        ROWS,
-        page,
-        [plain({"bright": bright, "brightest": brightest})],
-    )
-    page.write({})
-    found = shown(out)
-    for pair in json.loads(key_path(out).read_text())["pairs"].values():
+    first, second = sides(str(model), str(other), None, None, ARGUMENTS)
+    scorers = [plain({"bright": bright, "brightest": brightest})]
+    compare(first, second, ROWS, page, scorers, seed=7, per_prompt=2)
+    page.write({"a": first.described(), "b": second.described()})
+    found, key = shown(out), json.loads(key_path(out).read_text())["pairs"].values()
+    assert len(found) == 6
+    for name, path in (("a", model), ("b", other)):
+        pipe = DiffusionPipeline.from_pretrained(path)
+        for k, row in enumerate(ROWS):
+            generators = [torch.Generator().manual_seed(seed) for seed in (7 + 2 * k, 8 + 2 * k)]
+            drawn = [pipe(prompt=row.text, generator=one, **ARGUMENTS).images[0] for one in generators]
+            wanted = sorted((np.asarray(picture) for picture in drawn), key=lambda p: p.sum())
+            assert all(np.array_equal(*two) for two in zip(found[row.text, name], wanted, strict=True))
+    categories = {pair["prompt"]: pair["category"] for pair in key}
+    assert categories == {"a red star": "single", "two blue circles": "count", "a cat": None}
+    for pair in key:
         a, b = pair["rewards"]["bright"]
         assert pair["rewards"]["brightest"] == [float(a >= b), float(b >= a)]
-        for name, score in (("a", a), ("b", b)):
-            (picture,) = found[pair["prompt"], name]
-            assert score == pytest.approx(float(picture.mean()) / 255, abs=1e-6)
+    for side, name in enumerate("ab"):
+        for row in ROWS:
+            scores = sorted(pair["rewards"]["bright"][side] for pair in key if pair["prompt"] == row.text)
+            means = [float(picture.mean()) / 255 for picture in found[row.text, name]]
+            assert scores == pytest.approx(means, abs=1e-6)
 
 
 @pytest.mark.slow

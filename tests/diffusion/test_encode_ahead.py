@@ -80,8 +80,11 @@ def test_the_encoders_alone_are_placed_and_gone(folder: Path, model: Path, monke
         policy.pipe.encode_prompt(["another prompt"], ["another prompt"], ["another prompt"])
 
 
-def test_a_full_folder_needs_no_text_encoder(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`genrl encode`, then a run that does not load them and draws the same; with guidance in evaluation alone."""
+def test_a_full_folder_needs_no_text_encoder_and_tells_models_apart(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`genrl encode`, then a run that does not load them and draws the same; with guidance in evaluation alone. Other
+    precision, other encodings; and a prompt more is encoded alone."""
     common = {"evaluation": {"every": 2, "num_prompts": 2, "guidance_scale": 3.0}}
     plain = train(runs.config(folder, model, **common))
     kept = {"offload": AHEAD, "encodings": str(folder / "encodings")}
@@ -89,18 +92,13 @@ def test_a_full_folder_needs_no_text_encoder(folder: Path, model: Path, monkeypa
     count, new, written = encode(config, "cpu", quiet)
     assert (count, new) == (6, 6) and written > 0  # 4 prompts to train on, 2 held-out ones
     assert encode(config, "cpu", quiet) == (6, 0, 0)
+    for changes in ({"dtype": "bfloat16"}, {"quantize": "int8"}):
+        assert encode(runs.config(folder, model, **common, model=kept | changes), "cpu", quiet)[1] == 6
+    (folder / "more.txt").write_text("\n".join([*runs.HELD_OUT, "six cats"]))
+    more = {"evaluation": common["evaluation"] | {"num_prompts": 3}, "prompts": {"eval": str(folder / "more.txt")}}
+    assert encode(runs.config(folder, model, **more, model=kept), "cpu", quiet)[:2] == (7, 1)
     monkeypatch.setattr(before, "load_components", lambda *_: pytest.fail("a text encoder was loaded"))
     assert runs.differences(plain, train(config)) == []
-
-
-def test_the_folder_tells_models_apart(folder: Path, model: Path) -> None:
-    """Other precision, other encodings; and a prompt more is encoded alone."""
-    kept = {"encodings": str(folder / "encodings")}
-    for changes in ({}, {"dtype": "bfloat16"}, {"quantize": "int8"}):
-        assert encode(runs.config(folder, model, model=kept | changes), "cpu", quiet)[1] == 6
-    (folder / "eval.txt").write_text("three stars\na yellow dog\nsix cats")
-    more = runs.config(folder, model, model=kept, evaluation={"every": 2, "num_prompts": 3})
-    assert encode(more, "cpu", quiet)[:2] == (7, 1)
 
 
 def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:
@@ -128,9 +126,7 @@ def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:
         store.write("x", {1})
 
 
-def test_refused_where_there_is_no_folder_or_no_room(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_where_there_is_no_folder_or_no_room(folder: Path, model: Path, monkeypatch: Any) -> None:
     with pytest.raises(ValueError, match=r"model.encodings: no folder is named"):
         encode(runs.config(folder, model), "cpu", quiet)
     monkeypatch.setattr(before.os, "sysconf", lambda name: 10)

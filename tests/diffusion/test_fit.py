@@ -22,7 +22,6 @@ SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "fit_batch": True}
 
 
 def room_for(most: int, tried: list[int]) -> Any:
-    """A device that holds so many samples."""
     whole = before.attempt
 
     def attempt(run: DiffusionRun, prompts: list[Prompt], size: int) -> None:
@@ -66,7 +65,8 @@ def test_a_run_takes_what_fits_and_keeps_it(folder: Path, model: Path, monkeypat
     assert tried == [8, 4, 2] and len(runs.rows(found)) == 2
 
 
-def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
+def test_a_trial_leaves_nothing_behind_and_smaller_micro_batches_are_checked_anew(folder: Path, model: Path) -> None:
+    """Whether their replay is exact; and there is an end."""
     config = runs.config(folder, model, sampling={**SAMPLING, "batch_size": 4})
     with runs.opened(config) as run:
         weights = {key: p.detach().clone() for key, p in run.weights.named.items()}
@@ -75,6 +75,12 @@ def test_a_trial_leaves_nothing_behind(folder: Path, model: Path) -> None:
         assert run.config.sampling.batch_size == 4
         assert all(torch.equal(p, weights[key]) and p.grad is None for key, p in run.weights.named.items())
         assert run.policy.model_calls == calls and not run.loop.optimizer.state
+        for size in (2, 1):
+            run.replays = True
+            shrink(run.loop, before.MEMORY_HINT)
+            assert run.config.sampling.batch_size == size and not run.replays
+        with pytest.raises(RuntimeError, match=r"micro-batch of 1 samples does not fit.*sampling\.batch_size"):
+            shrink(run.loop, before.MEMORY_HINT)
 
 
 NFT: dict[str, Any] = {"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0.1}, "lora": None}
@@ -161,13 +167,3 @@ def test_memory_that_runs_out_in_a_reward(folder: Path, model: Path) -> None:
     found = train(runs.config(folder, model, **changes, sampling={**SAMPLING, "batch_size": 4}))
     assert runs.last_state(found).state["memory"]["batch_size"] == 2
     assert runs.rows(found)[0]["reward/full_failed"] == 0
-
-
-def test_smaller_micro_batches_are_checked_anew(folder: Path, model: Path) -> None:
-    """Whether their replay is exact; and there is an end."""
-    with runs.opened(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 2})) as run:
-        run.replays = True
-        shrink(run.loop, before.MEMORY_HINT)
-        assert run.config.sampling.batch_size == 1 and not run.replays
-        with pytest.raises(RuntimeError, match=r"micro-batch of 1 samples does not fit.*sampling\.batch_size"):
-            shrink(run.loop, before.MEMORY_HINT)

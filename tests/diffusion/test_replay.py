@@ -20,11 +20,13 @@ from tests.diffusion import runs
 
 QUIET = {"evaluation": {"every": 0}}
 pytestmark = pytest.mark.usefixtures("traced")
-KERNELS = {"window": {"fused": True, "attention": "math"}}
-TRAINERS: dict[str, dict[str, Any]] = {
-    "flow_grpo": {"algorithm": "flow_grpo", "kernel": "flow_cps", "noise_level": 0.8, "kl_weight": 0.1, "kl": "k2"},
-    "window": {"algorithm": "flow_grpo", "window": {"size": 1, "low": 1}, "guidance_in_training": False},
-    "diffusion_nft": {**runs.NFT, "kl_weight": 0.1, "updates_per_iteration": 2, "inner_epochs": 2},
+ROWS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # keys of the trainer, its last loss, other sections
+    "flow_grpo": ({"kernel": "flow_cps", "noise_level": 0.8, "kl_weight": 0.1, "kl": "k2"}, 5, {"lora": None}),
+    "flow_grpo in a window": (
+        *({"window": {"size": 1, "low": 1}, "guidance_in_training": False}, 3),
+        {"kernels": {"fused": True, "attention": "math"}},
+    ),
+    "diffusion_nft": ({"kl_weight": 0.1, "updates_per_iteration": 2, "inner_epochs": 2}, 10, {}),
 }
 
 
@@ -44,15 +46,17 @@ def stopped(config: Config, call: int, spoil: float = math.nan) -> tuple[Path, t
     return error.value.dump, losses[call]
 
 
-@pytest.mark.parametrize(("name", "lora"), [("flow_grpo", None), ("window", runs.LORA), ("diffusion_nft", runs.LORA)])
-def test_it_computes_what_the_run_computed(folder: Path, model: Path, name: str, lora: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("name", ROWS)
+def test_it_computes_what_the_run_computed(folder: Path, model: Path, name: str) -> None:
     """To the bit: the adapter is in the dump, other weights in the checkpoint of the iteration that was stopped."""
-    last = {"flow_grpo": 5, "window": 3, "diffusion_nft": 10}[name]
-    changes = {"trainer": TRAINERS[name], "kernels": KERNELS.get(name, {}), **QUIET}
+    keys, last, sections = ROWS[name]
+    changes = {"trainer": {"algorithm": name.partition(" ")[0], **keys}, **sections, **QUIET}
     changes["sampling"] = {"guidance_scale": 3.0, "same_initial_noise": name != "diffusion_nft"}
-    dump, loss = stopped(runs.config(folder, model, lora=lora, **changes), last)
+    dump, loss = stopped(runs.config(folder, model, **changes), last)
     again = replay(dump)
-    assert again.dump.step == 1 and again.weights.startswith("the dump's" if lora else "step-000001's: as")
+    assert again.dump.step == 1 and again.weights.startswith(
+        "step-000001's: as" if "lora" in sections else "the dump's"
+    )
     assert torch.equal(again.tensors["loss"], loss)
     for key in ("model_output",) if name == "diffusion_nft" else ("model_output", "log_prob"):
         assert torch.equal(again.tensors[key], again.recorded[key])

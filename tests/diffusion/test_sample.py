@@ -93,14 +93,11 @@ def test_evaluation_is_that_of_training(finished: Path, model: Path) -> None:
     """`genrl eval` of the untrained model gives row 0 of a run; with its adapter, the last row: averaged weights."""
     scorers = plain({"brightness": genrl_rewards.load(f"{finished.parent}/rewards.py:brightness")})
     rows = [Prompt(text) for text in runs.HELD_OUT]
-
-    def evaluated(lora: Path | None) -> dict[str, float]:
-        pipe = load(Model(path=str(model)), str(lora) if lora else None)
-        return evaluate_pipeline(pipe, rows, scorers, batch_size=2, seed=1234, arguments=ARGUMENTS).metrics
-
     logged = [row for row in runs.rows(finished) if "eval/total_mean" in row]
-    for lora, row in ((None, logged[0]), (finished / "lora", logged[-1])):
-        for name, value in evaluated(lora).items():
+    for lora, row in ((None, logged[0]), (str(finished / "lora"), logged[-1])):
+        pipe = load(Model(path=str(model)), lora)
+        found = evaluate_pipeline(pipe, rows, scorers, batch_size=2, seed=1234, arguments=ARGUMENTS)
+        for name, value in found.metrics.items():
             assert row[name] == pytest.approx(value, abs=1e-7), name
     assert logged[0]["eval/total_mean"] != logged[-1]["eval/total_mean"]
 

@@ -22,10 +22,6 @@ from tests.diffusion import runs
 from tests.diffusion.methods.watched import equal
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return runs.last_state(run).tensors["weights"]
-
-
 def test_a_run_folder_is_complete(finished: Path) -> None:
     assert Path(load(finished / "config.yaml").output) == finished
     rows = runs.rows(finished)
@@ -41,8 +37,8 @@ def test_a_run_folder_is_complete(finished: Path) -> None:
     assert {path.name for path in Run(finished).lora.iterdir()} >= {"pytorch_lora_weights.safetensors", "README.md"}
     assert list(finished.rglob("events.out.tfevents*"))
     assert not list(finished.glob("heartbeat/*")) and not list(finished.glob("dumps/*"))  # of a run that ended well
-    average = runs.last_state(finished).tensors["snapshot-average"]
-    assert any(not torch.equal(average[key], tensor) for key, tensor in weights(finished).items())
+    last = runs.last_state(finished).tensors
+    assert any(not torch.equal(last["snapshot-average"][key], tensor) for key, tensor in last["weights"].items())
 
 
 Runs = Callable[[str], Path]
@@ -67,7 +63,6 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs of `BASES`, each made when it is first asked for."""
     made: dict[str, Path] = {}
 
     def base(name: str) -> Path:
@@ -83,48 +78,41 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.usefixtures("unproven")
 @pytest.mark.parametrize(("base", "changes"), SAME.values(), ids=SAME)
 def test_the_numbers_stay_the_same(folder: Path, model: Path, plain: Runs, base: str, changes: dict[str, Any]) -> None:
-    assert "snapshot-average" not in runs.last_state(plain(base)).tensors
+    one = runs.last_state(plain(base)).tensors
+    assert "snapshot-average" not in one
     run = train(runs.config(folder, model, **(runs.QUIET | {"ema": None} | BASES[base] | changes)))
-    assert equal(weights(plain(base)), weights(run))
+    assert equal(one["weights"], runs.last_state(run).tensors["weights"])
 
 
-def test_what_is_wrong_is_said_before_the_model_is_loaded(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_said_before_the_model_is_loaded(folder: Path, model: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(training, "load_pipeline", lambda *_, **__: pytest.fail("the model was loaded"))
-    (folder / "wants.py").write_text("def wants(images, colour):\n    return [0.0] * len(images)\n")
+    (folder / "wants.py").write_text(
+        "def wants(images, colour):\n    return [0.0] * len(images)\n"
+        "class Choosy:\n    def __call__(self, images, style): return images.mean(dim=(1, 2, 3))\n"
+        "    def check_row(self, style):\n        if style != 'flat': raise ValueError(f'no style {style!r}')\n"
+    )
+    rows = [{"prompt": text, "style": "flat"} for text in runs.PROMPTS] + [{"prompt": "a", "style": "round"}]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    choosy = {"rewards": [{"name": f"{folder}/wants.py:Choosy"}], "evaluation": {"every": 0}}
     wrong = [
         ({"rewards": [{"name": f"{folder}/wants.py:wants"}]}, "asks for the column 'colour'"),
         ({"rewards": [{"name": "shapse"}]}, "unknown reward 'shapse'. Did you mean 'shapes'"),
         ({"rewards": [runs.reward(folder, "brightnes")]}, "has no 'brightnes'. Did you mean 'brightness'"),
         ({"prompts": {"train": str(folder / "trian.txt")}}, "did you mean .*train.txt"),
+        (
+            choosy | {"prompts": {"train": str(folder / "train.jsonl"), "eval": None}},
+            rf"train.jsonl:{len(rows)}: reward 'Choosy': no style 'round'",
+        ),
     ]
     for k, (changes, message) in enumerate(wrong):
         with pytest.raises(ValueError, match=message):
             train(runs.config(folder, model, output=str(folder / f"wrong-{k}"), **changes))
 
 
-def test_a_row_that_a_reward_cannot_read_is_named(folder: Path, model: Path) -> None:
-    (folder / "choosy.py").write_text(
-        "class Choosy:\n"
-        "    def __call__(self, images, style): return images.mean(dim=(1, 2, 3))\n"
-        "    def check_row(self, style):\n"
-        "        if style != 'flat': raise ValueError(f'no style {style!r}')\n"
-    )
-    rows = [{"prompt": text, "style": "flat"} for text in runs.PROMPTS] + [{"prompt": "a", "style": "round"}]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    reward, prompts = {"name": f"{folder / 'choosy.py'}:Choosy"}, {"train": str(folder / "train.jsonl"), "eval": None}
-    config = runs.config(folder, model, rewards=[reward], prompts=prompts, evaluation={"every": 0})
-    with pytest.raises(ValueError, match=rf"train.jsonl:{len(rows)}: reward 'Choosy': no style 'round'"):
-        train(config)
-
-
 SECRETS = {"HF_TOKEN": "hf_PlantedTokenOne", "WANDB_API_KEY": "PlantedTokenTwo", "HOME_OF_SECRETS": "PlantedThree"}
 
 
-def test_nothing_of_the_environment_is_written(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_of_the_environment_is_written(folder: Path, model: Path, monkeypatch: Any, capfd: Any) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     run = train(runs.config(folder, model, trackers=["tensorboard"], evaluation={"every": 0}, iterations=1))
@@ -140,9 +128,7 @@ def test_nothing_of_the_environment_is_written(
 
 
 @pytest.mark.slow
-def test_a_newcomers_reward_trains_by_one_changed_line(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newcomers_reward_trains_by_one_changed_line(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The reward of docs/rewards.md in the quickstart: the line of the page in place of the one that is there."""
     monkeypatch.chdir(root)
     page = (root / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -175,15 +161,10 @@ def test_the_reward_rises(folder: Path, model: Path) -> None:
     assert rows[-1]["eval/total_mean"] - rows[0]["eval/total_mean"] > spread
 
 
-@pytest.mark.parametrize(
-    "trainer",
-    [
-        {"algorithm": "flow_grpo", "updates_per_iteration": 2, "inner_epochs": 3},
-        {"algorithm": "flow_grpo", "window": {"size": 1}},
-        {**runs.NFT, "inner_epochs": 2, "timesteps_per_sample": 1},
-    ],
-    ids=["updates and epochs", "window", "diffusion_nft"],
-)
+SEVERAL: dict[str, Any] = {"algorithm": "flow_grpo", "updates_per_iteration": 2, "inner_epochs": 3}
+
+
+@pytest.mark.parametrize("trainer", [SEVERAL, {**runs.NFT, "inner_epochs": 2, "timesteps_per_sample": 1}])
 def test_the_bar_of_training_fills_up(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
     """Step by step, and exactly to the total: 5 samples, the last micro-batch smaller than the others."""
     changes = {"sampling": {"prompts_per_iteration": 1, "group_size": 5}, "evaluation": {"every": 0}, "iterations": 1}

@@ -83,7 +83,6 @@ def picture(size: int = 16) -> Image.Image:
 
 
 def pictures(size: int = 16) -> list[Image.Image]:
-    """Two different conditioning pictures, one per prompt."""
     return [picture(size), picture(size).rotate(90)]
 
 
@@ -94,19 +93,16 @@ def clip_tokenizer(max_length: int = 77) -> transformers.CLIPTokenizer:
     return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=max_length)
 
 
-def clip_config(hidden: int = 32, max_length: int = 77) -> transformers.CLIPTextConfig:
-    return transformers.CLIPTextConfig(
-        vocab_size=514, bos_token_id=512, eos_token_id=513, pad_token_id=513, hidden_size=hidden, projection_dim=hidden,
-        intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=max_length,
+def clip(number: str = "", kind: type[Network] = transformers.CLIPTextModel) -> dict[str, object]:
+    config = transformers.CLIPTextConfig(
+        vocab_size=514, bos_token_id=512, eos_token_id=513, pad_token_id=513, hidden_size=32, projection_dim=32,
+        intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=77,
     )  # fmt: skip
+    return texts(kind(config), clip_tokenizer(), number)
 
 
-def clip_encoder(hidden: int = 32) -> transformers.CLIPTextModel:
-    return transformers.CLIPTextModel(clip_config(hidden)).eval()
-
-
-def clip_projection_encoder(hidden: int = 32) -> transformers.CLIPTextModelWithProjection:
-    return transformers.CLIPTextModelWithProjection(clip_config(hidden)).eval()
+def clip_projection(number: str = "") -> dict[str, object]:
+    return clip(number, transformers.CLIPTextModelWithProjection)
 
 
 def t5_tokenizer(max_length: int = 32) -> transformers.T5TokenizerFast:
@@ -116,17 +112,16 @@ def t5_tokenizer(max_length: int = 32) -> transformers.T5TokenizerFast:
     return transformers.T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=max_length)
 
 
-def _t5_sizes(hidden: int) -> dict[str, int]:
+def t5(
+    number: str = "", hidden: int = 32, kind: type[Network] = transformers.T5EncoderModel, length: int = 32
+) -> dict[str, object]:
     sizes = {"vocab_size": 128, "d_model": hidden, "d_kv": 8, "d_ff": 37, "num_layers": 1, "num_heads": 4}
-    return sizes | {"relative_attention_num_buckets": 8}
+    encoder = kind(kind.config_class(**sizes, relative_attention_num_buckets=8))
+    return texts(encoder, t5_tokenizer(length), number)
 
 
-def t5_encoder(hidden: int = 32) -> transformers.T5EncoderModel:
-    return transformers.T5EncoderModel(transformers.T5Config(**_t5_sizes(hidden))).eval()
-
-
-def umt5_encoder(hidden: int = 32) -> transformers.UMT5EncoderModel:
-    return transformers.UMT5EncoderModel(transformers.UMT5Config(**_t5_sizes(hidden))).eval()
+def umt5() -> dict[str, object]:
+    return t5(kind=transformers.UMT5EncoderModel)
 
 
 # A chat template which takes both forms of a message: a string, or a list of parts.
@@ -163,26 +158,8 @@ def decoder_sizes(hidden: int, layers: int) -> dict[str, int]:
     return sizes | {"vocab_size": 264, "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256}
 
 
-def gemma2_encoder(hidden: int = 32) -> transformers.Gemma2Model:
-    return transformers.Gemma2Model(transformers.Gemma2Config(**decoder_sizes(hidden, layers=2))).eval()
-
-
-def glm_encoder(hidden: int = 32) -> transformers.GlmModel:
-    return transformers.GlmModel(transformers.GlmConfig(**decoder_sizes(hidden, layers=2))).eval()
-
-
-def llama_encoder(hidden: int = 32) -> transformers.LlamaModel:
-    return transformers.LlamaModel(transformers.LlamaConfig(**decoder_sizes(hidden, layers=3))).eval()
-
-
-def llama_language_model(hidden: int = 32) -> transformers.LlamaForCausalLM:
-    """With plain attention: its caller asks for the attention maps."""
-    config = transformers.LlamaConfig(**decoder_sizes(hidden, layers=2), attn_implementation="eager")
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def qwen3_encoder(hidden: int = 32) -> transformers.Qwen3Model:
-    return transformers.Qwen3Model(transformers.Qwen3Config(**decoder_sizes(hidden, layers=2))).eval()
+def decoder(kind: type[Network], layers: int = 2, **settings: object) -> Network:
+    return kind(kind.config_class(**decoder_sizes(32, layers) | settings))
 
 
 def mistral3_encoder(hidden: int = 32) -> transformers.Mistral3ForConditionalGeneration:
@@ -190,7 +167,7 @@ def mistral3_encoder(hidden: int = 32) -> transformers.Mistral3ForConditionalGen
     vision |= {"num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}
     text = {"model_type": "mistral", **decoder_sizes(hidden, layers=2)}
     config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=262)
-    return transformers.Mistral3ForConditionalGeneration(config).eval()
+    return transformers.Mistral3ForConditionalGeneration(config)
 
 
 def qwen_vl_encoder(hidden: int = 32, layers: int = 1) -> transformers.Qwen2_5_VLForConditionalGeneration:
@@ -205,7 +182,7 @@ def qwen_vl_encoder(hidden: int = 32, layers: int = 1) -> transformers.Qwen2_5_V
         image_token_id=ids["<|image_pad|>"], video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"], vision_end_token_id=ids["<|vision_end|>"],
     )  # fmt: skip
-    return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
 class PictureProcessor(transformers.Qwen2VLProcessor):
@@ -223,81 +200,32 @@ def qwen_vl_processor() -> PictureProcessor:
     return PictureProcessor(Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56), byte_tokenizer())
 
 
-def kl_autoencoder(latent_channels: int = 4, blocks: int = 2, **config: object) -> diffusers.AutoencoderKL:
+def kl_autoencoder(
+    latent_channels: int = 4, blocks: int = 2, kind: type[Network] = diffusers.AutoencoderKL, **config: object
+) -> Network:
     """Image autoencoder which shrinks each side by `2 ** (blocks - 1)`."""
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * blocks, "up_block_types": ("UpDecoderBlock2D",) * blocks}
     config |= {"latent_channels": latent_channels, "block_out_channels": (8, 16, 16, 16)[:blocks], **kinds}
-    return diffusers.AutoencoderKL(layers_per_block=1, norm_num_groups=4, **config).eval()
+    return kind(layers_per_block=1, norm_num_groups=4, **config)
 
 
-def flux2_autoencoder() -> diffusers.AutoencoderKLFlux2:
-    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    return diffusers.AutoencoderKLFlux2(
-        latent_channels=4, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4, **kinds
-    ).eval()
-
-
-def dc_autoencoder() -> diffusers.AutoencoderDC:
-    sides = {
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in {
-            **{"block_types": ("ResBlock", "EfficientViTBlock"), "block_out_channels": (8, 8)},
-            **{"qkv_multiscales": ((), (5,)), "layers_per_block": (1, 1)},
-        }.items()
-    }
-    return diffusers.AutoencoderDC(latent_channels=4, attention_head_dim=2, scaling_factor=0.41407, **sides).eval()
-
-
-_WAN_SIZES = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-
-
-def wan_autoencoder() -> diffusers.AutoencoderKLWan:
+def wan_autoencoder(kind: type[Network] = diffusers.AutoencoderKLWan) -> Network:
     """Video autoencoder: 8 x 8 pixels and 4 frames (after the first) become one latent of 16 channels."""
-    return diffusers.AutoencoderKLWan(**_WAN_SIZES, temperal_downsample=[False, True, True]).eval()
-
-
-def qwen_autoencoder() -> diffusers.AutoencoderKLQwenImage:
-    return diffusers.AutoencoderKLQwenImage(**_WAN_SIZES, temperal_downsample=[False, True, True]).eval()
-
-
-def ltx_autoencoder() -> diffusers.AutoencoderKLLTXVideo:
-    """2 x 2 pixels per patch and one halving of each side and of time: 4 x 4 pixels, 2 frames per latent."""
-    halved = (True, False, False, False)
-    return diffusers.AutoencoderKLLTXVideo(
-        latent_channels=8, patch_size=2, block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4,
-        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
-        spatio_temporal_scaling=halved, decoder_spatio_temporal_scaling=halved,
-    ).eval()  # fmt: skip
+    sizes = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    return kind(**sizes, temperal_downsample=[False, True, True])
 
 
 def hunyuan_video_autoencoder() -> diffusers.AutoencoderKLHunyuanVideo:
     kinds = {"down_block_types": ("HunyuanVideoDownBlock3D",) * 4, "up_block_types": ("HunyuanVideoUpBlock3D",) * 4}
-    return diffusers.AutoencoderKLHunyuanVideo(
-        latent_channels=4, block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=4, **kinds
-    ).eval()
+    sizes = {"latent_channels": 4, "block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 4}
+    return diffusers.AutoencoderKLHunyuanVideo(**sizes, **kinds)
 
 
-def mochi_autoencoder() -> diffusers.AutoencoderKLMochi:
-    widths = {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4}
-    return diffusers.AutoencoderKLMochi(**widths, layers_per_block=(1,) * 5).eval()
-
-
-def cogvideox_autoencoder() -> diffusers.AutoencoderKLCogVideoX:
-    return diffusers.AutoencoderKLCogVideoX(
-        block_out_channels=(8,) * 4, latent_channels=4, layers_per_block=1, norm_num_groups=2
-    ).eval()
-
-
-def oobleck_autoencoder(latent_channels: int, sampling_rate: int) -> diffusers.AutoencoderOobleck:
+def oobleck_autoencoder(channels: int, sampling_rate: int) -> diffusers.AutoencoderOobleck:
     """Stereo sound autoencoder: 8 samples per latent."""
     ways = {"downsampling_ratios": [2, 4], "channel_multiples": [2, 4], "sampling_rate": sampling_rate}
-    return diffusers.AutoencoderOobleck(
-        encoder_hidden_size=6, decoder_channels=3, decoder_input_channels=latent_channels, **ways
-    ).eval()
-
-
-# -- What pipelines are put together from ----------------------------------------------------------------------------
+    sizes = {"encoder_hidden_size": 6, "decoder_channels": 3, "decoder_input_channels": channels}
+    return diffusers.AutoencoderOobleck(**sizes, **ways)
 
 
 def flow(shift: float = 1.0, **settings: object) -> diffusers.FlowMatchEulerDiscreteScheduler:
@@ -310,20 +238,7 @@ def shifting() -> diffusers.FlowMatchEulerDiscreteScheduler:
 
 
 def texts(encoder: nn.Module, tokenizer: object, number: str = "") -> dict[str, object]:
-    """A text encoder and its tokenizer under their names in a pipeline."""
     return {f"text_encoder{number}": encoder, f"tokenizer{number}": tokenizer}
-
-
-def clip(number: str = "") -> dict[str, object]:
-    return texts(clip_encoder(), clip_tokenizer(), number)
-
-
-def clip_projection(number: str = "") -> dict[str, object]:
-    return texts(clip_projection_encoder(), clip_tokenizer(), number)
-
-
-def t5(number: str = "", hidden: int = 32) -> dict[str, object]:
-    return texts(t5_encoder(hidden), t5_tokenizer(), number)
 
 
 def byt5() -> dict[str, object]:

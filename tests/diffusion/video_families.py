@@ -6,6 +6,7 @@ The classes, the schedulers and their settings are those of the real checkpoints
 import diffusers
 import pytest
 from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
+from transformers import Gemma2Model, LlamaModel, Qwen3Model
 
 from tests.diffusion import tiny_parts as parts
 from tests.diffusion.image_families import KANDINSKY5
@@ -25,8 +26,7 @@ def _wan_transformer(in_channels: int = 16) -> diffusers.WanTransformer3DModel:
 
 def _wan_parts() -> dict[str, object]:
     scheduler = diffusers.UniPCMultistepScheduler(**FLOW, flow_shift=3.0)
-    made = parts.texts(parts.umt5_encoder(), parts.t5_tokenizer())
-    return made | {"vae": parts.wan_autoencoder(), "scheduler": scheduler}
+    return parts.umt5() | {"vae": parts.wan_autoencoder(), "scheduler": scheduler}
 
 
 def wan_t2v() -> Family:
@@ -40,8 +40,7 @@ def wan22() -> Family:
         **_wan_parts(), transformer=_wan_transformer(), transformer_2=_wan_transformer(), boundary_ratio=0.875
     )
     call = {**SIZE, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
-    unguided = {**UNGUIDED, "guidance_scale_2": 1.0}
-    return Family("wan22", pipe, call, media="video", unguided=unguided)
+    return Family("wan22", pipe, call, media="video", unguided={**UNGUIDED, "guidance_scale_2": 1.0})
 
 
 def wan_i2v() -> Family:
@@ -53,29 +52,33 @@ def wan_i2v() -> Family:
 
 
 def ltx() -> Family:
-    transformer = parts.small(
-        diffusers.LTXVideoTransformer3DModel, in_channels=8, out_channels=8, cross_attention_dim=16
-    )
+    sizes = {"in_channels": 8, "out_channels": 8, "cross_attention_dim": 16}
+    transformer = parts.small(diffusers.LTXVideoTransformer3DModel, **sizes)
+    # 2 x 2 pixels per patch and one halving of each side and of time: 4 x 4 pixels, 2 frames per latent
+    halved = (True, False, False, False)
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8, patch_size=2, block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4,
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
+        spatio_temporal_scaling=halved, decoder_spatio_temporal_scaling=halved,
+    )  # fmt: skip
     shifts = {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024, "shift_terminal": 0.1}
-    made = {"scheduler": parts.flow(use_dynamic_shifting=True, **shifts), "vae": parts.ltx_autoencoder()}
-    pipe = diffusers.LTXPipeline(**made, **parts.t5(), transformer=transformer)
+    made = parts.t5() | {"scheduler": parts.flow(use_dynamic_shifting=True, **shifts), "vae": vae}
     call = {**SIZE, "height": 32, "width": 32, "guidance_scale": 3.0}
-    return Family("ltx", pipe, call, media="video", unguided=UNGUIDED)
+    return Family("ltx", diffusers.LTXPipeline(**made, transformer=transformer), call, media="video", unguided=UNGUIDED)
 
 
 def ltx_i2v() -> Family:
     """Its loop steps only the frames after the first, while its latents hold all of them."""
     base = ltx()
     pipe = diffusers.LTXImageToVideoPipeline(**base.pipe.components)
-    inputs = {"image": parts.pictures(32)}
-    return Family("ltx_i2v", pipe, base.call, media="video", unguided=UNGUIDED, inputs=inputs)
+    return Family("ltx_i2v", pipe, base.call, media="video", unguided=UNGUIDED, inputs={"image": parts.pictures(32)})
 
 
 def hunyuan_video() -> Family:
     sizes = {"out_channels": 4, "attention_head_dim": 16, "rope_axes_dim": (4, 6, 6)}
     transformer = parts.small(diffusers.HunyuanVideoTransformer3DModel, **sizes)
     pipe = diffusers.HunyuanVideoPipeline(
-        **parts.texts(parts.llama_encoder(), parts.byte_tokenizer()), transformer=transformer,
+        **parts.texts(parts.decoder(LlamaModel, 3), parts.byte_tokenizer()), transformer=transformer,
         vae=parts.hunyuan_video_autoencoder(), scheduler=parts.flow(7.0), **parts.clip("_2"),
     )  # fmt: skip
     call = {**SIZE, "guidance_scale": 6.0, "max_sequence_length": 32}
@@ -87,10 +90,11 @@ def mochi() -> Family:
     """Time runs the other way: 0 is noise, 1 is data, and the model predicts data - noise."""
     sizes = {"num_layers": 2, "pooled_projection_dim": 16, "in_channels": 12, "time_embed_dim": 4}
     transformer = parts.small(diffusers.MochiTransformer3DModel, **sizes, max_sequence_length=16)
-    made = {"scheduler": parts.flow(invert_sigmas=True), "vae": parts.mochi_autoencoder()}
+    widths = {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4}
+    vae = diffusers.AutoencoderKLMochi(**widths, layers_per_block=(1,) * 5)
+    made = {"scheduler": parts.flow(invert_sigmas=True), "vae": vae}
     pipe = diffusers.MochiPipeline(**made, **parts.t5(), transformer=transformer)
-    call = {**SIZE, "num_frames": 7, "guidance_scale": 4.5}
-    return Family("mochi", pipe, call, media="video", unguided=UNGUIDED)
+    return Family("mochi", pipe, {**SIZE, "num_frames": 7, "guidance_scale": 4.5}, media="video", unguided=UNGUIDED)
 
 
 def cogvideox() -> Family:
@@ -100,10 +104,10 @@ def cogvideox() -> Family:
         beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, prediction_type="v_prediction",
         rescale_betas_zero_snr=True, snr_shift_scale=3.0, timestep_spacing="trailing", clip_sample=False,
     )  # fmt: skip
-    made = parts.t5() | {"vae": parts.cogvideox_autoencoder(), "transformer": transformer, "scheduler": scheduler}
-    call = {**SIZE, "guidance_scale": 6.0}
-    pipe = diffusers.CogVideoXPipeline(**made)
-    return Family("cogvideox", pipe, call, kind="epsilon", media="video", unguided=UNGUIDED)
+    widths = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
+    made = {"vae": diffusers.AutoencoderKLCogVideoX(**widths), "transformer": transformer, "scheduler": scheduler}
+    pipe = diffusers.CogVideoXPipeline(**made, **parts.t5())
+    return Family("cogvideox", pipe, {**SIZE, "guidance_scale": 6.0}, kind="epsilon", media="video", unguided=UNGUIDED)
 
 
 def ace_step() -> Family:
@@ -118,8 +122,8 @@ def ace_step() -> Family:
         num_timbre_encoder_hidden_layers=1, layer_types=["full_attention"],
     )  # fmt: skip
     pipe = diffusers.AceStepPipeline(
-        vae=parts.oobleck_autoencoder(latent_channels=8, sampling_rate=80),
-        **parts.texts(parts.qwen3_encoder(), parts.byte_tokenizer()), transformer=transformer,
+        vae=parts.oobleck_autoencoder(8, 80),
+        **parts.texts(parts.decoder(Qwen3Model), parts.byte_tokenizer()), transformer=transformer,
         condition_encoder=condition_encoder, scheduler=parts.flow(num_train_timesteps=1),
     )  # fmt: skip
     call = {"audio_duration": 1.0, "guidance_scale": 1.0}
@@ -134,8 +138,8 @@ def stable_audio() -> Family:
     )  # fmt: skip
     sizes = {"text_encoder_dim": 32, "conditioning_dim": 4, "min_value": 0, "max_value": 32}
     projection = diffusers.StableAudioProjectionModel(**sizes)
-    made = {"vae": parts.oobleck_autoencoder(latent_channels=3, sampling_rate=4), "projection_model": projection}
-    made |= parts.texts(parts.t5_encoder(), parts.t5_tokenizer(16)) | {"transformer": transformer}
+    made = {"vae": parts.oobleck_autoencoder(3, 4), "projection_model": projection, "transformer": transformer}
+    made |= parts.t5(length=16)
     scheduler = diffusers.EDMDPMSolverMultistepScheduler(prediction_type="v_prediction", sigma_data=1.0)
     pipe = diffusers.StableAudioPipeline(**made, scheduler=scheduler)
     call = {"guidance_scale": 7.0, "audio_end_in_s": 1.0}
@@ -147,9 +151,8 @@ def allegro() -> Family:
     sizes = {"attention_head_dim": 12, "out_channels": 4, "cross_attention_dim": 24}
     sample = {"sample_height": 16, "sample_width": 16, "sample_frames": 6}
     transformer = parts.small(diffusers.AllegroTransformer3DModel, **sizes, **sample)
-    vae = diffusers.AutoencoderKLAllegro(
-        block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2, sample_size=128
-    )
+    widths = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 2}
+    vae = diffusers.AutoencoderKLAllegro(**widths, sample_size=128)
     vae.enable_tiling()
     vae.enable_slicing()
     betas = {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02}
@@ -164,9 +167,9 @@ def skyreels_v2() -> Family:
         diffusers.SkyReelsV2Transformer3DModel, attention_head_dim=12, in_channels=16, out_channels=16, freq_dim=16,
         ffn_dim=32, num_layers=2, rope_max_seq_len=32,
     )  # fmt: skip
-    made = parts.texts(parts.umt5_encoder(), parts.t5_tokenizer()) | {"vae": parts.wan_autoencoder()}
     scheduler = diffusers.UniPCMultistepScheduler(**FLOW, flow_shift=8.0)
-    pipe = diffusers.SkyReelsV2Pipeline(**made, transformer=transformer, scheduler=scheduler)
+    made = {"vae": parts.wan_autoencoder(), "transformer": transformer, "scheduler": scheduler}
+    pipe = diffusers.SkyReelsV2Pipeline(**made, **parts.umt5())
     return Family("skyreels_v2", pipe, {**SIZE, "guidance_scale": 6.0}, media="video", unguided=UNGUIDED)
 
 
@@ -176,7 +179,7 @@ def sana_video() -> Family:
         num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=32,
         rope_max_seq_len=32,
     )  # fmt: skip
-    made = parts.texts(parts.gemma2_encoder(), parts.byte_tokenizer()) | {"vae": parts.wan_autoencoder()}
+    made = parts.texts(parts.decoder(Gemma2Model), parts.byte_tokenizer()) | {"vae": parts.wan_autoencoder()}
     scheduler = diffusers.DPMSolverMultistepScheduler(**FLOW, flow_shift=8.0)
     pipe = diffusers.SanaVideoPipeline(**made, transformer=transformer, scheduler=scheduler)
     call = {"height": 32, "width": 32, "frames": 5, "guidance_scale": 6.0, "max_sequence_length": 32}

@@ -58,14 +58,9 @@ def test_causal_rows_of_padded_prefixes(backend: str, dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_that_see_all_of_themselves(backend: str) -> None:
+def test_rows_that_see_all_of_themselves_and_cross_attention_to_a_shared_text(backend: str) -> None:
     *tensors, row_of, mask = example(rows=3, prefixes=1, length=7, prefix=17, size=16, masked=False)
-    kernel, definition = calls(row_of, mask, backend=backend, causal=False)
-    assert_as_exact(kernel, definition, tensors, torch.float32)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_cross_attention_to_a_shared_text(backend: str) -> None:
+    assert_as_exact(*calls(row_of, mask, backend=backend, causal=False), tensors, torch.float32)
     query, _, _, key, value, row_of, mask = example(rows=4, length=18, prefix=9, heads=2)
     kernel, definition = calls(row_of, mask, backend=backend, causal=True)
     assert_as_exact(kernel, definition, [query, None, None, key, value], torch.float32)
@@ -140,23 +135,17 @@ def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
         torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("flash2", "not installed"), ("cudnn", "needs a GPU and the tensors are on cpu")],
-)
-def test_a_named_attention_that_cannot_run_is_an_error(name: str, reason: str) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("what is missing here may be there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is missing here may be there")
+def test_a_named_attention_that_cannot_run_is_an_error_and_flash_takes_no_mask() -> None:
     q = torch.randn(1, 4, 2, 8)
-    with pytest.raises(ValueError, match=rf"attention back-end {name}: .*{reason}.*; that can run here: auto, math"):
-        blocks.joint_attention(q, q, q, backend=name)  # type: ignore[arg-type]
-
-
-def test_flash_takes_no_mask_and_another_name_is_none() -> None:
+    for name, reason in (("flash2", "not installed"), ("cudnn", "needs a GPU and the tensors are on cpu")):
+        says = rf"attention back-end {name}: .*{reason}.*; that can run here: auto, math"
+        with pytest.raises(ValueError, match=says):
+            blocks.joint_attention(q, q, q, backend=name)
     problem = machine.attention_problem("flash", torch.device("cpu"), torch.float32, masked=True)
     assert problem == "it takes no mask, and this model pads its texts"
     with pytest.raises(ValueError, match="must be one of auto, math, .* not 'fa2'"):
-        machine.attention_problem("fa2", torch.device("cpu"), torch.float32, False)  # type: ignore[arg-type]
+        machine.attention_problem("fa2", torch.device("cpu"), torch.float32, False)
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:

@@ -113,14 +113,11 @@ def test_shares_of_a_window_that_is_drawn_are_those_of_its_law(schedule: str, ra
     assert all(abs(ran[steps] - 2000 * p) < 5 * math.sqrt(2000 * p * (1 - p)) for steps, p in shares.items())
 
 
-def test_pruned_depths_slide() -> None:
+def test_pruned_depths_slide_and_updates_and_processes_share_trees() -> None:
     """BranchGRPO's window of depths moves up by one every 10 iterations, as far as the last split."""
     found = config({"tree": {"ways": 2, "at": [0, 3], "prune": {"depths": [8, 9], "slide_every": 10}}}, iterations=20)
     shares = {r.trained: r.share for r in found.trainer.rounds(found)}
     assert shares == pytest.approx({unpruned_steps(range(9), depths): 0.5 for depths in ((8, 9), (7, 8))})
-
-
-def test_updates_and_processes_share_trees() -> None:
     tree = {"tree": {"ways": 2, "at": [0, 1, 2]}, "updates_per_iteration": 2}
     found = config(tree, group_size=16, prompts_per_iteration=5, batch_size=80)  # 10 trees
     assert most_processes(found) == 5
@@ -135,7 +132,7 @@ UNEVEN = ROOT / "configs" / "flow_grpo.yaml"
 """96 samples in batches of 32, one update."""
 
 
-def test_processes_that_would_have_nothing_to_do() -> None:
+def test_who_would_have_nothing_to_do_and_who_waits_is_said_with_the_batch_that_ends_it() -> None:
     for context, count, says in (
         (1, 3, None),
         (1, 4, "micro-batches for 3 only; start no more, or write sampling.batch_size=24"),
@@ -145,9 +142,6 @@ def test_processes_that_would_have_nothing_to_do() -> None:
     ):
         found = processes_problem(load(UNEVEN, [f"distributed.context={context}"]), count)
         assert found is says is None or says in str(found), count
-
-
-def test_waiting_is_said_with_the_batch_that_ends_it() -> None:
     text = waiting(load(UNEVEN), 2)
     assert "3 micro-batches of 32 samples" in str(text) and "about 1.50 times as fast as one;" in str(text)
     assert "; with sampling.batch_size=24 none does" in str(text)

@@ -72,18 +72,12 @@ def test_loops_by_their_source(kind: str, reason: str | None) -> None:
     assert all(reason in text for _, text in found)
 
 
-@pytest.mark.parametrize(
-    ("kind", "networks", "reason"),
-    [
-        ("BriaPipeline", {"transformer": "BriaTransformer2DModel"}, None),  # only the network loads it
-        ("Kandinsky3Pipeline", {"unet": "Kandinsky3UNet"}, "no adapters for a Kandinsky3UNet"),
-        ("NobodysPipeline", {}, None),  # left to loading
-    ],
-)
-def test_loras_by_the_class(kind: str, networks: dict[str, str], reason: str | None) -> None:
-    found = list(problems(kind, networks, lora=True))
-    assert [key for key, _ in found] == (["model.lora"] if reason else [])
-    assert all(reason in text for _, text in found)
+def test_loras_by_the_class() -> None:
+    """Only the network of Bria's loads them; a class that nobody knows is left to loading."""
+    assert not list(problems("BriaPipeline", {"transformer": "BriaTransformer2DModel"}, lora=True))
+    assert not list(problems("NobodysPipeline", {}, lora=True))
+    ((key, text),) = problems("Kandinsky3Pipeline", {"unet": "Kandinsky3UNet"}, lora=True)
+    assert key == "model.lora" and "no adapters for a Kandinsky3UNet" in text
 
 
 def test_a_vae_that_decodes_one_video_at_a_time_or_in_tiles_alone(tmp_path: Path) -> None:

@@ -19,9 +19,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from genrl.config import LoRA, dump
+from genrl.data import prompts
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model
-from genrl.diffusion.files.export import ExportError, export, save_lora, write_card
+from genrl.diffusion.files import formats
+from genrl.diffusion.files.export import ExportError, export, probe_of, save_lora, write_card
+from genrl.diffusion.files.formats import form_problem
 from genrl.diffusion.policy.adapters import loads_lora, trainable
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -40,7 +43,6 @@ WEIGHTS = "pytorch_lora_weights.safetensors"
 
 
 def moved() -> tuple[Policy, Weights]:
-    """A policy whose adapter is far from its start."""
     policy = Policy(FAMILIES["sd3"]().pipe)
     weights = trainable(policy.denoisers, LoRA(rank=4, alpha=16.0))
     runs.move(weights, size=0.2)
@@ -49,7 +51,6 @@ def moved() -> tuple[Policy, Weights]:
 
 @pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run folder of a LoRA training with an average."""
     folder = tmp_path_factory.mktemp("trained")
     runs.write_folder(folder)
     changes = {"optimizer": {"lr": 0.1}, "iterations": 2, "checkpoint": {"every": 1}, "ema": {"decay": 0.5}}
@@ -125,9 +126,7 @@ def corrupting(monkeypatch: pytest.MonkeyPatch, how: str, call: int = 0) -> None
 
 
 @pytest.mark.parametrize("how", CORRUPTIONS)
-def test_a_file_that_does_not_give_the_model_back_is_refused(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_does_not_give_the_model_back_is_refused(tmp_path: Path, how: str, monkeypatch: Any) -> None:
     """And the model in training is unharmed, then and after a file that does; random numbers too."""
     policy, weights = moved()
     before, random = policy.generate(PROBE).detach(), torch.get_rng_state()
@@ -233,7 +232,7 @@ def test_export_refuses_with_the_way_out(trained: Path, tmp_path: Path) -> None:
         export(copy, tmp_path / "out", step=2)
 
 
-def test_card_tells_what_was_trained_and_how_to_load_it(trained: Path, model: Path) -> None:
+def test_card_tells_what_was_trained_and_survives_hostile_prompts(trained: Path, model: Path, folder: Path) -> None:
     text = (trained / "lora" / "README.md").read_text()
     front = yaml.safe_load(text.split("---")[1])
     assert front["base_model"] == str(model) and front["library_name"] == "diffusers"
@@ -247,9 +246,6 @@ def test_card_tells_what_was_trained_and_how_to_load_it(trained: Path, model: Pa
     (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords)
     told = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     assert told == ARGUMENTS | {"guidance_scale": 1.0, "prompt": "three stars"}
-
-
-def test_card_survives_hostile_prompts_and_paths(folder: Path, model: Path) -> None:
     config = runs.config(folder, model)
     prompts = ['a "sign"\n# heading\n<script>alert(1)</script>', "`code`\u202e", "{}"]
     write_card(folder / "card", config, [], prompts)
@@ -259,3 +255,69 @@ def test_card_survives_hostile_prompts_and_paths(folder: Path, model: Path) -> N
     assert '- `"a \\"sign\\"\\n# heading\\n<script>alert(1)</script>"`' in listed  # HTML in code is shown
     assert '- ``"`code`\u202e"``' in listed  # fenced by more backticks than it has
     compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+
+
+# -- A LoRA for other programs: the names that they read, at the strength that was trained, or a refusal
+def run_of(folder: Path, family: str, **lora: Any) -> Path:
+    """A run of a family with a LoRA far from its start, at a strength that is not 1."""
+    made = FAMILIES[family]()
+    made.pipe.save_pretrained(folder / "base")
+    trainer = {"algorithm": "flow_grpo"} | ({"kernel": "ddim", "noise_level": 1.0} if family == "sd15" else {})
+    keys: dict[str, Any] = {"lora": {"rank": 4, "alpha": 6.0} | lora, "sampling": {"pipeline_args": {}}}
+    config = runs.config(folder, folder / "base", trainer=trainer, **keys)
+    return made_run(config, Policy(made.pipe), probe_of(config, prompts.load(config.prompts.train)[0]))
+
+
+def drawn(folder: Path, lora: Path | None) -> torch.Tensor:
+    pipe = DiffusionPipeline.from_pretrained(folder / "base")
+    pipe.set_progress_bar_config(disable=True)
+    if lora is not None:
+        pipe.load_lora_weights(str(lora))
+    generator = torch.Generator().manual_seed(3)
+    made = pipe("a cat", num_inference_steps=3, height=16, width=16, generator=generator, output_type="np")
+    return torch.as_tensor(made.images)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("sd15", "kohya"), pytest.param("sd15", "comfyui", marks=pytest.mark.slow), ("sd3", "comfyui")]
+)
+def test_loads_anywhere_as_it_was_trained(folder: Path, family: str, form: Any) -> None:
+    run = run_of(folder, family, **({} if form == "comfyui" else {"type": "rslora", "ranks": {"to_q": 2}}))
+    out = export(run, folder / "out", form=form)
+    names = load_file(out / f"lora_{form}.safetensors")
+    start = "transformer." if family == "sd3" else "lora_unet_"
+    assert all(name.startswith(start) for name in names)
+    plain = export(run, folder / "plain")
+    base, wanted, found = (drawn(folder, lora) for lora in (None, plain, out))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert float((wanted - base).abs().max()) > 1e-3
+    card = (out / "README.md").read_text()
+    assert "load_lora_weights" in card and {"kohya": "kohya's names", "comfyui": "ComfyUI's names"}[form] in card
+    assert "names" not in (plain / "README.md").read_text()
+
+
+def test_what_acts_differently_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At another strength, as it would be without the scale."""
+    run = run_of(folder, "sd15")
+
+    def weaker(tensors: Any, file: Path, metadata: Any) -> None:
+        save_file({k: v / 1.5 if "lora_up" in k else v for k, v in tensors.items()}, file, metadata=metadata)
+
+    monkeypatch.setattr(formats, "save_file", weaker)
+    with pytest.raises(ExportError, match="acts differently"):
+        export(run, folder / "out", form="kohya")
+    assert not (folder / "out").exists()
+    with pytest.raises(ValueError, match="--format kohya: is a form of LoRAs"):
+        export(run, folder / "out", full=True, form="kohya")
+
+
+def test_forms_that_are_refused() -> None:
+    sd3 = {"transformer": "SD3Transformer2DModel"}
+    rows: list[tuple[Any, dict[str, str], str, str]] = [
+        ("kohya", sd3, "lora", "write comfyui"),
+        ("comfyui", {"transformer": "WanTransformer3DModel"}, "lora", "does not know"),
+        ("comfyui", {"unet": "UNet2DConditionModel"}, "dora", "this is a dora"),
+        ("comfyui", sd3, "lokr", "this is a lokr"),
+    ]
+    for form, denoisers, kind, says in rows:
+        assert says in str(form_problem(form, denoisers, kind))

@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,9 @@ def layers_of(network: nn.Module) -> dict[str, Any]:
     return {key: part for key, part in network.named_modules() if key.endswith(ends) and hasattr(part, "in_features")}
 
 
-def trained(network: nn.Module, dtype: torch.dtype, *, dora: bool) -> dict[str, dict[str, Tensor]]:
+def trained(
+    network: nn.Module, dtype: torch.dtype = torch.float32, *, dora: bool = False
+) -> dict[str, dict[str, Tensor]]:
     source = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -106,7 +108,7 @@ def test_every_form_acts_as_it_was_trained(pipe: Any, tmp_path: Path, form: str)
     """From the file, its folder, in every precision; at its own strength, without an alpha at that of its rank."""
     alphas = (None, 1.0, 8.0) if form in WITH_SETTINGS + WITH_ALPHA else (None,)
     for number, (alpha, dtype) in enumerate(product(alphas, (torch.float32, torch.bfloat16, torch.float16))):
-        weights = trained(pipe.transformer, dtype, dora=False)
+        weights = trained(pipe.transformer, dtype)
         file = write(tmp_path / str(number), form, weights, alpha)
         for source in (file, file.parent):
             name = f"a{number}_{source.is_dir()}"
@@ -121,7 +123,7 @@ def test_every_form_acts_as_it_was_trained(pipe: Any, tmp_path: Path, form: str)
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "2023"])
 def test_magnitudes_of_a_dora_are_read(pipe: Any, tmp_path: Path, form: str) -> None:
-    weights = trained(pipe.transformer, torch.float32, dora=True)
+    weights = trained(pipe.transformer, dora=True)
     load_lora(pipe, str(write(tmp_path, form, weights, None, dora=True)), "dora")
     for layer, parts in weights.items():
         module: Any = pipe.transformer.get_submodule(layer)
@@ -129,51 +131,43 @@ def test_magnitudes_of_a_dora_are_read(pipe: Any, tmp_path: Path, form: str) -> 
         assert torch.equal(module.lora_magnitude_vector["dora"].weight, parts["m"])
 
 
-def damaged(weights: Weights, how: str) -> None:
-    layer, further = sorted(weights)[1], "transformer_blocks.77.attn.to_q"
-    match how:
-        case "half" | "other half" | "no magnitude":
-            del weights[layer][{"half": "B", "other half": "A", "no magnitude": "m"}[how]]
-        case "layer":
-            del weights[layer]
-        case "another layer":
-            weights[further] = weights.pop(layer)
-        case "a layer more":
-            weights[further] = {part: value.clone() for part, value in weights[layer].items()}
-        case "width":
-            weights[layer]["A"] = torch.ones(RANK, 3)
-        case "rank":
-            weights[layer]["A"] = torch.ones(RANK + 1, weights[layer]["A"].shape[1])
-        case "nan" | "infinity":
-            weights[layer]["A" if how == "nan" else "B"][0, 0] = float(how)
-
-
-DAMAGE = {
-    "half": r"has no lora_B \(up\)",
-    "other half": r"has no lora_A \(down\)",
-    "another layer": "of no layer here",
-    "a layer more": "of no layer here",
-    "width": "it is of another model: its layer .* goes from 3 to",
-    "rank": f"by rank {RANK + 1} and {RANK}",
-    "nan": "not finite",
-    "infinity": "not finite",
-    "no magnitude": "have no magnitude",
-    "layer": r"lacks 1 of the \d+ layers of the transformer that its settings name",
+FURTHER = "transformer_blocks.77.attn.to_q"
+DAMAGE: dict[str, tuple[str, Callable[[Weights, str], object]]] = {  # what it says, and what is done to a layer
+    "half": (r"has no lora_B \(up\)", lambda weights, at: weights[at].pop("B")),
+    "other half": (r"has no lora_A \(down\)", lambda weights, at: weights[at].pop("A")),
+    "another layer": ("of no layer here", lambda weights, at: weights.update({FURTHER: weights.pop(at)})),
+    "a layer more": (
+        "of no layer here",
+        lambda weights, at: weights.update({FURTHER: {part: value.clone() for part, value in weights[at].items()}}),
+    ),
+    "width": (
+        "it is of another model: its layer .* goes from 3 to",
+        lambda weights, at: weights[at].update(A=torch.ones(RANK, 3)),
+    ),
+    "rank": (
+        f"by rank {RANK + 1} and {RANK}",
+        lambda weights, at: weights[at].update(A=torch.ones(RANK + 1, weights[at]["A"].shape[1])),
+    ),
+    "nan": ("not finite", lambda weights, at: weights[at]["A"][0, 0].fill_(torch.nan)),
+    "infinity": ("not finite", lambda weights, at: weights[at]["B"][0, 0].fill_(torch.inf)),
+    "no magnitude": ("have no magnitude", lambda weights, at: weights[at].pop("m")),
+    "layer": (
+        r"lacks 1 of the \d+ layers of the transformer that its settings name",
+        lambda weights, at: weights.pop(at),
+    ),
 }
-
-
 HALVES = [(form, "half") for form in FORMS[1:]]
 
 
 @pytest.mark.parametrize(
-    ("form", "how"),
-    [*HALVES, *((FORMS[0], how) for how in DAMAGE), *((form, "layer") for form in WITH_SETTINGS[1:])],
+    ("form", "how"), [*HALVES, *((FORMS[0], how) for how in DAMAGE), *((form, "layer") for form in WITH_SETTINGS[1:])]
 )
 def test_what_does_not_fit_is_refused_by_name(pipe: Any, tmp_path: Path, form: str, how: str) -> None:
-    weights = trained(pipe.transformer, torch.float32, dora=how == "no magnitude")
-    damaged(weights, how)
+    weights = trained(pipe.transformer, dora=how == "no magnitude")
+    says, damage = DAMAGE[how]
+    damage(weights, sorted(weights)[1])
     file = write(tmp_path, form, weights, None)
-    with pytest.raises(ValueError, match=DAMAGE[how]):
+    with pytest.raises(ValueError, match=says):
         load_lora(pipe, str(file), "bad")
 
 
@@ -197,7 +191,7 @@ def test_what_does_not_fit_is_refused_by_name(pipe: Any, tmp_path: Path, form: s
     ],
 )
 def test_settings_that_are_not_of_the_file(pipe: Any, tmp_path: Path, key: str, value: Any, says: str) -> None:
-    file = write(tmp_path, "peft", trained(pipe.transformer, torch.float32, dora=False), 4.0)
+    file = write(tmp_path, "peft", trained(pipe.transformer), 4.0)
     settings = json.loads((tmp_path / "adapter_config.json").read_text()) | {key: value}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=says):
@@ -207,7 +201,7 @@ def test_settings_that_are_not_of_the_file(pipe: Any, tmp_path: Path, key: str, 
 @pytest.mark.parametrize("text", ["{not json", "[1]", ""])
 def test_settings_that_cannot_be_read_are_not_left_out(pipe: Any, tmp_path: Path, text: str) -> None:
     """The strength would be lost: 1 here in place of 2."""
-    file = write(tmp_path, "peft", trained(pipe.transformer, torch.float32, dora=False), 4.0)
+    file = write(tmp_path, "peft", trained(pipe.transformer), 4.0)
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(ValueError, match="adapter_config.json beside it, which has its strength, holds no JSON object"):
         load_lora(pipe, str(file), "bad")
@@ -227,14 +221,14 @@ FOREIGN = {
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_what_more_a_file_has_is_named(pipe: Any, tmp_path: Path, what: str) -> None:
-    file = write(tmp_path, "peft", trained(pipe.transformer, torch.float32, dora=False), 4.0)
+    file = write(tmp_path, "peft", trained(pipe.transformer), 4.0)
     save_file(load_file(file) | {FOREIGN[what]: torch.ones(2, 2)}, file)
     with pytest.raises(ValueError, match=f"(?s)1 of the 9 tensors.*{re.escape(FOREIGN[what])}"):
         load_lora(pipe, str(file), "bad")
 
 
 def test_alphas_contradict_no_settings(pipe: Any, tmp_path: Path) -> None:
-    file = write(tmp_path, "kohya", trained(pipe.transformer, torch.float32, dora=False), 8.0)
+    file = write(tmp_path, "kohya", trained(pipe.transformer), 8.0)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 4}))
     with pytest.raises(ValueError, match="its settings say alpha 4 of .*, the tensor beside it 8"):
         load_lora(pipe, str(file), "bad")
@@ -246,7 +240,7 @@ def test_alphas_contradict_no_settings(pipe: Any, tmp_path: Path) -> None:
 
 
 def test_eight_bits_are_read_as_numbers_or_refused(pipe: Any, tmp_path: Path) -> None:
-    weights = trained(pipe.transformer, torch.float8_e4m3fn, dora=False)
+    weights = trained(pipe.transformer, torch.float8_e4m3fn)
     load_lora(pipe, str(write(tmp_path / "fp8", "bare", weights, None)), "fp8")
     for layer, found in deltas(pipe.transformer, "fp8").items():
         torch.testing.assert_close(found, weights[layer]["B"].float() @ weights[layer]["A"].float())
@@ -257,7 +251,7 @@ def test_eight_bits_are_read_as_numbers_or_refused(pipe: Any, tmp_path: Path) ->
 
 def test_patterns_and_rslora_of_peft(pipe: Any, tmp_path: Path) -> None:
     """Flow-GRPO's and Flow-Factory's files are peft's; ranks and alphas by layer, and alpha over the root."""
-    weights = trained(pipe.transformer, torch.float32, dora=False)
+    weights = trained(pipe.transformer)
     file = write(tmp_path, "peft", weights, 4.0)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     settings |= {"alpha_pattern": {"to_q": 6.0}, "use_rslora": True}
@@ -269,8 +263,8 @@ def test_patterns_and_rslora_of_peft(pipe: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_which_alpha_was_taken_is_said(pipe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    weights = trained(pipe.transformer, torch.float32, dora=False)
+def test_which_alpha_was_taken_is_said_and_which_file_is_asked(pipe: Any, tmp_path: Path, caplog: Any) -> None:
+    weights = trained(pipe.transformer)
     with caplog.at_level(logging.WARNING):
         load_lora(pipe, str(write(tmp_path / "a", "bare", weights, None)), "a")
         load_lora(pipe, str(write(tmp_path / "b", "kohya", weights, 8.0)), "b")
@@ -278,10 +272,7 @@ def test_which_alpha_was_taken_is_said(pipe: Any, tmp_path: Path, caplog: pytest
     assert "rank 2, alpha 2 (no alpha in the file: taken as the rank)" in caplog.text
     assert "rank 2, alpha 8 (its own alphas)" in caplog.text
     assert "rank 2, alpha 3 (its settings)" in caplog.text
-
-
-def test_which_of_several_files(pipe: Any, tmp_path: Path) -> None:
-    weights = trained(pipe.transformer, torch.float32, dora=False)
+    weights = trained(pipe.transformer)
     file = write(tmp_path, "bare", weights, None)
     for name in ("b.safetensors", "c.safetensors"):
         (tmp_path / name).write_bytes(file.read_bytes())

@@ -91,9 +91,7 @@ def critics(folder: Path) -> Path:
     return folder
 
 
-def config(
-    folder: Path, model: Path, critic: str = "Critic", adversary: dict[str, Any] = ADVERSARY, **changes: Any
-) -> Config:
+def config(folder: Path, model: Path, critic: str = "Critic", adversary: Any = ADVERSARY, **changes: Any) -> Config:
     trainer = {"algorithm": "adv_grpo", "clip_range": 1e-2}
     trainer["adversary"] = {"references": str(folder / "pictures"), **adversary}
     rewards = [{"name": f"{folder / 'critics.py'}:{critic}"}, runs.reward(folder, "brightness", weight=0)]
@@ -101,12 +99,10 @@ def config(
 
 
 def stacked(pairs: list[Pairs]) -> tuple[Tensor, Tensor]:
-    """All references and samples of an iteration, floats."""
     return torch.cat([one.real for one in pairs]).float() / 255, torch.cat([one.fake for one in pairs]).float() / 255
 
 
 def paired(run: DiffusionRun, config: Config) -> tuple[Watched, list[list[Pairs]]]:
-    """Train, and keep the samples' references, too."""
     pairs: list[list[Pairs]] = []
     seen, plain = watch(run), adv_grpo.paired
     with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +161,7 @@ def test_the_models_update_is_flow_grpos_on_the_scores_before_the_rewards(critic
     assert not torch.equal(moved, torch.tensor([1.0, -2.0, 0.5]))
 
 
-def test_turns() -> None:
+def test_turns_and_the_learning_rate_counts_iterations_of_the_model(critics: Path, model: Path) -> None:
     low, high = torch.tensor([1.0, float("nan")]), torch.tensor([2.0, 3.0])
 
     def of(iterations: int, real: Tensor = high, fake: Tensor = low, **keys: Any) -> list[tuple[bool, bool]]:
@@ -179,6 +175,11 @@ def test_turns() -> None:
     assert of(3, schedule="together", warmup=1) == [reward, both, both]
     assert of(2, schedule="lag") == [model] * 2 and of(2, low, high, schedule="lag") == [reward] * 2
     assert of(2, schedule="lag", warmup=1) == [reward, model]
+
+    def steps(**adversary: Any) -> int:
+        return config(critics, model, adversary=adversary, iterations=30, **QUIET).optimizer_steps
+
+    assert (steps(), steps(every=3), steps(schedule="together", warmup=5), steps(schedule="lag")) == (3, 10, 25, 30)
 
 
 def test_references_take_turns_within_a_group(critics: Path, model: Path) -> None:
@@ -197,16 +198,10 @@ def test_references_take_turns_within_a_group(critics: Path, model: Path) -> Non
     assert len(orders) == 2
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [pytest.param({"schedule": "together", "warmup": 1}, marks=pytest.mark.slow), {"schedule": "lag", "steps": 2}],
-    ids=["together", "lag"],
-)
-def test_a_run_taken_back_in_an_iteration_goes_on_to_the_bit(
-    critics: Path, model: Path, schedule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_taken_back_in_an_iteration_goes_on_to_the_bit(critics: Path, model: Path, monkeypatch: Any) -> None:
     """With the reward, its optimiser, and what is drawn of the references."""
-    common: dict[str, Any] = {"adversary": {**schedule, "lr": 0.1}, "iterations": 3, "evaluation": {"every": 0}}
+    adversary = {"schedule": "lag", "steps": 2, "lr": 0.1}
+    common: dict[str, Any] = {"adversary": adversary, "iterations": 3, "evaluation": {"every": 0}}
     common["rewards"] = [{"name": f"{critics / 'critics.py'}:Critic", "args": {"rate": -1.0}}]  # so it lags for a while
     straight = train(config(critics, model, output=str(critics / "straight"), **common))
     stopped = config(critics, model, output=str(critics / "stopped"), **common)
@@ -241,15 +236,6 @@ def test_two_processes_train_one_reward(critics: Path, model: Path) -> None:
             assert mine[key] == pytest.approx(yours[key], rel=1e-3, abs=1e-4), (mine["step"], key)
 
 
-@pytest.mark.parametrize(
-    ("critic", "message"),
-    [("Column", r"shapes \[\(2, 1\)\]; they must be \[2\]"), ("Detached", "its logits have no graph")],
-)
-def test_logits_that_cannot_be_trained(critics: Path, model: Path, critic: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(config(critics, model, critic, **QUIET))
-
-
 def test_evaluation_of_a_run_takes_the_reward_as_it_was_trained(critics: Path, model: Path) -> None:
     settings = config(critics, model, evaluation={"every": 0})
     run = train(settings)
@@ -277,6 +263,12 @@ def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             train(config(critics, model, rewards=rewards))
+    for critic, says in (
+        ("Column", r"shapes \[\(2, 1\)\]; they must be \[2\]"),
+        ("Detached", "its logits have no graph"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            train(config(critics, model, critic, **QUIET, output=str(critics / critic)))
     patched = {"name": f"{critics / 'critics.py'}:Patched", "weight": 1}
     with pytest.raises(ValueError, match="'Patched' is trained beside the model"):
         train(runs.config(critics, model, trainer={"algorithm": "flow_grpo"}, rewards=[patched]))
@@ -286,10 +278,3 @@ def test_what_is_refused_before_any_work(critics: Path, model: Path) -> None:
         check_files(config(critics, model))
     with pytest.raises(PromptError, match="no picture for the prompt 'two blue dogs'"):
         train(config(critics, model))
-
-
-def test_the_learning_rate_counts_iterations_of_the_model(critics: Path, model: Path) -> None:
-    def steps(**adversary: Any) -> int:
-        return config(critics, model, adversary=adversary, iterations=30, **QUIET).optimizer_steps
-
-    assert (steps(), steps(every=3), steps(schedule="together", warmup=5), steps(schedule="lag")) == (3, 10, 25, 30)

@@ -2,10 +2,8 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from genrl.config import load
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.files.export import export
 from genrl.diffusion.methods.diff_instruct import train as diff_instruct
-from genrl.diffusion.methods.diff_instruct.settings import DiffInstruct
 from genrl.diffusion.policy.adapters import snapshot_base
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
@@ -30,26 +27,14 @@ from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES, tiered
 from tests.diffusion.methods.test_draft import warmth
-from tests.diffusion.methods.watched import (
-    QUIET,
-    Bare,
-    Given,
-    Watched,
-    copied,
-    equal,
-    gradients,
-    relative,
-    resumed,
-    watch,
-)
-from tests.diffusion.test_distributed import FSDP, check_equal, recorded
+from tests.diffusion.methods.watched import Bare, Given, Watched, copied, equal, gradients, relative, resumed, watch
 
 AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
 ONE_STEP = {"num_inference_steps": 1, "prompts_per_iteration": 3, "group_size": 2, "batch_size": 4}
 
 
 def config(folder: Path, model: Path, /, trainer: dict[str, Any] | None = None, **changes: Any) -> Config:
-    changes = {"rewards": [runs.reward(folder, "warmth", weight=3.0)], **QUIET, **changes}
+    changes = {"rewards": [runs.reward(folder, "warmth", weight=3.0)], **runs.QUIET, **changes}
     changes["sampling"] = {**ONE_STEP, **changes.get("sampling", {})}
     return runs.config(folder, model, trainer={"algorithm": "diff_instruct", **(trainer or {})}, **changes)
 
@@ -132,11 +117,9 @@ def by_hand(kind: type[Flow], config: Config, seen: Seen, k: int) -> Given:
         xt = a * x0 + s * noise
         torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
         ours, theirs = assistant.score(prompts, xt, time), teacher.score(prompts, xt, time)
-        blank, g = teacher.score([""] * len(prompts), xt, time), settings.guidance_scale
-        y = (ours - (blank + g * (theirs - blank))).flatten(1)
-        square = s.flatten() ** 2
-        d = y / (y.square().sum(1, keepdim=True) + 0.00054**2 * y.shape[1]).sqrt()
-        regulariser = -square * (d * (ours + noise / s).flatten(1)).sum(1)
+        blank = teacher.score([""] * len(prompts), xt, time)
+        guided = diff_instruct.guided_score(blank, theirs, settings.guidance_scale)
+        regulariser, _ = diff_instruct.regularisation(xt, noise, s.flatten(), ours, guided)
         loss = loss + (regulariser - 3.0 * warmth(generator.decoded(x0))).sum() / 6
     return generator.gradient(loss)
 
@@ -205,85 +188,6 @@ def test_a_run_asked_to_end_after_the_assistants_step_goes_on_to_the_bit(
 
 ROOT = Path(__file__).resolve().parents[3]
 ONE_CALL = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 16, "width": 16}
-
-
-BETAS = torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
-
-
-class Gaussians:
-    """A run whose networks know the scores: the assistant that of N(mu, v), the teacher that of N(m, v)."""
-
-    def __init__(self, predicts: str, mu: Tensor, m: Tensor, blank: Tensor, v: float) -> None:
-        way, alphas = "flow" if predicts == "flow" else "diffusion", torch.cumprod(1 - BETAS.double(), 0)
-        self.head = SimpleNamespace(parametrisation=way, prediction_type=predicts, alphas_cumprod=alphas)
-        self.predicts, self.mu, self.m, self.blank, self.v, self.of_teacher = predicts, mu, m, blank, v, False
-        self.policy = self.weights = self
-
-    @contextmanager
-    def use(self, name: str) -> Iterator[None]:
-        assert name == "assistant"
-        yield
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        self.of_teacher = True
-        yield
-        self.of_teacher = False
-
-    def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
-        if self.predicts == "flow":
-            return (1 - time)[:, None], time[:, None]
-        alpha_bar = self.head.alphas_cumprod[time][:, None]
-        return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
-
-    def velocity(self, batch: Batch, x: Tensor, time: Tensor) -> Tensor:
-        mean = self.mu if not self.of_teacher else self.m if batch.prompts[0] else self.blank
-        a, s = self.levels(time)
-        noise = s * (x - a * mean) / (a * a * self.v + s * s)  # -s times the score
-        clean = (x - s * noise) / a
-        made = {"flow": noise - clean, "epsilon": noise, "v_prediction": a * noise - s * clean, "sample": clean}
-        return made[self.predicts]
-
-
-@pytest.mark.parametrize("predicts", ["flow", "epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize("trainer", [{}, {"guidance_scale": 1.0}])
-def test_divergence_and_gradient_of_gaussians_in_closed_form(predicts: str, trainer: dict[str, Any]) -> None:
-    """Of equal variance: y = a (mu - m) / (a^2 v + s^2) everywhere, so the divergence is s^2 (sqrt(|y|^2 + c^2) - c),
-    its gradient in mu is s^2 a d'(y) / (a^2 v + s^2), and each sample has it exactly. Guidance moves m
-    to blank + g (m - blank)."""
-    settings = DiffInstruct.model_validate({"algorithm": "diff_instruct", "guidance_scale": 3.0, **trainer})
-    mu, m, blank = (keyed_noise((5,), name).double() for name in ("mu", "m", "blank"))
-    v, keys = 0.3, [(0, 0, k) for k in range(64)]
-    final = mu + v**0.5 * torch.stack([keyed_noise((5,), *key) for key in keys]).double()
-    net: Any = Gaussians(predicts, mu, m, blank, v)
-    batch = Batch(["a red star"] * len(keys), keys, {})
-    rollouts: Any = SimpleNamespace(mine={0: SimpleNamespace(final=final, batch=batch)})
-    ((given, _),) = diff_instruct.noised(net, rollouts, "generator", 0)
-    a, s = net.levels(given.time)
-    torch.testing.assert_close(given.noisy, a * final + s * given.noise)
-    gradient, divergence = diff_instruct.divergence_gradient(net, settings, batch, given)
-    variance = a * a * v + s * s
-    y = a * (mu - (blank + settings.guidance_scale * (m - blank))) / variance
-    c = 0.00054 * 5**0.5
-    size = (y.square().sum(1) + c * c).sqrt()
-    torch.testing.assert_close(divergence, s[:, 0] ** 2 * (size - c), rtol=1e-6, atol=1e-9)
-    expected = s * s * a * y / size[:, None] / variance
-    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [runs.LORA, None], ids=["lora", "full"])
-def test_a_unet_learns_on_shards(folder: Path, lora: Any) -> None:
-    """Over two processes (FSDP2), beside one that holds all; the assistant's tiny rate hides Adam's rounding."""
-    pipe = FAMILIES["sd15"]().pipe
-    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, timestep_spacing="trailing")
-    pipe.save_pretrained(folder / "sd15")
-    changes: dict[str, Any] = {"trainer": {"algorithm": "diff_instruct", "assistant_lr": 1e-9}, "iterations": 1}
-    changes |= {"lora": lora, "rewards": [runs.reward(folder, "warmth")]}
-    changes["sampling"] = {"num_inference_steps": 1, "group_size": 4, "batch_size": 4, "pipeline_args": {}}
-    (alone,) = recorded(folder, folder / "sd15", 1, **changes)
-    parts = recorded(folder, folder / "sd15", 2, "sharded", **changes, **FSDP)
-    check_equal(parts, alone, 1e-5)
 
 
 def test_a_step_that_would_return_its_noise_is_refused(folder: Path, sd: Path) -> None:

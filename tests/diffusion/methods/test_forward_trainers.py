@@ -17,6 +17,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.kernels import flow_sde
+from genrl.objectives import matching, preferences
 from genrl.runtime.folder.run import read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
@@ -41,49 +42,45 @@ def mean(x: Tensor) -> Tensor:
 Loss = Callable[[Bare, Update, list[str], Given, dict[str, Any]], Tensor]
 
 
+def velocities(bare: Bare, update: Update, prompts: list[str], given: Given, *names: str) -> list[Tensor]:
+    """Of the weights in training, of the model that training began with, and of these snapshots."""
+    state = prompts, given["noisy"], given["sigma"]
+    with torch.no_grad():
+        others = [bare.under(values, *state) for values in (None, *(update.snapshots[name] for name in names))]
+    return [bare.under(update.weights, *state), *others]
+
+
 def awm_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
     def log_prob(v: Tensor) -> Tensor:
         return -((mean((v - given["target"]) ** 2) + 1e-10) ** 0.25 - 1e-10**0.25) * given["sigma"] / 0.25
 
-    state = prompts, given["noisy"], given["sigma"]
-    with torch.no_grad():
-        reference, ema = bare.under(None, *state), bare.under(update.snapshots["ema_reference"], *state)
-        old = log_prob(bare.under(update.snapshots["old"], *state))
-    new = bare.under(update.weights, *state)
+    new, reference, ema, old = velocities(bare, update, prompts, given, "ema_reference", "old")
     distances = 0.3 * mean((new - reference) ** 2) + 0.2 * mean((new - ema) ** 2)
-    return -t["advantage"] / 5 * torch.exp(log_prob(new) - old) + distances
+    return -t["advantage"] / 5 * torch.exp(log_prob(new) - log_prob(old)) + distances
 
 
 def dgpo_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    state, u = (prompts, given["noisy"], given["sigma"]), given["target"]
-    with torch.no_grad():
-        reference, ema = bare.under(None, *state), bare.under(update.snapshots["ema_reference"], *state)
-    new = bare.under(update.weights, *state)
-    error, advantage = mean((new - u) ** 2), t["advantage"]
+    new, reference, ema = velocities(bare, update, prompts, given, "ema_reference")
+    u, advantage = given["target"], t["advantage"]
+    error = mean((new - u) ** 2)
     order = 100 * (advantage * (error.detach() - mean((reference - u) ** 2))).mean()  # one group is one piece
     assert float((mean((ema - u) ** 2) - error.detach()).abs().max()) < 0.4  # no clip at 0.5
     return torch.sigmoid(order) * advantage * error + 0.3 * mean((new - reference) ** 2)
 
 
 def crd_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    state, u = (prompts, given["noisy"], given["sigma"]), given["target"]
-
-    def scaled(v: Tensor) -> Tensor:
-        return mean((v - u) ** 2) / mean((v - u).detach().abs())
-
-    with torch.no_grad():
-        reference, old = bare.under(None, *state), scaled(bare.under(update.snapshots["old"], *state))
-    new = bare.under(update.weights, *state)
-    implicit, aim = old - scaled(new), t["advantage"].clamp(-5, 5) / 10 + 0.5
-    residual = (implicit - implicit.detach().mean()) - (aim - aim.mean())
-    weight = 1e-4 + aim * (0.3 - 1e-4)
-    return 5 * residual**2 + weight * mean((new - reference) ** 2)
+    new, reference, old = velocities(bare, update, prompts, given, "old")
+    aim = t["advantage"].clamp(-5, 5) / 10 + 0.5
+    implicit = matching.implicit_reward(new, old, given["target"])
+    centres = matching.group_centres(implicit, aim, torch.zeros(len(aim)).long())  # one group is one piece
+    weight = matching.reward_adaptive_weight(aim, 0.3)
+    return 5 * matching.crd_loss(implicit, aim, centres) + weight * mean((new - reference) ** 2)
 
 
 def dpo_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    state, u = (prompts, given["noisy"], given["sigma"]), given["target"]
-    ref_win, ref_lose = mean((bare.under(None, *state) - u) ** 2)
-    win, lose = mean((bare.under(update.weights, *state) - u) ** 2)
+    (win, lose), (ref_win, ref_lose) = (
+        mean((v - given["target"]) ** 2) for v in velocities(bare, update, prompts, given)
+    )
     return -torch.nn.functional.logsigmoid(-50 * ((win - lose) - (ref_win - ref_lose)))[None]
 
 
@@ -97,24 +94,18 @@ def d3po_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: d
         return mean(-squares - step.std.log().expand_as(squares) - 0.5 * torch.log(torch.tensor(2 * torch.pi)))
 
     reference = log_prob(None)
-    ratio = (log_prob(update.weights) - reference).exp().clamp(0.9, 1.1).log()
+    new = log_prob(update.weights)
     pairs = [(a, b) if t["reward"][a] > t["reward"][b] else (b, a) for a, b in combinations(range(4), 2)]
-    return torch.stack([-torch.nn.functional.logsigmoid(2.0 * (ratio[a] - ratio[b])) for a, b in pairs])
+    win, lose = (list(side) for side in zip(*pairs, strict=True))
+    sides = new[win], reference[win], new[lose], reference[lose]
+    return preferences.step_preference_loss(*sides, torch.ones(len(win)), beta=2.0, clip=0.1).loss
 
 
 def nft_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:
-    state, sigma = (prompts, given["noisy"], given["sigma"]), given["sigma"].view(-1, 1, 1, 1)
-    with torch.no_grad():
-        reference, old = bare.under(None, *state), bare.under(update.snapshots["old"], *state)
-    new = bare.under(update.weights, *state)
-
-    def matching(v: Tensor) -> Tensor:
-        difference = given["noisy"] - sigma * v - t["clean"]
-        return mean(difference**2) / mean(difference.detach().abs()).clamp(min=1e-5)
-
-    r, beta = t["advantage"].clamp(-5, 5) / 10 + 0.5, 0.5
-    towards, away = matching(beta * new + (1 - beta) * old), matching((1 + beta) * old - beta * new)
-    return 5 / beta * (r * towards + (1 - r) * away) + 0.3 * mean((new - reference) ** 2)
+    new, reference, old = velocities(bare, update, prompts, given, "old")
+    weight = matching.nft_reward_weight(t["advantage"])
+    matched = matching.diffusion_nft_loss(new, old, given["noisy"], t["clean"], given["sigma"], weight, beta=0.5)
+    return matched + 0.3 * mean((new - reference) ** 2)
 
 
 LOSSES: dict[str, Loss] = {
@@ -173,7 +164,6 @@ def test_groups_without_pairs_leave_no_trace_in_the_metrics(folder: Path, model:
     changes |= {"sampling": EIGHT, "iterations": 1}
 
     def sharded(opened: DiffusionRun) -> None:
-        """As if it were."""
         opened.weights.in_step = True
 
     plain = run(runs.config(folder, model, output=str(folder / "plain"), **changes, **QUIET))

@@ -2,7 +2,6 @@
 
 import json
 import math
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,12 @@ from genrl.data.prompts import load as load_prompts
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward.noising import given_pictures, picture_size
 from genrl.diffusion.methods.dpo_offline.train import PAIR
+from genrl.diffusion.methods.prdp.train import prdp_loss
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import (
-    DIFFUSION,
-    QUIET,
-    TRIPLES,
-    Bare,
-    Given,
-    after_collect,
-    flow_sde,
-    log_density,
-    relative,
-    resumed,
-    run,
-)
+from tests.diffusion.methods.watched import DIFFUSION, TRIPLES, Bare, Given, after_collect, relative, resumed, run
+from tests.reference.flow_grpo import flow_sde, log_density
 
 FLOW = {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7, "beta": 1e-3, "clip_range": 1e-3}
 DDIM = {"algorithm": "prdp", "beta": 1e-3, "clip_range": 1e-3}
@@ -41,41 +30,31 @@ OF_NOISE = {**DIFFUSION, **TRIPLES}  # groups are cut by micro-batches: the tabl
 
 def by_hand(config: Config, rollouts: Rollouts, weights: Given) -> tuple[Given, float]:
     """Gradient and loss by autograd through all samples and steps at once, from a model loaded afresh."""
-    bare = Bare(config, weights)
-    log_ratio: dict[int, list[tuple[Tensor, Tensor]]] = {}  # slot -> (new, old) log-ratio of each step
-    for one in rollouts.mine.values():
+    bare, rows = Bare(config, weights), dict[int, Tensor]()  # slot -> new, reference and old log-probabilities of steps
+
+    def log_prob(one: MicroBatch, i: int) -> Tensor:
         recorded = one.pieces[0].trajectory
-        sigmas = recorded.sigmas.tolist()
+        x, sigmas = recorded.states[i], recorded.sigmas.tolist()
+        v = bare.velocity(one.batch.prompts, x, torch.tensor(sigmas[i]))
+        return log_density(recorded.next_states[i], *flow_sde(x, v, sigmas[i], sigmas[i + 1], sigmas[1], 0.7))
 
-        def log_prob(row: int, i: int, one: MicroBatch = one, sigmas: list[float] = sigmas) -> Tensor:
-            recorded = one.pieces[0].trajectory
-            x, y = recorded.states[i][row][None], recorded.next_states[i][row][None]
-            v = bare.velocity([one.batch.prompts[row]], x, torch.tensor(sigmas[i]))
-            return log_density(y, *flow_sde(x, v, sigmas[i], sigmas[i + 1], sigmas[1], 0.7))[0]
-
-        for row, slot in enumerate(one.slots):
-            for i, old in recorded.log_probs.items():
-                with bare.untrained():
-                    reference = log_prob(row, i)
-                log_ratio.setdefault(slot, []).append((log_prob(row, i) - reference, old[row] - reference))
-    errors = []
-    for a, b in combinations(range(rollouts.num_samples), 2):
-        if rollouts.group[a] != rollouts.group[b]:
-            continue
-        target = float(rollouts.total[a] - rollouts.total[b]) / 1e-3
-        plain, clipped = (
-            sum(f(*step) for step in log_ratio[a]) / 2 - sum(f(*step) for step in log_ratio[b]) / 2
-            for f in (lambda new, old: new, lambda new, old: old + (new - old).clamp(-1e-3, 1e-3))
-        )
-        errors.append(torch.maximum((plain - target) ** 2, (clipped - target) ** 2))
-    loss = torch.stack(errors).mean()
+    for one in rollouts.mine.values():
+        steps = []
+        for i, old in one.pieces[0].trajectory.log_probs.items():
+            with bare.untrained():
+                reference = log_prob(one, i)
+            steps.append(torch.stack([log_prob(one, i), reference, old]))
+        rows |= zip(one.slots, torch.stack(steps, 1).unbind(-1), strict=True)
+    table = torch.stack([rows[slot] for slot in range(rollouts.num_samples)]).view(-1, 3, 3, 2)  # prompts, samples
+    options = {"beta": 1e-3, "clip": 1e-3, "reduction": "mean", "pairs": "all"}
+    loss = prdp_loss(*table.double().unbind(2), rollouts.total.view(-1, 3), **options).loss
     return bare.gradient(loss), float(loss)
 
 
 def test_gradient_and_loss_by_hand(folder: Path, model: Path) -> None:
     """Of the first gradient step, and of one where the policy is away from the reference and from the old policy."""
     trainer = {**FLOW, "inner_epochs": 2}
-    config = runs.config(folder, model, trainer=trainer, sampling=TRIPLES, iterations=2, **QUIET)
+    config = runs.config(folder, model, trainer=trainer, sampling=TRIPLES, iterations=2, **runs.QUIET)
     seen = run(config)
     assert len(seen.updates) == 4
     found = {n: by_hand(config, seen.rollouts[n // 2], seen.updates[n].weights) for n in (0, 2, 3)}
@@ -90,14 +69,14 @@ def test_samples_without_a_score_are_in_no_pair(folder: Path, sd: Path) -> None:
     def silence(opened: Any) -> None:
         after_collect(opened, lambda found: found.total.__setitem__([0, 3, 4], math.nan))
 
-    seen = run(runs.config(folder, sd, trainer=DDIM, sampling=OF_NOISE, iterations=1, **QUIET), silence)
+    seen = run(runs.config(folder, sd, trainer=DDIM, sampling=OF_NOISE, iterations=1, **runs.QUIET), silence)
     assert seen.rows[0]["prdp/pairs"] == 1 and seen.rows[0]["grad_norm"] > 0
 
 
 def test_equal_rewards_are_a_target_too(folder: Path, sd: Path) -> None:
     """It is 0, which the reference has reached."""
     common: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "sampling": OF_NOISE, "iterations": 1}
-    (row,) = runs.rows(train(runs.config(folder, sd, trainer=DDIM, **common, **QUIET)))
+    (row,) = runs.rows(train(runs.config(folder, sd, trainer=DDIM, **common, **runs.QUIET)))
     assert (row["prdp/pairs"], row["updates"]) == (6, 0) and row.get("loss", 0.0) == 0.0
 
 

@@ -16,7 +16,7 @@ from genrl.diffusion.config.sections import Model
 from genrl.diffusion.config.sections import Rewriter as Rewritten
 from genrl.diffusion.methods.prompt_rl import train as prompt_rl
 from genrl.diffusion.methods.prompt_rl.settings import PromptRL
-from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write
+from genrl.diffusion.methods.prompt_rl.train import compared, learn_to_write, rewriter_loss
 from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, load_rewriter
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
@@ -87,9 +87,8 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
             log_p = rewriter.model(whole).logits[0, len(asked) - 1 : -1].log_softmax(-1)
             with torch.no_grad(), rewriter.model.disable_adapter():
                 start = rewriter.model(whole).logits[0, len(asked) - 1 : -1].log_softmax(-1)
-            new, ref = (table.gather(1, tokens[:, None])[:, 0] for table in (log_p, start))
-            k3 = (ref - new).exp() - (ref - new) - 1
-            loss = loss + (0.01 * k3 - float(advantages[p, k]) * new).mean() / 6
+            new, ref = (table.gather(1, tokens[:, None]).T for table in (log_p, start))
+            loss = loss + rewriter_loss(new, ref, advantages[p, k : k + 1], torch.ones(new.shape)).sum() / 6
     loss.backward()
     found = {name: p.grad for name, p in rewriter.model.named_parameters() if p.grad is not None}
     assert wanted.keys() == found.keys() != set()
@@ -146,15 +145,12 @@ def test_pictures_are_drawn_of_rewritten_prompts(model: Path, tmp_path: Path) ->
         assert np.array_equal(np.asarray(Image.open(path)), np.asarray(wanted))
 
 
-def test_what_is_compared() -> None:
+def test_what_is_compared_and_texts_are_measured_by_the_longest_encoder(folder: Path, model: Path) -> None:
     generation = torch.tensor([[1.0, 0.5, 0.0], [0.5, float("nan"), 0.25]], dtype=torch.float64)
     formats = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     found = compared(generation, formats, [["a", "a"], ["a", "b"]])
     assert found == {"rewriter/format": 0.75, "rewriter/distinct": 0.75, "rewriter/gain": 0.5}
     assert "rewriter/gain" not in compared(generation[:, :2], formats, [["a", "a"], ["a", "b"]])
-
-
-def test_texts_are_measured_by_the_longest_encoder(folder: Path, model: Path) -> None:
     with runs.opened(runs.config(folder, model)) as run:
         pipe = run.policy.pipe
         short = TextRoom(pipe, {"max_sequence_length": 4})

@@ -22,20 +22,11 @@ from genrl.diffusion.steps.transitions import replayed as replayed_step
 from genrl.mdp.kernels import sample
 from genrl.mdp.noise import keyed_noise
 from genrl.mdp.plan import SamplingPlan
+from genrl.objectives.preferences import step_preference_loss
 from genrl.runtime.loop.recorded import Recorded
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-from tests.diffusion.methods.watched import (
-    DIFFUSION,
-    QUIET,
-    Bare,
-    Given,
-    Update,
-    Watched,
-    relative,
-    run,
-    trained_by,
-)
+from tests.diffusion.methods.watched import DIFFUSION, QUIET, Bare, Given, Update, Watched, relative, run, trained_by
 
 SPO = {"algorithm": "spo", "candidates": 3, "first": 1, "threshold": 0.0, "beta": 10.0}
 FLOW = {**SPO, "kernel": "flow_sde", "noise_level": 0.7}
@@ -43,7 +34,7 @@ CHAINS = {"prompts_per_iteration": 2, "group_size": 2, "batch_size": 3}
 WAYS = 3
 
 
-def test_winners_by_hand() -> None:
+def test_winners_by_hand_and_picks_are_uniform_and_differ() -> None:
     scores = torch.tensor([[[0.1, 0.9, 0.5], [0.4, 0.4, 0.3]], [[1.0, math.nan, 0.0], [2.0, 2.0, 2.0]]]).double()
     pairs = compare(scores, threshold=0.3)
     assert pairs.win[0].tolist() == [1, 0] and pairs.lose[0].tolist() == [0, 2]
@@ -51,12 +42,14 @@ def test_winners_by_hand() -> None:
     assert pairs.valid.tolist() == [[True, False], [False, False]]
     assert pairs.gap[0].tolist() == pytest.approx([0.8, 0.1]) and pairs.gap[1].isnan().tolist() == [True, False]
     assert compare(scores, threshold=0.0).valid.tolist() == [[True, True], [False, False]]
+    batch = Batch(["x"] * 600, [(7, 0, slot) for slot in range(600)], {})
+    picks = chosen_rows(batch, WAYS, 2) - WAYS * torch.arange(600)
+    assert (picks.bincount(minlength=WAYS) - 200).abs().max() < 50  # 4 standard deviations are 46
+    assert not torch.equal(picks, chosen_rows(batch, WAYS, 3) - WAYS * torch.arange(600))
 
 
 @dataclass
 class Learnt:
-    """What was learnt from in each iteration."""
-
     found: Found
     pairs: Pairs
     slots: list[list[int]]
@@ -91,10 +84,10 @@ def by_hand(config: Config, update: Update, learnt: Learnt) -> tuple[Given, floa
         mean = math.sqrt(ab_next) * clean + math.sqrt(1 - ab_next - std**2) * eps
         return torch.distributions.Normal(mean, std).log_prob(action).mean()
 
-    def ratio(slot: int, i: int, state: Tensor, action: Tensor) -> Tensor:
+    def both(slot: int, i: int, state: Tensor, action: Tensor) -> list[Tensor]:
         with bare.untrained():
             reference = log_prob(slot, i, state, action)
-        return (log_prob(slot, i, state, action) - reference).exp().clamp(0.9, 1.1).log()
+        return [log_prob(slot, i, state, action)[None], reference[None]]
 
     losses, pairs = [], learnt.pairs
     for slots in learnt.slots:
@@ -102,8 +95,8 @@ def by_hand(config: Config, update: Update, learnt: Learnt) -> tuple[Given, floa
             for row, slot in enumerate(slots):
                 if pairs.valid[slot, column]:
                     actions = (candidates.drawn[row, int(table[slot, column])] for table in (pairs.win, pairs.lose))
-                    win, lose = (ratio(slot, i, candidates.state[row], action) for action in actions)
-                    losses.append(-torch.nn.functional.logsigmoid(10.0 * (win - lose)))
+                    win, lose = (both(slot, i, candidates.state[row], action) for action in actions)
+                    losses.append(step_preference_loss(*win, *lose, torch.ones(1), beta=10.0, clip=0.1).loss[0])
     loss = torch.stack(losses).mean()
     return bare.gradient(loss), float(loss)
 
@@ -179,18 +172,13 @@ def crawled(name: str, kernel: Kernel, *, first: int = 1, last: bool | None = No
 DDIM, SDE = ("sd15", Kernel("ddim", 1.0)), ("sd3", Kernel("flow_sde", 0.7))
 
 
-@pytest.mark.parametrize(("name", "kernel", "first"), [(*DDIM, 0), (*SDE, 2)], ids=["ddim", "flow_sde"])
-def test_calls_are_those_of_the_closed_form(name: str, kernel: Kernel, first: int) -> None:
-    """Per chain first + 1 + k (T - first - 1): the parents, then every candidate that is not a picture."""
-    _, plan, _, found, _, _, calls = crawled(name, kernel, first=first)
-    assert calls == 2 * plan.calls == 2 * (first + 1 + WAYS * (4 - first - 1))
-    assert list(found) == list(range(first, 4 if name == "sd15" else 3))
-
-
 @pytest.mark.parametrize(("name", "kernel"), [DDIM, SDE], ids=["ddim", "flow_sde"])
 def test_chains_go_on_from_one_of_their_candidates(name: str, kernel: Kernel) -> None:
-    """Candidates are draws with their own noise from one state; the next state is the one that was picked."""
-    policy, plan, batch, found, final, _, _ = crawled(name, kernel)
+    """Candidates are draws with their own noise from one state; the next state is the one that was picked. The calls
+    per chain are first + 1 + k (T - first - 1): the parents, then every candidate that is not a picture."""
+    policy, plan, batch, found, final, _, calls = crawled(name, kernel)
+    assert calls == 2 * plan.calls == 2 * (1 + 1 + WAYS * (4 - 1 - 1))
+    assert list(found) == list(range(1, 4 if name == "sd15" else 3))
     chains, settings = torch.arange(2), SimpleNamespace(kernel=kernel.name)
     for i, candidates in found.items():
         pair = pair_of(batch, kernel, i, candidates, chains, torch.tensor([[0, 2], [1, 0]]))
@@ -223,13 +211,6 @@ def test_clean_samples_are_those_of_the_model() -> None:
                 ab = policy.head.alphas_cumprod[int(level)]
                 expected = (x - (1 - ab).sqrt() * out) / ab.sqrt()
             torch.testing.assert_close(found[i].clean[:, j], expected, atol=2e-4, rtol=1e-4)
-
-
-def test_picks_are_uniform_and_differ() -> None:
-    batch = Batch(["x"] * 600, [(7, 0, slot) for slot in range(600)], {})
-    picks = chosen_rows(batch, WAYS, 2) - WAYS * torch.arange(600)
-    assert (picks.bincount(minlength=WAYS) - 200).abs().max() < 50  # 4 standard deviations are 46
-    assert not torch.equal(picks, chosen_rows(batch, WAYS, 3) - WAYS * torch.arange(600))
 
 
 def test_a_last_step_that_ends_without_noise_is_not_compared() -> None:

@@ -17,10 +17,9 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.steps.plans import Steps, choose_kernel
 from genrl.diffusion.train import train
-from genrl.objectives.groups import group_advantages
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
-from tests.diffusion.methods.watched import QUIET, equal, gradients, relative, resumed, run
+from tests.diffusion.methods.watched import QUIET, resumed, run
 from tests.diffusion.policy.test_starting import editing
 from tests.rewards import tiny_orient
 
@@ -109,9 +108,7 @@ def test_equal_rewards_choose_no_exit_step(folder: Path, kontext: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_finding_the_exit_step_is_paid_when_it_is_found(
-    folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: Path, monkeypatch: Any) -> None:
     """2 x 3 chains of 4 drawn steps, with shortcuts of 2, 2, 2 and 1 steps; then it is remembered, over a stop."""
     few(monkeypatch)
     chosen = config(folder, kontext, trainer=MOVE, iterations=3, evaluation={"every": 0})
@@ -125,27 +122,6 @@ def test_finding_the_exit_step_is_paid_when_it_is_found(
         assert row["exit/variance"] > 0
     assert len({row["exit/variance"] for row in found}) == 1
     assert runs.last_state(straight).state["memory"]["exit"]["step"] >= 1
-
-
-def test_gradient_by_hand(folder: Path, kontext: Path) -> None:
-    """On policy that of -A log p, mean over samples and drawn steps; the same with the graphs of sampling."""
-    changes = {"iterations": 1, **QUIET}
-    seen = run(config(folder, kontext, trainer={**MOVE, "exit_step": 2}, **changes))
-    rollouts = seen.rollouts[0]
-    advantages = group_advantages(rollouts.total, rollouts.group, scale="global")
-    kept = {**MOVE, "exit_step": 2, "keep_graph": True}
-    with runs.opened(config(folder, kontext, trainer=kept, output=str(folder / "again"), **changes)) as opened:
-        for key, parameter in opened.weights.named.items():
-            parameter.data.copy_(seen.updates[0].weights[key])
-        for one in rollouts.mine.values():
-            for i in (0, 1):
-                log_prob = opened.policy.replay(one.pieces[0].trajectory.step(i)).log_prob
-                (-(advantages[one.slots].float() * log_prob).sum() / (4 * 2)).backward()
-        expected = gradients(opened)
-    assert relative(seen.updates[0].gradient, expected) < 1e-5
-    assert max(float(g.abs().max()) for g in expected.values()) > 0
-    again = run(config(folder, kontext, trainer=kept, output=str(folder / "kept"), **changes))
-    assert equal(again.updates[0].gradient, seen.updates[0].gradient)
 
 
 RECIPES = Path(__file__).parents[3] / "configs/diffusion"

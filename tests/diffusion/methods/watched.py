@@ -1,7 +1,6 @@
 """A method trained in this process with all that it did on record, and the bare networks to compute it again."""
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from genrl.config import load
 from genrl.config.method import code_of
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.adapters import trainable
@@ -20,7 +18,7 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
-from genrl.runtime.folder.run import Run
+from genrl.runtime.weights.sharding import whole
 from tests.diffusion import runs
 
 QUIET = runs.QUIET
@@ -38,8 +36,6 @@ def copied(tensors: dict[str, Any]) -> Given:
 
 @dataclass
 class Piece:
-    """What one backward pass was made of."""
-
     batch: Batch
     given: Given
 
@@ -56,8 +52,6 @@ class Update:
 
 @dataclass
 class Watched:
-    """What a run did."""
-
     rollouts: list[Rollouts] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     rows: list[dict[str, float]] = field(default_factory=list)
@@ -68,7 +62,7 @@ class Watched:
 
 
 def gradients(run: DiffusionRun) -> Given:
-    return {key: p.grad.clone() for key, p in run.weights.named.items() if p.grad is not None}
+    return {key: whole(p.grad).clone() for key, p in run.weights.named.items() if p.grad is not None}
 
 
 def watch(run: DiffusionRun) -> Watched:
@@ -113,7 +107,6 @@ def after_collect(run: DiffusionRun, change: Callable[[Rollouts], object]) -> No
 
 
 def run(config: Config, prepare: Callable[[DiffusionRun], object] = lambda run: None) -> Watched:
-    """Train in this process and report."""
     with runs.opened(config) as run:
         seen = watch(run)
         prepare(run)
@@ -194,18 +187,6 @@ class Bare:
         }
 
 
-def flow_sde(x: Tensor, v: Tensor, sigma: float, sigma_next: float, sigma_max: float, a: float) -> tuple[Tensor, float]:
-    """Mean and transition std of Flow-GRPO's SDE, as the paper writes them."""
-    s = a * math.sqrt(sigma / (1 - min(sigma, sigma_max)))
-    dt = sigma_next - sigma
-    mean = x * (1 + s**2 * dt / (2 * sigma)) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
-    return mean, s * math.sqrt(-dt)
-
-
-def log_density(y: Tensor, mean: Tensor, std: float) -> Tensor:
-    return (-((y - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
-
-
 def relative(one: Given, other: Given) -> float:
     """Norm of the difference over the norm, over all parameters; one that is missing has gradient 0."""
     zero = torch.zeros(())
@@ -221,12 +202,8 @@ def equal(one: Given, other: Given) -> bool:
 def resumed(config: Config, folder: Path, done: int = 1) -> Path:
     """The uninterrupted run, after one gone on with from the checkpoint of iteration `done` ended at the same bits."""
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 1, "keep": 9})})
-    straight, again = train(config), folder / "again"
-    shutil.copytree(straight, again)
-    for step in range(done + 1, config.iterations + 1):
-        shutil.rmtree(again / "checkpoints" / f"step-{step:06d}")
-    train(load(Run(again).config).model_copy(update={"output": str(again)}), again)
-    assert runs.differences(straight, again) == []
+    straight = train(config)
+    assert runs.differences(straight, runs.resumed(straight, folder, done)) == []
     assert any(row.get("updates", 0) > 0 for row in runs.rows(straight))
     return straight
 

@@ -24,7 +24,7 @@ from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES, saved
 
 
-def test_others_are_refused_by_their_key() -> None:
+def test_others_are_refused_by_section_and_key_and_a_call_that_takes_anything_is_left_to_itself() -> None:
     sd3, flux, ltx = (FAMILIES[name]().pipe for name in ("sd3", "flux", "ltx"))
     for pipe, sampling, says in (
         (sd3, {"num_frames": 5}, r"^sampling\.num_frames: StableDiffusion3Pipeline .* set it to null"),
@@ -37,8 +37,6 @@ def test_others_are_refused_by_their_key() -> None:
         with pytest.raises(ValueError, match=says):
             check_call_arguments(pipe, call_arguments(Sampling(**sampling)))
 
-
-def test_the_section_is_named_and_a_call_that_takes_anything_is_left_to_itself() -> None:
     class Unguided(DiffusionPipeline):
         def __call__(self, prompt: str, num_inference_steps: int) -> None: ...
 

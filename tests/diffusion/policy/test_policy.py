@@ -146,13 +146,12 @@ def test_autocast_keeps_an_exact_ratio_and_is_in_use(policy: Policy) -> None:
 
 
 def count_encodings(policy: Policy) -> list[int]:
-    """Prompts that went through the first text encoder so far, by call."""
     seen: list[int] = []
     policy.pipe.text_encoder.register_forward_pre_hook(lambda module, arguments: seen.append(len(arguments[0])))
     return seen
 
 
-def test_each_distinct_prompt_is_encoded_once() -> None:
+def test_each_distinct_prompt_is_encoded_once_and_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(FAMILIES["sd3"]().pipe)
     policy.roll_out(batch([0], guidance_scale=1.0))  # the first batch of several also finds the batch axes
     policy.roll_out(batch([0, 1], guidance_scale=1.0))
@@ -162,6 +161,21 @@ def test_each_distinct_prompt_is_encoded_once() -> None:
     policy.roll_out(batch([2, 0], guidance_scale=1.0))
     policy.decode(batch([2, 0], guidance_scale=1.0), torch.zeros(2, 4, 8, 8))
     assert seen == [1]
+    policy = Policy(FAMILIES["sd3"]().pipe)
+    encode = functools.partial(policy.pipe.encode_prompt, prompt_2=None, prompt_3=None, max_sequence_length=16)
+    size = sum(part.untyped_storage().nbytes() for part in encode(prompt=["a house"]) if part is not None)
+    monkeypatch.setattr(encoding, "MAX_BYTES", 3 * size)
+    seen = count_encodings(policy)
+
+    def encoded(prompt: str) -> bool:
+        before = len(seen)
+        encode(prompt=[prompt])
+        return len(seen) > before
+
+    assert [encoded(prompt) for prompt in ("a house", "one", "two", "a house")] == [False, True, True, False]
+    assert [encoded(prompt) for prompt in ("three", "a house", "two", "one")] == [True, False, False, True]
+    monkeypatch.setattr(encoding, "MAX_BYTES", size // 2)
+    assert [encoded("four"), encoded("four"), encoded("one")] == [True, False, True]  # one is kept, whatever its size
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
@@ -186,49 +200,24 @@ def test_a_batch_is_put_together_once_while_nothing_changes(policy: Policy, monk
     by_row = encoding._by_row
     monkeypatch.setattr(encoding, "_by_row", lambda *given: made.append(1) or by_row(*given))
 
-    def again(prompts: list[str], **keys: Any) -> tuple[list[Any], int]:
-        before = len(made)
+    def again(new: int, prompts: list[str], **keys: Any) -> list[Any]:
+        made.clear()
         found = list(policy.pipe.encode_prompt(prompt=prompts, **arguments, **keys))
-        return found, len(made) - before
+        assert len(made) == new
+        return found
 
     prompts = PROMPTS[:2]
-    first, count = again(prompts)
-    assert count == 1
-    wanted = [None if part is None else part.clone() for part in first]
+    wanted = [None if part is None else part.clone() for part in again(1, prompts)]
 
     def as_first(found: list[Any]) -> bool:
         return all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True) if a is not None)
 
-    found, count = again(list(prompts))
-    assert count == 0 and as_first(found)
-    found, count = again(prompts, do_classifier_free_guidance=False)
-    assert count == 1 and found[1] is None
-    found, count = again(prompts)
-    assert count == 1 and as_first(found)
-    found[0].add_(1.0)  # as a pipeline may
-    found, count = again(prompts)
-    assert count == 1 and as_first(found)
+    assert as_first(again(0, list(prompts)))
+    assert again(1, prompts, do_classifier_free_guidance=False)[1] is None
+    again(1, prompts)[0].add_(1.0)  # as a pipeline may
+    assert as_first(again(1, prompts))
     prompts.reverse()  # a pipeline may overwrite the list that it gave
-    found, count = again(prompts)
-    assert count == 1 and not as_first(found)
-
-
-def test_encodings_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Policy(FAMILIES["sd3"]().pipe)
-    encode = functools.partial(policy.pipe.encode_prompt, prompt_2=None, prompt_3=None, max_sequence_length=16)
-    size = sum(part.untyped_storage().nbytes() for part in encode(prompt=["a house"]) if part is not None)
-    monkeypatch.setattr(encoding, "MAX_BYTES", 3 * size)
-    seen = count_encodings(policy)
-
-    def encoded(prompt: str) -> bool:
-        before = len(seen)
-        encode(prompt=[prompt])
-        return len(seen) > before
-
-    assert [encoded(prompt) for prompt in ("a house", "one", "two", "a house")] == [False, True, True, False]
-    assert [encoded(prompt) for prompt in ("three", "a house", "two", "one")] == [True, False, False, True]
-    monkeypatch.setattr(encoding, "MAX_BYTES", size // 2)
-    assert [encoded("four"), encoded("four"), encoded("one")] == [True, False, True]  # one is kept, whatever its size
+    assert not as_first(again(1, prompts))
 
 
 def test_what_cannot_become_a_policy_is_refused(policy: Policy) -> None:
@@ -274,9 +263,7 @@ def test_model_calls_are_the_closed_form(guidance: float, factor: int) -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), TooManyGraphs("planted")])
-def test_out_of_memory_is_no_answer_to_whether_timesteps_broadcast(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_is_no_answer_to_whether_timesteps_broadcast(error: Exception, monkeypatch: Any) -> None:
     """Nor is a model that may not be compiled once more."""
     policy = Policy(FAMILIES["sd3"]().pipe)
     arguments = batch([0, 1], guidance_scale=1.0), torch.zeros(2, 4, 8, 8), torch.tensor([0.7, 0.3])

@@ -54,7 +54,6 @@ def anything(text: str) -> bool:
 
 
 def moved(rewriter: Rewriter, size: float = 0.05) -> Rewriter:
-    """With an adapter that does something."""
     source = torch.Generator().manual_seed(1)
     for parameter in rewriter.parameters:
         parameter.data += size * torch.randn(parameter.shape, generator=source)

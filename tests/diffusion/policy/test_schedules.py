@@ -127,7 +127,7 @@ def test_a_refused_scheduler_is_refused_in_the_same_words_when_it_is_loaded(name
     assert str(refused.value) == scheduler_refusal(name, {})
 
 
-def test_the_reason_is_the_true_one() -> None:
+def test_the_reason_is_the_true_one_and_levels_that_ddim_does_not_have_are_said() -> None:
     rows: list[tuple[str, dict[str, Any], str]] = [
         ("FlowMatchHeunDiscreteScheduler", {}, "calls the model twice a step"),
         ("FlowMatchLCMScheduler", {}, "a consistency model jumps"),
@@ -144,9 +144,6 @@ def test_the_reason_is_the_true_one() -> None:
     ]
     for name, settings, says in rows:
         assert says in (scheduler_refusal(name, settings) or ""), name
-
-
-def test_levels_that_ddim_does_not_have_are_said() -> None:
     said = replaced_schedule("EulerDiscreteScheduler", {"use_karras_sigmas": True, "timestep_spacing": "trailing"})
     assert "use_karras_sigmas" in str(said)
     assert replaced_schedule("EulerDiscreteScheduler", {"use_karras_sigmas": False}) is None
@@ -155,7 +152,7 @@ def test_levels_that_ddim_does_not_have_are_said() -> None:
 BATCH = Batch([*PROMPTS], [*KEYS], {**runs.CALL, "num_inference_steps": 2})
 
 
-def test_slices_and_tiles() -> None:
+def test_slices_and_tiles_and_what_a_pipeline_has_not_by_its_key() -> None:
     """Slices are the whole up to rounding; small pictures are one tile: the same."""
     policy = Policy(FAMILIES["sd3"]().pipe)
     with torch.no_grad():
@@ -172,9 +169,6 @@ def test_slices_and_tiles() -> None:
         policy.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
         torch.testing.assert_close(policy.decode(BATCH, final), whole, atol=1e-5, rtol=0)
     assert sizes == [1, 1]
-
-
-def test_what_a_pipeline_has_not_is_refused_by_the_key() -> None:
     pipe = FAMILIES["sd3"]().pipe
     del pipe.vae.use_slicing, pipe.vae.use_tiling
     with pytest.raises(ValueError, match=r"model.slice_vae: AutoencoderKL does not decode in slices"):

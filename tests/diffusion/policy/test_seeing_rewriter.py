@@ -134,9 +134,7 @@ def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
     assert "eval/total_mean" in before and "eval_rewritten/total_mean" in before
 
 
-def test_genrl_sample_shows_it_the_pictures(
-    kontext: Path, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_genrl_sample_shows_it_the_pictures(kontext: Path, saved: Any, tmp_path: Path, monkeypatch: Any) -> None:
     shown: list[Any] = []
 
     def told(self: Rewriter, prompt: str, key: Any, fits: Any, pictures: Any) -> str:
@@ -155,9 +153,7 @@ def test_genrl_sample_shows_it_the_pictures(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["flux1_dev_prompt_rl", "flux1_kontext_prompt_rl"])
-def test_the_recipes_of_published_models_in_tiny_form(
-    name: str, folder: Path, kontext: Path, saved: Callable[[str], Path]
-) -> None:
+def test_the_recipes_of_published_models_in_tiny_form(name: str, folder: Path, kontext: Path, saved: Any) -> None:
     """One iteration with the recipe's own groups, steps, window, dtypes and losses; models, sizes and answers tiny."""
     edits = name == "flux1_kontext_prompt_rl"
     config = editing(folder, kontext)
@@ -179,7 +175,9 @@ def test_the_recipes_of_published_models_in_tiny_form(
     assert rows[1]["model_calls/sample"] == 8 * steps and rows[1]["model_calls/train"] == 2 * 8 * trained  # and KL
 
 
-def test_a_folder_that_sees_passes_the_check_with_its_processor(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_sees_passes_the_check_with_its_processor(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: Any
+) -> None:
     def problems(path: Path) -> str:
         return "\n".join(text for _, text in opened_settings(path).file_problems([]))
 
@@ -191,12 +189,7 @@ def test_a_folder_that_sees_passes_the_check_with_its_processor(saved: Callable[
     found = problems(tmp_path)
     assert "sees, but has no image processor (processor_config.json or preprocessor_config.json); save the" in found
     assert "12 new tokens leave no place for the prompt in 8 positions" in found
-
-
-def test_a_model_that_sees_without_a_processor_is_refused(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As SmolVLM's is where there is no torchvision: transformers then gives the tokenizer alone."""
+    # as SmolVLM's is where there is no torchvision: transformers then gives the tokenizer alone
     monkeypatch.setattr(AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
     with pytest.raises(ValueError, match=r"trainer.rewriter.path: .*llava' \(llava\) has no processor of pictures"):
         opened(saved("llava"))

@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,11 +135,7 @@ def edited(file: Path, change: str) -> None:
 @pytest.mark.parametrize("part", [UNET, TEXT, "vae/diffusion_pytorch_model.safetensors"])
 @pytest.mark.parametrize(
     ("change", "says"),
-    [
-        ("missing", "lacks 1 weights"),
-        ("shape", r"shape|MISMATCH"),
-        ("layer", "layers that the config.json"),
-    ],
+    [("missing", "lacks 1 weights"), ("shape", r"shape|MISMATCH"), ("layer", "layers that the config.json")],
 )
 def test_every_weight_is_filled_or_the_load_is_refused(copy: Path, part: str, change: str, says: str) -> None:
     edited(copy / part, change)
@@ -146,11 +143,14 @@ def test_every_weight_is_filled_or_the_load_is_refused(copy: Path, part: str, ch
         load_pipeline(Model(path=str(copy)))
 
 
-def test_a_key_that_nothing_uses_is_named(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_that_nothing_uses_is_named(copy: Path, caplog: Any, tmp_path: Path) -> None:
     edited(copy / TEXT, "extra")
     with caplog.at_level(logging.WARNING):
         load_pipeline(Model(path=str(copy)))
     assert "1 weights of its files are of no use to CLIPTextModel: logit_bias" in caplog.text
+    save_file({"a": torch.ones(2)}, tmp_path / "model.fp16.safetensors")
+    assert "only the variant fp16" in (weights_problem(tmp_path) or "")
+    assert weights_problem(tmp_path, "fp16") is None
 
 
 def test_a_component_is_left_out_by_a_key(tmp_path: Path) -> None:
@@ -165,9 +165,3 @@ def test_a_component_is_left_out_by_a_key(tmp_path: Path) -> None:
     wrong = folder_problems(Model(path=str(tmp_path / "sd3"), without=["text_encoder_9", "vae"]), tmp_path / "sd3")
     assert any("text_encoder_9, which it has not" in text for text in wrong)
     assert any("vae, which nothing can go without" in text for text in wrong)
-
-
-def test_a_folder_of_transformers_is_read_by_the_same_rule(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "model.fp16.safetensors")
-    assert "only the variant fp16" in (weights_problem(tmp_path) or "")
-    assert weights_problem(tmp_path, "fp16") is None

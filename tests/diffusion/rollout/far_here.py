@@ -20,8 +20,6 @@ ENGINE = {"rollout_workers": 1}
 
 
 class Near:
-    """In the place of `RayRollouts`."""
-
     def __init__(self, config: Config, count: int, options: object) -> None:
         self.actor, self.version = RolloutActor(), 0
         self.actor.open(config.model_dump_json(), os.getcwd(), 1)

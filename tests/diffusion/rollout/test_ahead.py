@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from genrl.config import ConfigError
 from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.rollout import ray_rollouts
 from genrl.diffusion.rollout.ray_rollouts import Order
@@ -39,9 +38,7 @@ def changes(name: str, staleness: int = 1, **further: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", tiered(METHODS, ("window",)))
-def test_one_run_whoever_draws_and_wherever_it_stops(
-    folder: Path, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_run_whoever_draws_and_wherever_it_stops(folder: Path, model: Path, name: str, monkeypatch: Any) -> None:
     """Drawn here when it is needed, and there ahead of time, in one go and resumed after the second iteration."""
     staleness = 1 if name == "diffusion_nft" else 2
     here = train(runs.config(folder, model, output=str(folder / "here"), **changes(name, staleness)))
@@ -71,9 +68,7 @@ def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
         assert [row["importance/max_abs_dev"] for row in old[-3:]] == [0.0] * 3
 
 
-def test_the_samples_are_those_of_the_earlier_weights(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_samples_are_those_of_the_earlier_weights(folder: Path, model: Path, monkeypatch: Any) -> None:
     """Replayed by those of the checkpoint before, log-probabilities come back to the bit; by the present ones not."""
     seen: list[float] = []
     collect = transitions.collect
@@ -126,19 +121,6 @@ def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.M
         assert threads.count("MainThread") == len(threads) >= 3
 
 
-def test_refused(folder: Path, model: Path) -> None:
-    reward = [runs.reward(folder, "redness", offload=True)]
-    runs.config(folder, model, **changes("window", rewards=reward))  # scored before the model is trained
-    grpo: dict[str, Any] = {"algorithm": "flow_grpo"}
-    for change, text in (
-        ({"trainer": {"algorithm": "awm"}}, "samples of the present weights; write sampling.staleness: 0"),
-        ({"trainer": {**GRPO, "tree": {"ways": 2, "at": "window"}, "window": {"size": 1}}}, "trees were not tried"),
-        ({"trainer": grpo | {"keep_graph": True}}, "of the weights that drew; write trainer.keep_graph: false"),
-        ({"trainer": grpo | {"guidance_in_training": False}}, "weighted by another policy than trained"),
-        ({"iterations": 1}, "samples of all 1 iterations would be of the first weights"),
-        ({"distributed": {"fsdp": True}}, "in shards are not kept"),
-        ({"distributed": {"context": 2}}, "was not tried with it"),
-        ({"rewards": reward, "engine": far_here.ENGINE}, "scored while the model is trained"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            runs.config(folder, model, **(changes("window") | change))
+def test_a_reward_may_move_where_pictures_are_scored_before_the_model_is_trained(folder: Path, model: Path) -> None:
+    """Not on a rollout worker: tests/fixtures/config/impossible.yaml."""
+    runs.config(folder, model, **changes("window", rewards=[runs.reward(folder, "redness", offload=True)]))

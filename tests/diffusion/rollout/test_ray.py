@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.policy.policy import Policy
@@ -157,9 +156,7 @@ def broken(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[],
 
 
 @needs_ray
-def test_what_is_wrong_with_drawing_is_told(
-    cluster: Any, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_with_drawing_is_told(cluster: Any, folder: Path, model: Path, monkeypatch: Any) -> None:
     """Other weights, a draw that raises or cannot be sent, lost actors, too many workers, other packages."""
     settings = config(folder, model, NFT, engine=engine(1))
     with runs.opened(settings) as run:
@@ -260,7 +257,6 @@ def children(pid: int | None) -> list[int]:
 
 @needs_ray
 def test_two_processes_with_a_worker_each(folder: Path, model: Path) -> None:
-    """As two processes without, to the bit."""
     common: dict[str, Any] = {"trainer": GRPO, "sampling": SAMPLING}
     for name, more in (("here", {}), ("far", {"engine": engine(2)})):
         runs.finish(runs.written(folder, model, name, **common, **more), 2, runs.train_file)
@@ -270,13 +266,6 @@ def test_two_processes_with_a_worker_each(folder: Path, model: Path) -> None:
 def test_what_cannot_be_held_there_is_refused(folder: Path, model: Path) -> None:
     with pytest.raises(ValueError, match="engine.rollout_workers: 3 processes have as many each.*write 3"):
         check_processes(config(folder, model, GRPO, engine=engine(2)), 3)
-    entry = runs.reward(folder, "redness")
-    for changes, says in (
-        ({"rewards": [entry | {"offload": True}]}, r"rewards\.0\.offload.*the model is in another process"),
-        ({"rewards": [entry | {"isolate": True, "outage": {"deadline_s": 480}}]}, "a reward worker that is silent is"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            config(folder, model, NFT, **({"engine": engine(1, 1)} | changes))
 
 
 class Pair(NamedTuple):

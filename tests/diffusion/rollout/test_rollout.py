@@ -15,18 +15,9 @@ import genrl_rewards
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.trajectory import Batch
+from genrl.diffusion.rollout import rollout
 from genrl.diffusion.rollout.forest import Drawn
-from genrl.diffusion.rollout.rollout import (
-    Rollouts,
-    Sheet,
-    Worker,
-    call_arguments,
-    drawn_here,
-    gathered,
-    handed_on,
-    jobs_of,
-    tree_micro_batches,
-)
+from genrl.diffusion.rollout.rollout import Rollouts, Sheet, Worker
 from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.groups import group_advantages
@@ -68,11 +59,11 @@ def gather(
     policy: Any = SimpleNamespace(decode=lambda batch, final: plain(final))
     worker = Worker(process, num_processes, advance=(done if done is not None else []).append)
     sheet = Sheet.of(config, rows, iteration, leaves=1, roots_together=None)
-    jobs, size = jobs_of(config, sheet, worker), config.sampling.batch_size
-    finishing = drawn_here(jobs, policy, painted, worker, size, under=nullcontext, beat=lambda: None)
+    jobs, size = rollout.jobs_of(config, sheet, worker), config.sampling.batch_size
+    finishing = rollout.drawn_here(jobs, policy, painted, worker, size, under=nullcontext, beat=lambda: None)
     opened = Scorers(dict(scorers), components)
     with Scoring(opened, sheet.rows, sheet.group.tolist(), background=config.sampling.score_in_background) as scoring:
-        return gathered(sheet, handed_on(finishing, scoring, worker), scoring, worker, running={})
+        return rollout.gathered(sheet, rollout.handed_on(finishing, scoring, worker), scoring, worker, running={})
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
@@ -112,10 +103,7 @@ def test_keys_name_seed_iteration_and_slot() -> None:
     found = gather(tiny_config(same_initial_noise=True), iteration=4)
     assert keys(found, "initial_keys") == {slot: (11, 4, "group", slot // 3) for slot in range(9)}
     assert len(set(keys(found, "keys").values())) == 9
-
-
-def test_arguments_of_the_pipeline_call() -> None:
-    found = call_arguments(tiny_config(guidance_scale=None).sampling)
+    found = rollout.call_arguments(tiny_config(guidance_scale=None).sampling)
     assert found == {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 4}
 
 
@@ -179,9 +167,9 @@ def test_trees_of_an_update_do_not_depend_on_how_many_run_together(updates: int)
     roots = list(range(0, 8 * 4, 4))
     seen = []
     for together in (8, 4, 2, 1):
-        plan, bounds = tree_micro_batches(roots, together, updates, seed=3, iteration=1)
+        plan, bounds = rollout.tree_micro_batches(roots, together, updates, seed=3, iteration=1)
         assert len(bounds) == updates + 1 and sorted(s for one in plan for s in one) == roots
         assert all(len(one) <= together for one in plan)
         seen.append([sorted(s for one in plan[a:b] for s in one) for a, b in itertools.pairwise(bounds)])
     assert all(one == seen[0] and len(min(one, key=len)) >= 8 // updates for one in seen)
-    assert tree_micro_batches(roots, 2, updates, seed=3, iteration=2) != (plan, bounds)
+    assert rollout.tree_micro_batches(roots, 2, updates, seed=3, iteration=2) != (plan, bounds)

@@ -5,7 +5,6 @@ import math
 import threading
 import time
 from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +74,8 @@ def test_scores_stand_at_their_slots_and_rewards_of_groups_get_whole_ones() -> N
     expected = (means[:, None, :] < means[:, :, None]).sum(2).flatten().double()
     assert torch.equal(found.values["rank"], expected)
     assert torch.allclose(found.values["wins"], expected / 3)
+    opened = {"noisy": noisy, "b": brightness, "rank": rank, "again": noisy}
+    assert same(scored_by(opened, background=True), scored_by(opened))
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -96,14 +97,8 @@ def test_memory_that_runs_out_is_told_to_all_processes(background: bool, monkeyp
         scored_by({"b": brightness}, background=background)
 
 
-def test_the_background_changes_nothing() -> None:
-    opened = {"noisy": noisy, "b": brightness, "rank": rank, "again": noisy}
-    assert same(scored_by(opened, background=True), scored_by(opened))
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_reward_with_copies_is_asked_about_several_at_a_time(background: bool) -> None:
-    """Of samples and of groups; the scores are those of one copy."""
     two, three = threading.Barrier(2, timeout=20), threading.Barrier(3, timeout=20)
 
     def in_pairs(images: torch.Tensor) -> Any:
@@ -219,12 +214,6 @@ def plain(images):
 """
 
 
-def config(folder: Path, entries: str) -> Any:
-    """A configuration of these rewards, of `mine.py` or not; nothing else of it is there."""
-    (folder / "mine.py").write_text(MINE)
-    return runs.unloaded(rewards=yaml.safe_load(entries))
-
-
 def test_rewards_are_opened_as_the_configuration_says(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     entries = f"""\
@@ -232,7 +221,8 @@ def test_rewards_are_opened_as_the_configuration_says(tmp_path: Path) -> None:
     batch_size: 2, cache: 5, normalize: group}}
   - {{name: '{mine}:plain', weight: 0.5, schedule: [[0, 0], [10, 1]], gate: {{reward: Typed, at_least: 0.5}}}}
 """
-    found = open_scorers(config(tmp_path, entries), "cpu")
+    mine.write_text(MINE)
+    found = open_scorers(runs.unloaded(rewards=yaml.safe_load(entries)), "cpu")
     calls = found.rewards["Typed"]
     assert calls.reward.seen == ["meta", "bfloat16", "cpu"] and (calls.batch_size, calls.cache) == (2, 5)
     assert found.offloaded == {"Typed": "meta"}
@@ -242,11 +232,8 @@ def test_rewards_are_opened_as_the_configuration_says(tmp_path: Path) -> None:
         "Typed": Component(normalize="group"),
         "plain": Component(0.5, ((0, 0.0), (10, 1.0)), "none", Gate("Typed", 0.5)),
     }
-
-
-def test_a_model_that_cannot_be_moved_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rewards.0.offload: .*mine.py:plain' has no method to"):
-        open_scorers(config(tmp_path, f"  - {{name: '{tmp_path}/mine.py:plain', offload: true}}\n"), "cpu")
+        open_scorers(runs.unloaded(rewards=[{"name": f"{mine}:plain", "offload": True}]), "cpu")
 
 
 pytestmark = pytest.mark.usefixtures("unproven")
@@ -254,10 +241,6 @@ pytestmark = pytest.mark.usefixtures("unproven")
 
 def run(folder: Path, model: Path, name: str, **changes: Any) -> Path:
     return train(runs.config(folder, model, output=str(folder / name), **{**runs.QUIET, **changes}))
-
-
-def remote(name: str, port: int, **outage: Any) -> list[dict[str, Any]]:
-    return [{"name": name, "remote": f"http://127.0.0.1:{port}", "outage": outage}]
 
 
 def test_combined_rewards_are_scored_beside_and_survive_a_stop(folder: Path, model: Path) -> None:
@@ -308,38 +291,10 @@ def test_a_served_reward_trains_the_same_model_also_when_its_server_goes_and_com
         thread = threading.Thread(target=outage)
         thread.start()
         try:
-            entries = remote(name, port, policy="stop", deadline_s=60.0, timeout_s=0.5)
+            outage_of = {"policy": "stop", "deadline_s": 60.0, "timeout_s": 0.5}
+            entries = [{"name": name, "remote": f"http://127.0.0.1:{port}", "outage": outage_of}]
             there = run(folder, model, "there", rewards=entries, iterations=3)
         finally:
             thread.join()
     assert len(calls) == 6 and calls[-1] > back[0]  # 3 iterations of 2 micro-batches, the last after the outage
     assert runs.differences(here, there) == []
-
-
-@pytest.mark.parametrize("policy", ["drop", "stop"])
-def test_a_server_that_is_gone_for_good(folder: Path, model: Path, policy: str) -> None:
-    name, port = f"{folder / 'rewards.py'}:brightness", free_port()
-    reward, gone, calls = genrl_rewards.load(name), threading.Event(), count()
-
-    def counted(images: Any) -> Any:
-        if next(calls) == 1:
-            gone.set()
-        return reward(images)
-
-    with ExitStack() as server:
-        server.enter_context(servers.live(counted, name, port=port))
-        thread = threading.Thread(target=lambda: (gone.wait(60), time.sleep(0.1), server.close()))
-        thread.start()
-        entries = remote(name, port, policy=policy, deadline_s=0.5, timeout_s=0.5)
-        if policy == "stop":
-            with pytest.raises(genrl_rewards.RewardFailed, match="'brightness': reward server http.* is not available"):
-                run(folder, model, "run", rewards=entries, iterations=50)
-        else:
-            run(folder, model, "run", rewards=entries, iterations=5, idle_iterations=None)
-        thread.join()
-    rows = runs.rows(folder / "run")
-    assert rows[0]["reward/brightness_failed"] == 0
-    if policy == "drop":
-        last = rows[-1]
-        assert last["reward/brightness_failed"] == 4 and last["reward/brightness_mean"] is None  # nothing, not zero
-        assert last["reward/total_mean"] is None and last["zero_std_ratio"] == 1

@@ -1,7 +1,6 @@
 """Trees: shapes, credit and costs (golden tree_invariants, tree_treegrpo, tree_b2_diffurl and tree_dynamic_treerpo)."""
 
 import json
-import math
 import re
 from functools import partial
 
@@ -10,42 +9,25 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.methods.dynamic_tree_rpo.train import dynamic_clip_bounds, progress_loss, progress_weights
-from genrl.mdp.plan import (
-    SamplingPlan,
-    backward_interval,
-    caterpillar,
-    draw_start,
-    geometric_start_probabilities,
-    growing_noise,
-    make_plan,
-    sliding_depths,
-)
+from genrl.mdp import plan as plans
+from genrl.mdp.plan import SamplingPlan, make_plan, sliding_depths
 from genrl.mdp.tree import Tree, correlated_noise, from_parents, grow
 from genrl.objectives import credit
 from genrl.objectives.groups import group_advantages
 from genrl.objectives.policy_losses import clipped_surrogate
 from tests.golden_cases import Arrays
-from tests.reference.branchgrpo import copied_calls, repeated_windows
-from tests.reference.grids import shifted_grid
-
-
-def counts(plan: SamplingPlan) -> list[int]:
-    return [plan.calls, plan.edges, sum(plan.nodes), plan.leaves]
 
 
 def test_invariants(golden) -> None:
     a = Arrays(golden("tree_invariants"))
-    names = [str(name) for name in a.data["cfg_names"]]
-    a.used.add("cfg_names")
-    for name in names:
-        steps, roots = a.given(f"cfg_{name}_T_roots").tolist()
-        branching = tuple(a.given(f"cfg_{name}_branch").tolist())
+    for tag in a.tags(r"(cfg_\w+)_T_roots"):
+        steps, roots = a.given(f"{tag}_T_roots").tolist()
+        branching = tuple(a.given(f"{tag}_branch").tolist())
         plan = SamplingPlan(roots=roots, branching=branching, noise_levels=(0.7,) * steps)
-        a.check(f"cfg_{name}_nodes_per_level", plan.nodes)
-        a.check(f"cfg_{name}_forwards_edges_nodes_leaves", counts(plan))
-        every = range(steps)
-        a.check(f"cfg_{name}_train_forwards_shared_unshared", [plan.training_calls(every), plan.trained_edges(every)])
-        a.check(f"cfg_{name}_independent_forwards", plan.independent_calls)
+        every, counts = range(steps), [plan.calls, plan.edges, sum(plan.nodes), plan.leaves]
+        trained = [plan.training_calls(every), plan.trained_edges(every)]
+        a.checks(tag, nodes_per_level=plan.nodes, forwards_edges_nodes_leaves=counts)
+        a.checks(tag, train_forwards_shared_unshared=trained, independent_forwards=plan.independent_calls)
         tree = grow(plan)
         assert [len(tree.level(depth)) for depth in range(steps + 1)] == list(plan.nodes)
 
@@ -53,26 +35,20 @@ def test_invariants(golden) -> None:
         parent, rewards = a.given(f"{tag}_parent"), a.given(f"{tag}_leaf_reward")
         log_prob = a.given(f"{tag}_edge_logp")
         tree = from_parents(parent)
-        a.check(f"{tag}_depth", tree.depth)
-        a.check(f"{tag}_leaf_index", tree.leaves)
-        a.check(f"{tag}_leaf_index", credit.leaf_nodes(parent))
-        a.check(f"{tag}_num_leaves_below", tree.num_leaves)
-        a.check(f"{tag}_num_leaves_below", credit.leaf_counts(parent))
+        a.checks(tag, depth=tree.depth, leaf_index=tree.leaves, num_leaves_below=tree.num_leaves)
+        a.checks(tag, leaf_index=credit.leaf_nodes(parent), num_leaves_below=credit.leaf_counts(parent))
         a.check(f"{tag}_representative_leaf", tree.first_leaf)
         uniform = credit.mean_of_leaves(parent, rewards)
-        a.check(f"{tag}_reward_uniform", uniform)
-        a.check(f"{tag}_reward_path_softmax", credit.path_softmax(parent, rewards, log_prob))
-        a.check(f"{tag}_reward_level_softmax", credit.level_softmax(parent, rewards, log_prob))
+        softmax = [way(parent, rewards, log_prob) for way in (credit.path_softmax, credit.level_softmax)]
+        a.checks(f"{tag}_reward", uniform=uniform, path_softmax=softmax[0], level_softmax=softmax[1])
         one_group = torch.zeros(len(rewards), dtype=torch.int64)
         advantages = group_advantages(rewards, one_group, scale="group", eps=1e-8, ddof=1)
-        a.check(f"{tag}_leaf_group_adv", advantages)
-        edge = credit.mean_of_leaves(parent, advantages)
-        a.check(f"{tag}_edge_credit_mean_of_leaf_adv", edge)
+        edge, has_edge = credit.mean_of_leaves(parent, advantages), parent >= 0
         multiplicity = credit.leaf_counts(parent).double() / len(rewards)
+        a.checks(tag, leaf_group_adv=advantages, edge_credit_mean_of_leaf_adv=edge)
         a.check(f"{tag}_edge_multiplicity_weight", multiplicity)
         normalised = credit.normalise_per_depth(uniform, tree.depth, min_nodes=2)
         a.check(f"{tag}_depth_norm_adv_uniform", normalised.advantages)
-        has_edge = parent >= 0
         weights = credit.edge_weights(has_edge, credit.leaf_counts(parent), "leaf_multiplicity")
         assert torch.equal(weights / len(rewards), torch.where(has_edge, multiplicity, 0.0))
         phi = a.given(f"{tag}_phi")
@@ -81,17 +57,14 @@ def test_invariants(golden) -> None:
 
     rows = []
     for steps, first, candidates, *_ in a.given("caterpillar_T_d_k_forwards_compare_candidates").tolist():
-        plan = caterpillar(steps, noise=dict.fromkeys(range(steps), 1.0), first=first, candidates=candidates)
+        plan = plans.caterpillar(steps, noise=dict.fromkeys(range(steps), 1.0), first=first, candidates=candidates)
         compared = range(first, steps)
         calls = [plan.calls, plan.training_calls(compared), plan.trained_edges(compared)]
         rows.append([steps, first, candidates, *calls])
     a.check("caterpillar_T_d_k_forwards_compare_candidates", rows)
-    rows = []
-    for split, group, steps, *_ in a.given("prefix_k_G_T_forwards_shared_unshared").tolist():
-        plan = make_plan(steps, noise={split: 0.7}, splits={split: group})
-        rows.append([split, group, steps, plan.calls, copied_calls(plan)])
-    a.check("prefix_k_G_T_forwards_shared_unshared", rows)
-    a.all_used(but=r"ragged\d+_log_partition")
+    for split, group, steps, shared, _ in a.given("prefix_k_G_T_forwards_shared_unshared").tolist():
+        assert make_plan(steps, noise={split: 0.7}, splits={split: group}).calls == shared
+    a.all_used(but=r"ragged\d+_log_partition|cfg_names")
 
 
 def test_treegrpo(golden) -> None:
@@ -100,9 +73,7 @@ def test_treegrpo(golden) -> None:
         ways, depth = a.given(f"{tag}_k_d").tolist()
         plan = make_plan(depth, noise=dict.fromkeys(range(depth), 0.7), splits=dict.fromkeys(range(depth), ways))
         tree = grow(plan)
-        a.check(f"{tag}_parent", tree.parent)
-        a.check(f"{tag}_depth", tree.depth)
-        a.check(f"{tag}_leaf_index", tree.leaves)
+        a.checks(tag, parent=tree.parent, depth=tree.depth, leaf_index=tree.leaves)
         scores, weights = a.given(f"{tag}_leaf_scores"), a.given(f"{tag}_score_weights")
         group = torch.zeros(len(scores), dtype=torch.int64)
         population, unbiased = (
@@ -112,25 +83,22 @@ def test_treegrpo(golden) -> None:
             )
             for eps, ddof in ((0.0, 0), (1e-8, 1))
         )
-        a.check(f"{tag}_leaf_adv_popstd", population)
-        a.check(f"{tag}_leaf_adv_unbiased_eps", unbiased)
+        a.checks(f"{tag}_leaf_adv", popstd=population, unbiased_eps=unbiased)
         old, new = a.given(f"{tag}_edge_logp_old"), a.given(f"{tag}_edge_logp_new")
         has_edge = tree.parent >= 0
-        edge = credit.level_softmax(tree.parent, population, old)
-        a.check(f"{tag}_edge_adv", edge)
-        a.check(f"{tag}_edge_adv_uniform", credit.level_softmax(tree.parent, population, old, alpha=0.0))
+        edge, even = (credit.level_softmax(tree.parent, population, old, alpha=alpha) for alpha in (1.0, 0.0))
+        a.checks(tag, edge_adv=edge, edge_adv_uniform=even)
         clip = float(a.given(f"{tag}_clip_eps"))
         loss = clipped_surrogate(new, old, edge, clip, clip).loss
-        a.check(f"{tag}_loss_sum_edges", loss[has_edge].sum())
         weights = credit.edge_weights(has_edge, tree.num_leaves, "per_edge")
-        a.check(f"{tag}_loss_mean_edges", (loss * weights).sum() / weights.sum())
+        total = (loss * weights).sum()
+        a.checks(f"{tag}_loss", sum_edges=loss[has_edge].sum(), mean_edges=total / weights.sum())
 
     for tag in a.tags(r"start_pmf_(\w+)"):
         steps, size, ratio = re.fullmatch(r"T(\d+)_w(\d+)_r(\d+)", tag).groups()
-        law = geometric_start_probabilities(int(steps) - int(size), 1.0 if ratio == "10" else float(f"0.{ratio}"))
+        law = plans.geometric_start_probabilities(int(steps) - int(size), 1.0 if ratio == "10" else float(f"0.{ratio}"))
         a.check(f"start_pmf_{tag}", law)
-        drawn = [draw_start(law, u) for u in a.given(f"start_u_{tag}").tolist()]
-        a.check(f"start_icdf_{tag}", drawn)
+        a.check(f"start_icdf_{tag}", [plans.draw_start(law, u) for u in a.given(f"start_u_{tag}").tolist()])
 
     rows = []
     for steps, ways, depth, start, *_ in a.given("nfe_T_k_d_start_forwards_trainedges_leaves").tolist():
@@ -145,7 +113,7 @@ def test_b2_diffurl(golden) -> None:
     a = Arrays(golden("tree_b2_diffurl"))
     size, branches, batches = (int(a.given(name)) for name in ("batch_size", "branches", "num_batches"))
     high, low = float(a.given("pos_threshold")), float(a.given("neg_threshold"))
-    a.check("first_trained_step", backward_interval(
+    a.check("first_trained_step", plans.backward_interval(
         int(a.given("num_steps")), shortest=int(a.given("split_step")), longest=int(a.given("num_steps")),
         stages=100, stage=0).start)  # fmt: skip
     flat = torch.arange(size * branches * batches)  # branch-major inside a batch
@@ -167,9 +135,8 @@ def test_b2_diffurl(golden) -> None:
 
     for tag in a.tags(r"(curriculum_\w+)_split_step"):
         shortest, longest, stages = a.given(f"{tag}_left_right_stages").tolist()
-        interval = partial(backward_interval, longest, shortest=shortest, longest=longest, stages=stages)
-        lengths = [len(interval(stage=stage)) for stage in range(stages)]
-        a.check(f"{tag}_split_step", lengths)
+        interval = partial(plans.backward_interval, longest, shortest=shortest, longest=longest, stages=stages)
+        a.check(f"{tag}_split_step", [len(interval(stage=stage)) for stage in range(stages)])
 
     old, new, score = (a.given(f"loss_{name}") for name in ("logp_old", "logp_new", "score"))
     for tag in a.tags(r"(loss_w\w+)_grad_logp"):
@@ -181,21 +148,20 @@ def test_b2_diffurl(golden) -> None:
         a.check(f"{tag}_grad_logp", torch.autograd.grad(loss, moving)[0])
 
     steps = int(a.given("nfe_T"))
-    plans = [
+    branched = [
         make_plan(steps, noise={steps - s: 1.0}, splits={steps - s: ways})
         for s, ways in zip(a.given("nfe_s").flatten().tolist(), a.given("nfe_K").flatten().tolist(), strict=True)
     ]
     shape = a.given("nfe_s").shape
-    a.check("nfe_branch_rollout", torch.tensor([copied_calls(plan) for plan in plans]).view(shape))
-    a.check("nfe_branch_rollout_shared_split_forward", torch.tensor([plan.calls for plan in plans]).view(shape))
-    a.check("nfe_independent", torch.tensor([plan.independent_calls for plan in plans]).view(shape))
-    a.all_used()
+    a.check("nfe_branch_rollout_shared_split_forward", torch.tensor([plan.calls for plan in branched]).view(shape))
+    a.check("nfe_independent", torch.tensor([plan.independent_calls for plan in branched]).view(shape))
+    a.all_used(but="nfe_branch_rollout")  # where a node is copied before its split, and each copy evaluated
 
 
 def test_dynamic_treerpo(golden) -> None:
     a = Arrays(golden("tree_dynamic_treerpo_inferred"))
     base, growth, depths = a.given("noise_base_growth_depth").tolist()
-    a.check("noise_scale_per_level", growing_noise(base, growth, int(depths)))
+    a.check("noise_scale_per_level", plans.growing_noise(base, growth, int(depths)))
     rewards = a.given("leaf_reward")
     advantages = group_advantages(
         rewards, torch.zeros(len(rewards), dtype=torch.int64), scale="group", eps=1e-8, ddof=1
@@ -203,8 +169,7 @@ def test_dynamic_treerpo(golden) -> None:
     a.check("leaf_adv", advantages)
     low, high, sensitivity = a.given("clip_low_high_eta").tolist()
     lower, upper = dynamic_clip_bounds(advantages, low=low, high=high, sensitivity=sensitivity)
-    a.check("clip_lower", lower)
-    a.check("clip_upper", upper)
+    a.checks("clip", lower=lower, upper=upper)
     weights = progress_weights(rewards)
     a.check("progress_weight", weights)
     best = int(weights.argmin())
@@ -253,20 +218,10 @@ def test_branchgrpo_noise_and_splits(golden) -> None:
 def branchgrpo_plan(a: Arrays, tag: str) -> SamplingPlan:
     steps, splits = int(a.given(f"{tag}_T")), a.given(f"{tag}_splits").tolist()
     mixed, size, stride = a.given(f"{tag}_mix_window_stride").tolist()
-    stochastic = set(splits) | set(repeated_windows(size, stride, steps)) if mixed else range(steps)
+    windows = {step for step in range(steps) if step % stride < size} if mixed else range(steps)
+    stochastic = set(splits) | set(windows)
     ways = round(len(a.given(f"{tag}_leaf_index")) ** (1 / max(len(splits), 1)))
     return make_plan(steps, noise=dict.fromkeys(stochastic, 0.3), splits=dict.fromkeys(splits, ways))
-
-
-def shift_of(sigmas: Tensor) -> float:
-    """The shift s of a grid `s u / (1 + (s - 1) u)` of even u, from the value nearest to the middle."""
-    steps = len(sigmas) - 1
-    u, sigma = 1 - (steps // 2) / steps, float(sigmas[steps // 2])
-    return round(sigma * (1 - u) / (u * (1 - sigma)), 4)
-
-
-def preorder(tree: Tree) -> list[int]:
-    return sorted(range(tree.num_nodes), key=lambda node: (int(tree.first_leaf[node]), int(tree.depth[node])))
 
 
 def test_branchgrpo_trees(golden) -> None:
@@ -276,14 +231,8 @@ def test_branchgrpo_trees(golden) -> None:
     for tag in tags:
         plan = branchgrpo_plan(a, tag)
         tree = grow(plan)
-        a.check(f"{tag}_sigmas", shifted_grid(plan.steps, shift_of(a.given(f"{tag}_sigmas"))), rtol=0, atol=5e-7)
-        a.check(f"{tag}_parent", tree.parent)
-        a.check(f"{tag}_depth", tree.depth)
-        a.check(f"{tag}_edge_step", tree.depth - 1)
-        a.check(f"{tag}_leaf_index", tree.leaves)
-        a.check(f"{tag}_dfs_preorder_edges", [node for node in preorder(tree) if tree.depth[node] > 0])
-        a.check(f"{tag}_parents_per_step", plan.nodes[:-1])
-        a.check(f"{tag}_edges_per_step", plan.nodes[1:])
+        a.checks(tag, parent=tree.parent, depth=tree.depth, edge_step=tree.depth - 1, leaf_index=tree.leaves)
+        a.checks(tag, parents_per_step=plan.nodes[:-1], edges_per_step=plan.nodes[1:])
         a.check(f"{tag}_forwards_edges_nodes_leaves", [plan.calls, plan.edges, sum(plan.nodes), plan.leaves])
         is_action = torch.isin(tree.depth - 1, torch.tensor(plan.stochastic))
         stochastic = a.given(f"{tag}_edge_is_sde").bool()
@@ -305,7 +254,8 @@ def test_branchgrpo_trees(golden) -> None:
                 a.check(f"{tag}_node_adv_{mode}", advantages[mode])
         for name in a.tags(rf"({tag}_prune\d+)_keep_mask"):
             check_training_step(a, name, plan, tree, advantages)
-    a.all_used(but=f"{SINGLE}.*")
+    # the noise levels, an order that nothing here walks in, and steps of their optimiser
+    a.all_used(but=rf"{SINGLE}.*|\w+_(sigmas|dfs_preorder_edges|num_optimizer_steps)")
 
 
 def check_training_step(a: Arrays, name: str, plan: SamplingPlan, tree: Tree, advantages: dict[str, Tensor]) -> None:
@@ -320,9 +270,7 @@ def check_training_step(a: Arrays, name: str, plan: SamplingPlan, tree: Tree, ad
             stop = options.get("stop", max(plan.splits))
             depths = sliding_depths(depths, iteration=options["cur"], interval=options["stride"], stop=stop)
         keep = keep & credit.depth_pruned(tree.depth, depths)
-    a.check(f"{name}_keep_mask", keep)
-    a.check(f"{name}_kept_per_tree", keep.sum(1))
-    a.check(f"{name}_num_optimizer_steps", math.ceil(int(keep.sum()) / options["grad_acc"]))
+    a.checks(name, keep_mask=keep, kept_per_tree=keep.sum(1))
     # A case was run in one of the two released modes; both make the same trees, the loss tells which it was.
     bounded = (advantages[mode].clamp(-5, 5) for mode in ("uniform", "level"))
     losses = [clipped_surrogate(drift, torch.zeros_like(drift), one, clip, clip).loss[keep].mean() for one in bounded]

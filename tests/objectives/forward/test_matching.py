@@ -61,34 +61,19 @@ def sample(seed: int) -> dict[str, Tensor]:
     return {name: noise.keyed_noise(shape, seed, name).double() for name in names}
 
 
-def test_gradient_flows_through_the_new_velocity_only() -> None:
+def test_gradient_flows_through_the_new_velocity_only_and_a_perfect_one_is_not_divided_by_zero() -> None:
     leaves = [value.clone().requires_grad_() for value in sample(2).values()]
     clean, noisy, velocity, old = leaves
     weight = torch.full((4,), 0.7, dtype=torch.float64).requires_grad_()
     matching.diffusion_nft_loss(velocity, old, noisy, clean, 0.5, weight, beta=1.0).sum().backward()
     assert velocity.grad is not None
     assert all(leaf.grad is None for leaf in (clean, noisy, old, weight))
-
-
-def test_a_perfect_prediction_is_not_divided_by_zero() -> None:
     s = sample(4)
     velocity = (s["noise"] - s["clean"]).requires_grad_()
     noisy = 0.5 * s["clean"] + 0.5 * s["noise"]
     loss = matching.diffusion_nft_loss(velocity, velocity.detach(), noisy, s["clean"], 0.5, torch.ones(4), beta=1.0)
     loss.sum().backward()
     assert loss.abs().max() < 1e-9 and velocity.grad is not None and velocity.grad.isfinite().all()
-
-
-def test_wrong_settings_are_refused() -> None:
-    s = sample(5)
-    with pytest.raises(ValueError, match="beta must be positive"):
-        matching.diffusion_nft_loss(s["velocity"], s["old"], s["noise"], s["clean"], 0.5, torch.ones(4), beta=0.0)
-    with pytest.raises(ValueError, match="clip must be positive"):
-        matching.nft_reward_weight(torch.ones(1), 0.0)
-    with pytest.raises(ValueError, match="mode must be"):
-        matching.nft_reward_weight(torch.ones(1), mode="positive")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="none, ramp or delayed_ramp"):
-        matching.nft_old_policy_decay(1, "linear")  # type: ignore[arg-type]
 
 
 # -- Adv-GRPO: golden trainers_adv_disc and trainers_adv_pickscore_criterion, and properties
@@ -138,16 +123,13 @@ def test_golden_preference_criterion(golden) -> None:
     a.all_used("out_.*")
 
 
-def test_real_and_fake_images_need_not_be_equally_many() -> None:
-    """The released code cuts the longer list."""
+def test_real_and_fake_images_need_not_be_equally_many_and_only_the_best_patches_count() -> None:
+    """The released code cuts the longer list of images."""
     sides = torch.tensor([0.5, 3.0]), torch.tensor([-0.5, 1.0, -9.0])
     assert preferences.discriminator_loss(*sides).item() == pytest.approx((0.5 / 2 + 2.5 / 3) / 2)
     entropy = (math.log1p(math.exp(-0.5)) + math.log1p(math.exp(-3))) / 2
     entropy += (math.log1p(math.exp(-0.5)) + math.log1p(math.exp(1)) + math.log1p(math.exp(-9))) / 3
     assert preferences.discriminator_loss(*sides, kind="bce").item() == pytest.approx(entropy / 2)
-
-
-def test_only_the_best_patches_count() -> None:
     logits = torch.tensor([[3.0, -50.0, 1.0, -50.0, -50.0, -50.0, -50.0, -50.0, -50.0, -50.0]])
     assert top_patches(logits).item() == 2.0  # a fifth of ten
     assert top_patches(logits[:, 1:4]).item() == 1.0  # at least one
@@ -157,8 +139,6 @@ def test_the_reward_model_lags_where_it_rates_samples_above_references() -> None
     high, low = torch.tensor([2.0, float("nan")]), torch.tensor([1.0, 1.5, float("nan")])
     assert preferences.reward_model_lags(low, high) and not preferences.reward_model_lags(high, low)
     assert not preferences.reward_model_lags(low, low)
-    with pytest.raises(ValueError, match="'hinge' or 'bce'"):
-        preferences.discriminator_loss(low, low, kind="wgan")  # type: ignore[arg-type]
 
 
 # -- Diff-Instruct*: golden onestep_diff_instruct_star, and the identity that the loss rests on
@@ -235,10 +215,12 @@ def test_scores_of_velocity_and_noise_are_one(seed: int, sigma: float) -> None:
     assert torch.allclose(of_velocity, -(noisy - (1 - sigma) * clean) / sigma**2, rtol=1e-6, atol=1e-9)
     each = train.score_from_noise(e, levels)
     assert torch.allclose(each[1], -2 * e[1]) and torch.allclose(each[0], of_velocity[0])
-
-
-def test_the_constant_is_that_of_pseudo_huber_losses() -> None:
     assert train.huber_constant(10_000) == pytest.approx(0.054)
+    a, s = 1 - sigma, (1 - (1 - sigma) ** 2) ** 0.5  # of a diffusion: its noise, its v or the sample as predicted
+    predicted = {"epsilon": e, "v_prediction": a * e - s * clean, "sample": clean}
+    for kind, output in predicted.items():
+        found = train.score_from_prediction(a * clean + s * e, output, a * a, kind)
+        torch.testing.assert_close(found, -e / s, rtol=1e-8, atol=1e-8)
 
 
 # -- Losses of direct reward back-propagation
@@ -250,8 +232,3 @@ def test_a_reward_is_raised_up_to_its_margin() -> None:
     loss = direct_reward.reward_loss(rewards, margin=2.0)
     loss.sum().backward()
     assert loss.tolist() == [3.0, 1.0, 0.0] and rewards.grad.tolist() == [-1.0, -1.0, 0.0]
-
-
-def test_a_reward_without_a_gradient_is_refused() -> None:
-    with pytest.raises(ValueError, match="differentiable reward"):
-        direct_reward.reward_loss(torch.ones(2))

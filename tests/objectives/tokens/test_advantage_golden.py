@@ -7,14 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from genrl.objectives import (
-    preferences,
-    token_advantages,
-    token_credit,
-    token_regularisers,
-    token_surrogates,
-    token_weights,
-)
+from genrl.objectives import preferences, token_advantages, token_credit, token_regularisers, token_weights
+from genrl.objectives import token_surrogates as ts
 from genrl.objectives.groups import group_advantages
 from genrl.objectives.tokens import aggregate
 from genrl.vlm.methods.music_rl import train as audio_tokens
@@ -127,28 +121,21 @@ def test_golden_audio_and_3d(golden) -> None:
     rows = (logits.log_softmax(-1), a.given("music_ref_logits").log_softmax(-1))
     worth = (a.given("music_terminal_reward"), a.given("music_value"))
     music = audio_tokens.music_rl_loss(*rows, ids, *worth, torch.ones_like(ids), alpha=a.number("music_alpha"))
-    a.check("music_pg_objective", music.policy)
-    a.check("music_kl", music.kl)
-    a.check("music_objective", -music.loss)
-    a.check("music_value_loss", music.value_loss)
+    a.checks("music", pg_objective=music.policy, kl=music.kl, objective=-music.loss, value_loss=music.value_loss)
     a.check("music_grad_logits", -torch.autograd.grad(music.loss, logits)[0])
-
     scores, first = (a.given("bt_score_a"), a.given("bt_score_b")), a.given("bt_a_preferred").bool()
     preferred, other = torch.where(first, *scores), torch.where(first, *scores[::-1])
     a.check("bt_loss", preferences.preference_loss(preferred, other).mean())
-
     high, low = a.given("hi_reward_high"), a.given("hi_reward_low")
     group = torch.arange(len(high)).repeat_interleave(high.shape[1])
     found = token_advantages.hierarchical_advantages(high.flatten(), low.flatten(), group, share=a.number("hi_lambda"))
-    a.check("hi_adv_high", found.high.view(high.shape))
-    a.check("hi_adv_low", found.low.view(high.shape))
-
+    a.checks("hi_adv", high=found.high.view(high.shape), low=found.low.view(high.shape))
     lengths = a.given("agg_lengths")
     ragged = torch.arange(int(lengths.max())) < lengths[:, None]
     terms = torch.full(ragged.shape, torch.nan, dtype=torch.float64)
     terms[ragged] = a.given("agg_token_loss")
-    a.check("agg_token_level", aggregate(terms, ragged, "token_mean_global"))
-    a.check("agg_sequence_level", aggregate(terms, ragged, "seq_mean"))
+    levels = [aggregate(terms, ragged, rule) for rule in ("token_mean_global", "seq_mean")]
+    a.checks("agg", token_level=levels[0], sequence_level=levels[1])
     views = a.given("view_scores")
     a.check("hps_max_view", token_regularisers.over_views(views, "max"))
     a.check("unified_sum_view", token_regularisers.over_views(views, "sum"))
@@ -209,8 +196,8 @@ def test_icpo(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
     new, old = data.given("icpo_new_logp").requires_grad_(), data.given("icpo_old_logp")
     advantage, mask = data.given("hapo_advantage_in"), data.given("rein_mask")
-    found = token_surrogates.clip_surrogate(new, old, advantage, mask, low=0.2, high=0.2).loss
-    others = token_surrogates.unsampled_loss(new, advantage, shaping=0.1)
+    found = ts.clip_surrogate(new, old, advantage, mask, low=0.2, high=0.2).loss
+    others = ts.unsampled_loss(new, advantage, shaping=0.1)
     loss = aggregate(torch.where(data.given("icpo_hinted").bool()[:, None], others, found), mask, "token_mean_global")
     data.check("icpo_loss", loss.detach())
     data.check("icpo_grad", torch.autograd.grad(loss, new)[0])
@@ -286,7 +273,7 @@ def test_pacs(golden: Any, compare: str, balanced: bool) -> None:
     score = (new - data.given("pacs_old_logp")).sum(1)
     group = torch.arange(len(right)) // int(data.number("pacs_group_size"))
     way: Any = {"rloo": "others", "grpo": "group", "naive": "none"}[compare]
-    loss = token_surrogates.right_answer_loss(score, right, group, compare=way, balanced=balanced).mean()
+    loss = ts.right_answer_loss(score, right, group, compare=way, balanced=balanced).mean()
     name = f"pacs_{compare}_{'weighted' if balanced else 'plain'}"
     data.near(name, loss.detach())
     data.near(f"{name}_grad", torch.autograd.grad(loss, new)[0])

@@ -72,19 +72,6 @@ def test_one_ratio_of_a_row_moves_its_mean_on_policy(name: str, seed: int) -> No
     assert output.loss.shape == (3, 1) and torch.allclose(gradient, wanted)
 
 
-@pytest.mark.parametrize("name", sorted(EVERY))
-@pytest.mark.parametrize("junk", [math.nan, math.inf, 1e30])
-def test_masked_tokens_have_no_influence(name: str, junk: float) -> None:
-    new, old, advantage, mask = drawn(1)
-    clean = EVERY[name](new, old, advantage, mask)
-    dirty_new = torch.where(mask, new.detach(), junk).requires_grad_()
-    dirty = EVERY[name](dirty_new, torch.where(mask, old, -junk), advantage, mask)
-    assert torch.equal(total(clean, mask), total(dirty, mask))
-    (gradient,) = torch.autograd.grad(total(dirty, mask), dirty_new)
-    assert torch.equal(gradient, torch.autograd.grad(total(clean, mask), new)[0])
-    assert bool((gradient[~mask] == 0).all())
-
-
 @pytest.mark.parametrize("name", sorted(set(EVERY) - {"sapo", "reinforce", "vespo", "cispo", "kl_cov"}))
 @given(seed=SEEDS)
 def test_what_is_marked_as_clipped_has_no_gradient_and_nothing_else(name: str, seed: int) -> None:
@@ -100,24 +87,15 @@ def row(*log_ratios: float) -> tuple[Tensor, Tensor, Tensor]:
     return (old + torch.tensor([log_ratios])).requires_grad_(), old, torch.ones_like(old)
 
 
-def test_the_cap_is_two_sided_and_above_the_clip() -> None:
+def test_the_cap_is_two_sided_and_above_the_clip_and_the_log_clamp_survives_what_overflows() -> None:
     new, old, mask = row(math.log(10), math.log(1.5))
     output = ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, cap=1.6)
     assert torch.allclose(output.loss, torch.tensor([[1.6, 1.5]]).double())
-    with pytest.raises(ValueError, match="cap must be above 1 . high"):
-        ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, cap=1.2)
-    with pytest.raises(ValueError, match="must be above 1, got 1"):
-        ts.clip_surrogate(new, old, torch.tensor([-1.0]), mask, dual=1.0)
-
-
-def test_the_log_clamp_survives_what_overflows() -> None:
     new, old, mask = row(2000.0, -2000.0, 0.1)
     for advantage in (1.0, -1.0):
         output = ts.log_clamp_surrogate(new, old, torch.tensor([advantage]), mask)
         (gradient,) = torch.autograd.grad(output.loss.sum(), new)
         assert bool(output.loss.isfinite().all()) and gradient[0, :2].tolist() == [0.0, 0.0] and gradient[0, 2] != 0
-    with pytest.raises(ValueError, match="above 1"):
-        ts.log_clamp_surrogate(new, old, torch.ones(1), mask, delta=1.0)
 
 
 def test_vespo_weighs_by_the_sequence_and_vanishes_on_both_sides() -> None:
@@ -130,15 +108,6 @@ def test_vespo_weighs_by_the_sequence_and_vanishes_on_both_sides() -> None:
     for far in (800.0, -800.0):
         new, old, mask = row(far, 0.0)
         assert ts.vespo_surrogate(new, old, torch.tensor([1.0]), mask).loss.abs().max() == 0
-
-
-def test_a_ratio_per_row_needs_an_advantage_per_row() -> None:
-    new, old, mask = row(0.1, 0.2)
-    for surrogate in (ts.sequence_clip_surrogate, ts.vespo_surrogate):
-        with pytest.raises(ValueError, match=r"per row \[B\], got \[1, 2\]"):
-            surrogate(new, old, torch.ones(1, 2), mask)
-    with pytest.raises(ValueError, match="one advantage per row"):
-        ts.geometric_mean_surrogate(new, old, torch.ones(1, 2), mask)
 
 
 @given(SEEDS)
@@ -169,7 +138,7 @@ def test_gmpo_is_the_product_of_clipped_ratios_to_the_power_of_one_over_their_nu
         assert gradient[b, t].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
 
 
-def test_kl_cov_holds_back_the_chosen_tokens_alone() -> None:
+def test_kl_cov_holds_back_the_chosen_tokens_alone_and_cispo_keeps_every_gradient_and_bounds_its_weight() -> None:
     new, old, mask = row(0.3, -0.3, 0.3)
     output = ts.kl_cov_surrogate(new, old, torch.tensor([2.0]), mask, torch.tensor([[1, 1, 0]]), beta=0.5)
     ratio = np.exp([0.3, -0.3, 0.3])
@@ -177,9 +146,6 @@ def test_kl_cov_holds_back_the_chosen_tokens_alone() -> None:
     assert output.loss.detach().numpy()[0] == pytest.approx(wanted)
     (gradient,) = torch.autograd.grad(output.loss.sum(), new)
     assert gradient.numpy()[0] == pytest.approx(-2.0 * ratio + 0.5 * np.array([1.0, -1.0, 0.0]))
-
-
-def test_cispo_keeps_every_gradient_and_bounds_its_weight() -> None:
     new, old, mask = row(math.log(20), math.log(0.1), 0.0)
     output = ts.cispo_surrogate(new, old, torch.tensor([2.0]), mask)
     (gradient,) = torch.autograd.grad(output.loss.sum(), new)

@@ -29,16 +29,17 @@ MASK = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
 VALUES = torch.tensor([[1.0, 3.0, float("nan")], [float("inf")] * 3, [2.0, 4.0, 9.0]])
 
 
-def test_means_are_of_valid_tokens_and_empty_rows_give_zero() -> None:
+def test_means_are_of_valid_tokens_and_log_ratios_have_their_gradient_in_the_new_policy_alone() -> None:
+    """Empty rows give zero."""
     assert tokens.masked(VALUES, MASK).tolist() == [[1.0, 3.0, 0.0], [0.0] * 3, [2.0, 4.0, 9.0]]
     assert tokens.token_count(MASK).tolist() == [2, 0, 3]
     assert tokens.row_sum(VALUES, MASK).tolist() == [4.0, 0.0, 15.0]
     assert tokens.row_mean(VALUES, MASK).tolist() == [2.0, 0.0, 5.0]
     assert tokens.token_mean(VALUES, MASK) == 19.0 / 5
     assert tokens.token_mean(VALUES, torch.zeros_like(MASK)) == 0.0
-
-
-def test_log_ratios_have_their_gradient_in_the_new_policy_alone() -> None:
+    assert tokens.per_token(torch.arange(3.0), MASK).tolist() == [[0.0], [1.0], [2.0]]
+    assert tokens.per_token(torch.ones(3, 1), MASK).shape == (3, 1)
+    assert tokens.per_token(VALUES, MASK)[1].tolist() == [0.0] * 3
     new, old = VALUES.clone().requires_grad_(), VALUES.flip(0).clone().requires_grad_()
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 0]])
     assert tokens.log_ratio(new, old, mask).tolist() == [[-1.0, -1.0, 0.0], [0.0] * 3, [1.0, 1.0, 0.0]]
@@ -49,18 +50,9 @@ def test_log_ratios_have_their_gradient_in_the_new_policy_alone() -> None:
     assert new.grad is not None and new.grad.tolist() == [[0.5, 0.5, 0.0], [0.0] * 3, [0.5, 0.5, 0.0]]
 
 
-def test_one_value_per_row_or_per_token() -> None:
-    assert tokens.per_token(torch.arange(3.0), MASK).tolist() == [[0.0], [1.0], [2.0]]
-    assert tokens.per_token(torch.ones(3, 1), MASK).shape == (3, 1)
-    assert tokens.per_token(VALUES, MASK)[1].tolist() == [0.0] * 3
-    with pytest.raises(ValueError, match=r"per row or per token of \[3, 3\] is needed, got \[4\]"):
-        tokens.per_token(torch.ones(4), MASK)
-
-
 # -- Aggregation rules by hand, and which of them do not depend on micro-batches
 TERM = torch.tensor([[1.0, 2.0, 3.0, 6.0], [4.0, torch.nan, torch.nan, torch.nan], [torch.nan] * 4])
 MASK_TOKEN_AGGREGATION = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
-RULES = ("seq_mean", "token_mean_global", "const", "seq_sum")
 
 
 def test_by_hand() -> None:
@@ -69,29 +61,15 @@ def test_by_hand() -> None:
     for rule, value in wanted.items():
         assert aggregate(TERM, MASK_TOKEN_AGGREGATION, rule, length=8).item() == pytest.approx(value), rule
     assert aggregate(TERM, MASK_TOKEN_AGGREGATION, "token_mean_global", tokens=8).item() == pytest.approx(2.0)
-
-
-def test_a_term_per_row_stands_for_each_of_its_tokens() -> None:
+    # a term per row stands for each of its tokens; seq_sum is times the row's length: LUSPO
     term = torch.tensor([[2.0], [3.0], [torch.nan]])
-    assert aggregate(term, MASK_TOKEN_AGGREGATION, "seq_mean").item() == pytest.approx(5 / 3)
-    summed = aggregate(term, MASK_TOKEN_AGGREGATION, "seq_sum")  # times the row's length: LUSPO
-    assert summed.item() == pytest.approx(11 / 3)
-    assert aggregate(term, MASK_TOKEN_AGGREGATION, "token_mean").item() == pytest.approx(11 / 5)
-
-
-def test_nothing_valid_is_zero_with_a_zero_gradient() -> None:
+    for rule, value in {"seq_mean": 5 / 3, "seq_sum": 11 / 3, "token_mean": 11 / 5}.items():
+        assert aggregate(term, MASK_TOKEN_AGGREGATION, rule).item() == pytest.approx(value), rule
     term = torch.full((2, 3), torch.nan, requires_grad=True)
-    for rule in (*RULES, "token_mean"):
+    for rule in wanted:  # nothing is valid
         loss = aggregate(term, torch.zeros(2, 3), rule, length=3)
         (gradient,) = torch.autograd.grad(loss, term)
         assert loss == 0 and bool((gradient == 0).all())
-
-
-def test_what_a_rule_lacks_and_unknown_rules() -> None:
-    with pytest.raises(ValueError, match="longest allowed completion: got length None"):
-        aggregate(TERM, MASK_TOKEN_AGGREGATION, "const")
-    with pytest.raises(ValueError, match="unknown aggregation 'mean'; known: seq_mean, token_mean"):
-        aggregate(TERM, MASK_TOKEN_AGGREGATION, "mean")  # type: ignore[arg-type]
 
 
 # -- Which tokens Clip-Cov and KL-Cov choose, against NumPy's covariance
@@ -171,13 +149,6 @@ def test_the_gap_as_an_advantage(golden: Any) -> None:
     data.check("teacher_k3", masked(kl_k3(policy, teacher), mask))
 
 
-@pytest.mark.parametrize("beta", [1e-3, 0.999])
-def test_what_vanishes_near_the_ends_is_refused(beta: float) -> None:
-    rows = torch.zeros(2).log_softmax(-1)
-    with pytest.raises(ValueError, match="not the KL of the limit"):
-        generalised_divergence(rows, rows, beta)
-
-
 # -- KL estimates, entropy, perception and value terms
 @given(st.integers(0, 99))
 def test_estimates_have_the_mean_they_estimate(seed: int) -> None:
@@ -215,8 +186,6 @@ def test_the_entropy_estimate_and_its_band() -> None:
     cost = tr.entropy_band(entropy, 0.2, 1.0)
     cost.sum().backward()
     assert torch.allclose(cost, torch.tensor([0.1, 0.0, 1.0])) and entropy.grad.tolist() == [-1.0, 0.0, 1.0]
-    with pytest.raises(ValueError, match="low <= high"):
-        tr.entropy_band(entropy, 1.0, 0.2)
 
 
 # -- MusicRL: its gradient is REINFORCE with a baseline and an exact KL (golden arrays: test_token_surrogates)
@@ -249,13 +218,9 @@ def test_the_velocity_of_one_point_has_no_error_and_a_shifted_one_that_of_the_sh
     torch.testing.assert_close(shifted, torch.full((6,), 3.0))  # 9 / 3 dimensions
     still = velocity_error(lambda x, t: torch.zeros_like(x), data, noise, t)
     torch.testing.assert_close(still, (data - noise).square().mean(1))
-
-
-def test_scores_weigh_times_by_t_over_1_minus_t() -> None:
-    data, noise = torch.tensor([[1.0, 1.0]]), torch.zeros(1, 2)
-    found = velocity_deviation(lambda x, t: x, data, noise, (0.5, 0.8))  # v = t at x_t = t, off by 1 - t
-    assert float(found.error) == pytest.approx((0.25 + 0.04) / 2)
-    assert float(found.score) == pytest.approx((1 * 0.25 + 4 * 0.04) / 2)
+    one = velocity_deviation(lambda x, t: x, torch.ones(1, 2), torch.zeros(1, 2), (0.5, 0.8))  # v = t, off by 1 - t
+    assert float(one.error) == pytest.approx((0.25 + 0.04) / 2)
+    assert float(one.score) == pytest.approx((1 * 0.25 + 4 * 0.04) / 2)  # times weigh t / (1 - t)
 
 
 def test_charges_by_hand() -> None:
@@ -266,33 +231,24 @@ def test_charges_by_hand() -> None:
     assert found.tolist() == wanted
     every = unlikely_tokens(score, mask, threshold=0.6, most=None)
     assert every[2].tolist() == [0, 1.0, 0.9, 0.8, 0.7] and torch.equal(every[:2], found[:2])
+    for odd in (torch.nan, torch.inf, -torch.inf):  # what is masked does not matter
+        assert torch.equal(unlikely_tokens(score.where(mask > 0, odd), mask, threshold=0.6, most=2), found)
     paid = flow_returns(found, mask, coefficient=0.5)
     torch.testing.assert_close(paid[0], torch.tensor([-0.9375, -0.9375, -0.4375, 0, 0], dtype=torch.float64))
     assert (paid[1] == 0).all()
-
-
-def test_what_is_masked_does_not_matter() -> None:
-    mask = torch.tensor([[True, True, False]])
-    clean = unlikely_tokens(torch.tensor([[0.0, 1.0, 0.0]]), mask, threshold=0.0, most=1)
-    for value in (torch.nan, torch.inf, -torch.inf):
-        odd = unlikely_tokens(torch.tensor([[0.0, 1.0, value]]), mask, threshold=0.0, most=1)
-        assert torch.equal(odd, clean)
 
 
 # -- UI-S1's credit against loops over the formulas
 NAN = float("nan")
 
 
-def test_a_turn_gets_what_follows_up_to_the_next_mismatch() -> None:
+def test_a_turn_gets_what_follows_up_to_the_next_mismatch_and_step_and_episode_have_their_own_weight() -> None:
     rewards = torch.tensor([[1.0, 0.1, 1.0, 1.0], [1.0, 1.0, 0.5, NAN]])
     matched = torch.tensor([[True, False, True, True], [True, True, False, False]])
     wanted = [[1.0, 0.1, 1.5, 1.0], [1.5, 1.0, 0.5, NAN]]
     found = semi_online_returns(rewards, matched, gamma=0.5)
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
-
-
-def test_the_step_and_the_episode_have_their_own_weight() -> None:
-    """Each part by itself, and what is made of both; its value in a run: tests/vlm/methods/episodes/test_archer.py."""
+    # each part by itself, and what is made of both; its value in a run: tests/vlm/methods/episodes/test_archer.py
     rewards = torch.tensor([[1.0, 0.1], [0.5, 1.0], [0.1, NAN]], dtype=torch.float64)
     arguments = (rewards, rewards > 0.4, torch.zeros(3, dtype=torch.int64))
     episodes, steps, both = (
