@@ -60,22 +60,19 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
     env.first_slot, dropped = run.first_slot, env.dropped
     raw, _ = env.reset(seed=seed, options={"once": True})
     running, (success, lost) = np.ones(env.num_envs, dtype=np.bool_), np.zeros((2, env.num_envs), dtype=np.bool_)
-    actions = np.zeros((env.num_envs, env.chunk, env.action_dim), dtype=np.float32)
     parts, slots, errors, steps, decision = [], [], [], 0, 0
     while running.any():
-        here = torch.from_numpy(np.flatnonzero(running))
-        observation = rows(observe(raw, env, policy, decision), here)
+        observation = observe(raw, env, policy, decision)
         # Drawn before it is known who acts, so that the numbers that follow are the same for any beta.
-        noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rngs[slot]) for slot in here])
+        noise = torch.stack([torch.randn(policy.horizon, policy.action_dim, generator=rng) for rng in rngs])
         student_chunk = acting.sampler.act(policy, policy.encode(observation), noise)
-        expert_chunk = torch.from_numpy(env.expert_chunks(policy.horizon))[here]
-        expert_acts = torch.tensor([float(torch.rand((), generator=rngs[slot])) < beta for slot in here])
+        expert_chunk = torch.from_numpy(env.expert_chunks(policy.horizon))
+        expert_acts = torch.tensor([float(torch.rand((), generator=rng)) < beta for rng in rngs])
         chunk = torch.where(expert_acts[:, None, None], expert_chunk, policy.actions(student_chunk).cpu().float())
-        actions[here] = chunk[:, : env.chunk].numpy()
-        raw, _, terminated, truncated, info = env.step(actions)
-        labelled = torch.from_numpy(info["n_executed"] > 0)[here]  # 0: it was lost, and so may be what was told
+        raw, _, terminated, truncated, info = env.step(chunk[:, : env.chunk].numpy())
+        labelled = torch.from_numpy(running & (info["n_executed"] > 0))  # 0: it was lost, and so may be what was told
         parts.append(rows(observation | {ACTION: expert_chunk}, labelled))
-        slots.append(run.first_slot + here[labelled])
+        slots.append(run.first_slot + labelled.nonzero()[:, 0])
         width = expert_chunk.shape[-1]
         errors.append(
             (policy.normalised(expert_chunk)[..., :width] - student_chunk.cpu()[..., :width])
