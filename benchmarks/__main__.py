@@ -14,6 +14,7 @@ BRIEF: dict[str, list[str]] = {
     "model_calls": [],
     "overhead": [],
     "peer_flow_grpo": [],
+    "peer_diffusers_sft": [],
     "end_to_end": ["--minutes", "0.1", "--seeds", "0"],
     "memory": [],
     "scaling": ["--processes", "1", "2", "--iterations", "2"],

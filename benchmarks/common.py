@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from genrl.cli.doctor import examine
+from genrl.config import RunConfig
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.settings import DiffusionNFT
@@ -142,13 +143,17 @@ def opened(config: Config, stack: ExitStack) -> DiffusionRun:
     """
     if config.kernels.compile or config.sampling.fit_batch:
         raise ValueError("kernels.compile and sampling.fit_batch are not measured here: leave them out")
+    return open_run(config, alone(config, stack), None, stack)
+
+
+def alone(config: RunConfig, stack: ExitStack) -> Process:
+    """The one process of a run in a folder that is gone when the stack ends."""
     folder = Run(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run")
     accelerator = make_accelerator(config.distributed.timeout_s)
     log = MetricLogger(folder, (), enabled=True)
     stack.callback(log.finish)
     watchdog = stack.enter_context(Watchdog(folder, 3600))
-    process = Process(accelerator, folder, log, Progress(1, enabled=False), watchdog, Stop())
-    return open_run(config, process, None, stack)
+    return Process(accelerator, folder, log, Progress(1, enabled=False), watchdog, Stop())
 
 
 def train(run: DiffusionRun) -> None:

@@ -107,7 +107,6 @@ def start(check: Check, folder: Path, earlier: Mapping[str, Any], dry: bool) -> 
     command = command_of(check, found)
     if dry:
         command.append("--dry-run")
-        environment |= {"TRITON_INTERPRET": "1"}
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     return Running(check, process, output, found, time.monotonic())
 

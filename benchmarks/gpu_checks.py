@@ -38,7 +38,7 @@ from genrl.config import RunConfig, load
 from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.memory_estimate import memory
 from genrl.diffusion.config.schema import Config
-from genrl.kernels.machine import PACKAGES, triton_problem
+from genrl.kernels.machine import PACKAGES
 from genrl.runtime.folder.run import read_metrics, write_atomic
 from genrl.runtime.loop.frame import train
 from genrl.runtime.weights.devices import without_cudnn_attention
@@ -99,7 +99,7 @@ OF_A_GPU = ("float16", "attention: efficient", "attention: cudnn")
 LANGUAGE: dict[str, tuple[str, ...]] = {
     "as it is": (),
     "checkpointing": ("vlm.gradient_checkpointing=true",),
-    "prefix attention by triton": ("vlm.prefix_attention=triton",),
+    "prefix attention": ("vlm.prefix_attention=flex",),
     "packing": ("vlm.packing=true",),
     "all weights, checkpointing": ("vlm.lora=null", "vlm.gradient_checkpointing=true"),
 }
@@ -362,9 +362,8 @@ def kernel(found: Found, dry: bool, name: str) -> None:
     """`benchmarks.kernels`, a shape at a time."""
     without_cudnn_attention()  # of what torch chooses, as in every run
     device = "cpu" if dry else "cuda"
-    backend: Any = "auto" if triton_problem(torch.device(device)) else "triton"
     rows: list[dict[str, Any]] = found.values.get("rows", [])
-    for shape, case in kernels.cases(name, device, torch.bfloat16, tiny=dry, backend=backend).items():
+    for shape, case in kernels.cases(name, device, torch.bfloat16, tiny=dry).items():
         if any(row["shape"] == shape for row in rows):
             continue
         try:

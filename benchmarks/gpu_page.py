@@ -254,10 +254,11 @@ Each call is recorded as a CUDA graph and timed by the GPU's events with a cold 
 default](kernels.md#timing) reads these tables. A star marks calls that waited for the host and could not be recorded:
 theirs is the host's time.
 
-Three more kernels were written in Triton and timed on the H200: norm and rotation of queries and keys, the gates and
+Three kernels were written in Triton and timed on the H200: norm and rotation of queries and keys, the gates and
 modulations of a block, and a step with its log-probability. `torch.compile` of their definitions was faster (1.4 to 2.9
 times, up to 2.5 in the backward pass, and 20 to 80), so they are gone, and `kernels.fused` compiles the definitions.
-The rows `fused` below are theirs; the compiled definitions were not measured yet. cuDNN's attention is 1.3 to 2 times
+The rows `fused` below are theirs; the compiled definitions were not measured yet. A fourth, of shared prefixes, was
+right there but never timed; FlexAttention computes the same, and it is gone too. cuDNN's attention is 1.3 to 2 times
 as fast as the flash kernel that torch chooses without it, and `kernels.attention: cudnn` has it.
 
 ## An iteration

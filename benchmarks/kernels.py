@@ -1,7 +1,7 @@
 """Kernels against the best of the compiled definition and the library, on a GPU.
 
     python -m benchmarks.kernels [prefix_attention joint_attention] [--rounds 7]
-    TRITON_INTERPRET=1 python -m benchmarks.kernels --dry-run      # all of it but the times, on a CPU
+    python -m benchmarks.kernels --dry-run      # all of it but the times, on a CPU
 
 Shapes in bfloat16: SD3.5-M at 512 and 1024 pixels, FLUX.1 at 720 and 1024, Qwen-Image at 512, the suffix of a flow VLA
 and the answers of VLMs. Forward, and forward with backward. First every candidate's error against the definition in
@@ -9,11 +9,12 @@ float32 is held against twice the definition's own. Then the candidates take tur
 the cache was written over, recorded as a CUDA graph and timed by the GPU's events; times are medians over the rounds.
 `ratio` is the best other over ours, and `on_by_default` the rule of a default: of each shape the lesser of both ratios
 is at least 1.05 on four shapes, and nowhere below 0.97. `roofline` is the share of the time that the bytes moved (the
-products, for attention) take at the card's peak. There is no kernel of ours for joint attention: `ours` is torch's
-choice there, `auto`, and its rows say whether another library should be named.
+products, for attention) take at the card's peak. None is a kernel of our own: `ours` is what runs if nothing is named
+(torch's choice for joint attention, the rows of a prefix packed under a mask), and the rows say whether another library
+should be.
 
 Without a GPU nothing can be timed. --dry-run makes every candidate run on tiny shapes, forward and backward, and checks
-the errors; Triton's kernels where they are interpreted. Writes kernels.json.
+the errors. Writes kernels.json.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from torch import Tensor
 
 from benchmarks.common import parser, save
 from genrl.kernels.blocks import joint_attention, usable
-from genrl.kernels.machine import triton_problem
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch
 from genrl.runtime.weights.devices import without_cudnn_attention
 
@@ -70,8 +70,8 @@ class Case(NamedTuple):
     products: bool = False
 
 
-def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool, backend: str = "auto") -> dict[str, Case]:
-    """Shape -> case. backend: of ours."""
+def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool) -> dict[str, Case]:
+    """Shape -> case."""
     images, prefixes_of = (TINY_IMAGES, TINY_PREFIXES) if tiny else (IMAGES, PREFIXES)
     torch.manual_seed(0)
     random = partial(torch.randn, device=device, dtype=dtype)
@@ -81,13 +81,12 @@ def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool, backend: 
             own, kept = (rows, inner, length, size), (prefixes, inner, prefix, size)
             row_of = torch.arange(rows, device=device) // (rows // prefixes)
             call = partial(prefix_attention, row_of=row_of, causal=causal)
-            libraries = {name: partial(call, backend=name) for name in ("sdpa", "flex")}
-            if device == "cpu":
-                del libraries["flex"]  # it has no backward pass there
+            # It has no backward pass on a CPU.
+            libraries = {} if device == "cpu" else {"flex": partial(call, backend="flex")}
             repeated = partial(prefix_attention_torch, row_of=row_of, prefix_mask=None, causal=causal, scale=size**-0.5)
             inputs = [random(rows, heads, length, size), random(own), random(own), random(kept), random(kept)]
             products = 4.0 * rows * heads * length * (prefix + length / (2 if causal else 1)) * size
-            found[name] = Case(inputs, partial(call, backend=backend), repeated, libraries, products, True)
+            found[name] = Case(inputs, call, repeated, libraries, products, True)
         return found
     for name, (tokens, heads, size) in images.items():
         inputs = [random(1, tokens, heads, size) for _ in range(3)]
@@ -234,14 +233,11 @@ def main() -> None:
         arguments.error(f"no kernel {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     device = "cpu" if given.dry_run else "cuda"
     without_cudnn_attention()  # of what torch chooses, as in every run
-    problem = triton_problem(torch.device(device)) if given.dry_run or torch.cuda.is_available() else "there is no GPU"
-    if problem and not given.dry_run:
-        arguments.error(f"no kernel can be timed: {problem}. --dry-run checks all but the times")
-    if problem:
-        print(f"`ours` are the torch definitions here: {problem}")
+    if not given.dry_run and not torch.cuda.is_available():
+        arguments.error("no kernel can be timed: there is no GPU. --dry-run checks all but the times")
     table: list[dict[str, Any]] = []
     for kernel in given.kernels or names:
-        found = cases(kernel, device, torch.bfloat16, tiny=given.dry_run, backend="auto" if problem else "triton")
+        found = cases(kernel, device, torch.bfloat16, tiny=given.dry_run)
         rows = [row for one in found.items() for row in measure(kernel, *one, given.rounds, device)]
         for row in rows:
             times = "  ".join(f"{name} {1e3 * t:.3f}" for name, t in row.get("seconds", {}).items())

@@ -40,7 +40,8 @@ from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.run import DiffusionRun
 
-FLOW = ("configs/flow_grpo.yaml", "sampling.num_inference_steps=3", "trainer.window={size: 2, high: 2}")
+STEPS = ("sampling.num_inference_steps=3", "trainer.window={size: 2, high: 2}")
+FLOW = ("configs/flow_grpo.yaml", "sampling.batch_size=32", *STEPS)
 FULL = ("model.lora=null", "optimizer.lr=1e-5")
 CHECKPOINTING = "model.gradient_checkpointing=true"
 ROWS: dict[str, tuple[str, ...]] = {

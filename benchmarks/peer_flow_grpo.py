@@ -1,14 +1,15 @@
 """What each choice of the main job saves: Flow-GRPO by the usual loop, and by genrl with one choice more in each row.
 
-    python -m benchmarks.peer_flow_grpo [--rounds 5]
+    python -m benchmarks.peer_flow_grpo [--rounds 5] [--fast]
 
 The usual loop is a stand-in of our own, written for this comparison after what the public implementations have in
 common; it is nobody's code. It copies the pipeline's denoising loop, draws every step but the last from the SDE, calls
 the text encoders for every batch, wraps the model in DDP, and in training runs the model again at every step, with
 guidance. All rows share checkpoint, LoRA, prompts, group, steps, guidance, reward, batch and optimiser, and make one
-update an iteration. The rows take turns, iteration by iteration, and ratios are of neighbours; the first round is a
-warm-up. Seconds are the processor's, since the machine may do other things; the ratio by the wall clock stands beside.
-Prints the table and writes peer_flow_grpo.json.
+update an iteration. With --fast the usual loop has a window of 2 steps, too, as Flow-GRPO-Fast, and stands beside the
+rows with guidance that have it. The rows take turns, iteration by iteration, and ratios are of neighbours; the first
+round is a warm-up. Seconds are the processor's, since the machine may do other things; the ratio by the wall clock
+stands beside. Prints the table and writes peer_flow_grpo.json (--fast: peer_flow_grpo_fast.json).
 """
 
 from __future__ import annotations
@@ -66,6 +67,13 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 """Name -> changes to configs/flow_grpo.yaml beside COMMON."""
 
+FAST: dict[str, tuple[str, ...]] = {
+    "the same in genrl": WINDOW,
+    "+ graphs kept": (*WINDOW, "trainer.keep_graph=true"),
+    "+ shared prefix": (*WINDOW, *PREFIX, "trainer.keep_graph=true"),
+}
+"""The same beside a usual loop that has WINDOW."""
+
 FIRST = "the usual loop (stand-in)"
 
 
@@ -96,7 +104,7 @@ def usual_loop(config: Config) -> Iterator[Spent]:
     scorer = genrl_rewards.load(config.rewards[0].name, config.rewards[0].args)
     rows = [row.text for row in prompt_files.load(config.prompts.train)]
     guidance, level, steps = sampling.guidance_scale or 1.0, settings.noise_level or 0.0, sampling.num_inference_steps
-    calls = 0
+    calls, window = 0, settings.window
 
     def encode(texts: list[str]) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -133,7 +141,10 @@ def usual_loop(config: Config) -> Iterator[Spent]:
         started, calls = clock(), 0
         chosen = torch.randperm(len(rows), generator=generator)[: sampling.prompts_per_iteration].tolist()
         texts = [rows[k] for k in chosen for _ in range(sampling.group_size)]
-        drawn, scores = [], []
+        drawn, scores, trained = [], [], range(steps - 1)
+        if window is not None:
+            start = int(torch.randint((window.high or steps) - window.size + 1, (), generator=generator))
+            trained = range(start, start + window.size)
         for first in range(0, len(texts), sampling.batch_size):
             batch = texts[first : first + sampling.batch_size]
             context, pooled = encode(batch)
@@ -142,17 +153,17 @@ def usual_loop(config: Config) -> Iterator[Spent]:
             size = pipe.transformer.config.sample_size if sampling.height is None else sampling.height // 8
             noise = partial(torch.randn, generator=generator)
             x = noise(len(batch), pipe.transformer.config.in_channels, size, size).to(device)
-            states, logs = [x], []
+            states, logs = [], []
             with torch.no_grad():
                 for i in range(steps):
                     v = velocity(x, sigmas[i], context, pooled)
-                    if i == steps - 1:
+                    if i not in trained:
                         x = x + (sigmas[i + 1] - sigmas[i]) * v
-                        break
+                        continue
                     mean, std = transition(x, v, sigmas[i], sigmas[i + 1], sigmas[1])
-                    x = mean + std * noise(x.shape).to(device)
+                    states.append((x, mean + std * noise(x.shape).to(device)))
+                    x = states[-1][1]
                     logs.append(log_density(x, mean, std))
-                    states.append(x)
                 latents = x / pipe.vae.config.scaling_factor + pipe.vae.config.shift_factor
                 decoded = pipe.vae.decode(latents.to(context.dtype), return_dict=False)[0]
                 images = (decoded.float() / 2 + 0.5).clamp(0, 1)
@@ -161,20 +172,20 @@ def usual_loop(config: Config) -> Iterator[Spent]:
         group = torch.tensor(scores).view(-1, sampling.group_size)
         advantages = ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)).flatten()
         sampled, sample_calls, calls = clock(), calls, 0
-        left = len(drawn) * (steps - 1)
+        left = len(drawn) * len(trained)
         for k, (context, pooled, sigmas, states, logs) in enumerate(drawn):
             own = advantages[k * sampling.batch_size : (k + 1) * sampling.batch_size].to(device)
-            for i in range(steps - 1):
+            for i, (state, next_state), log in zip(trained, states, logs, strict=True):
                 left -= 1
                 with model.no_sync() if left else nullcontext():
-                    v = velocity(states[i], sigmas[i], context, pooled)
-                    mean, std = transition(states[i], v, sigmas[i], sigmas[i + 1], sigmas[1])
-                    ratio = (log_density(states[i + 1], mean, std) - logs[i]).exp()
+                    v = velocity(state, sigmas[i], context, pooled)
+                    mean, std = transition(state, v, sigmas[i], sigmas[i + 1], sigmas[1])
+                    ratio = (log_density(next_state, mean, std) - log).exp()
                     if not torch.all((ratio.detach() - 1).abs() < 1e-6):
                         raise RuntimeError("the stand-in does not replay what it sampled")
                     low, high = settings.clip_bounds
                     loss = torch.maximum(-own * ratio, -own * ratio.clamp(1 - low, 1 + high)).mean()
-                    (loss / (len(drawn) * (steps - 1))).backward()
+                    (loss / (len(drawn) * len(trained))).backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -199,11 +210,13 @@ def ours(config: Config, stack: ExitStack) -> Iterator[Spent]:
         yield Spent(sampled - started, clock() - sampled, sample_calls, train_calls)
 
 
-def measure(rounds: int, names: Sequence[str] = tuple(ROWS), changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+def measure(
+    rounds: int, names: Sequence[str] = tuple(ROWS), changes: Sequence[str] = (), *, fast: bool = False
+) -> dict[str, dict[str, Any]]:
     """Row -> of the rounds after the first: medians of seconds and of the ratio of the whole iteration to the usual
     loop's; means of calls, since where a window begins, and so what a prefix saves, is drawn anew in every round."""
     common = [*COMMON, *changes, f"iterations={rounds + 2}"]
-    base = load("configs/flow_grpo.yaml", common)
+    base = load("configs/flow_grpo.yaml", [*common, *(WINDOW if fast else ())])
     assert isinstance(base, Config)
     with ExitStack() as stack:
         if not dist.is_initialized():
@@ -212,7 +225,7 @@ def measure(rounds: int, names: Sequence[str] = tuple(ROWS), changes: Sequence[s
             stack.callback(dist.destroy_process_group)
         loops: dict[str, Iterator[Spent]] = {FIRST: usual_loop(base)}
         for name in names:
-            config = load("configs/flow_grpo.yaml", [*common, *ROWS[name]])
+            config = load("configs/flow_grpo.yaml", [*common, *(FAST if fast else ROWS)[name]])
             assert isinstance(config, Config)
             loops[name] = ours(config, stack)
         turns = [{name: next(loop) for name, loop in loops.items()} for _ in range(rounds + 1)]
@@ -240,8 +253,10 @@ def _whole(spent: Spent) -> Seconds:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=5, help="after the first; default: 5")
+    arguments.add_argument("--fast", action="store_true", help="all with a window of 2 steps and guidance")
+    arguments.add_argument("--rows", nargs="+", help="the rows to measure, by their names; default: all")
     given = arguments.parse_args()
-    found = measure(given.rounds)
+    found = measure(given.rounds, given.rows or tuple(FAST if given.fast else ROWS), fast=given.fast)
     print(
         "| loop | calls per picture: sampling + training | sampling, CPU s | training, CPU s | times faster (range) "
         "| by the wall clock |\n| --- | --- | --- | --- | --- | --- |"
@@ -253,7 +268,7 @@ def main() -> None:
             f"| {row['train_s']:.2f} | {row['times_faster']:.2f} ({low:.2f} to {high:.2f}) "
             f"| {row['times_faster_wall']:.2f} |"
         )
-    save(given.out, "peer_flow_grpo", found)
+    save(given.out, "peer_flow_grpo_fast" if given.fast else "peer_flow_grpo", found)
 
 
 if __name__ == "__main__":

@@ -17,15 +17,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis
 import numpy as np
 import pytest
-import torch
 from filelock import FileLock
 
 from genrl_rewards.models.torchvision_compat import ensure
 
 ensure()  # before a test imports transformers or torchmetrics
-
-if not torch.cuda.is_available():  # kernels are interpreted: to be set before triton is first imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Ignored by nohup or a script's `&`: children of tests would ignore them too
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

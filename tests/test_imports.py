@@ -61,6 +61,15 @@ def test_what_imports_torchvision_makes_it_importable_first(root: Path) -> None:
     assert unguarded == []
 
 
+def test_language_models_import_peft_where_adapters_are_trained(root: Path) -> None:
+    """It costs a run without them 1.4 s of a processor. diffusers imports it itself, for pipelines."""
+    for room in ("vlm", "vla", "runtime"):
+        for file in (root / "genrl" / room).rglob("*.py"):
+            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
+                assert not any(str(name).split(".")[0] == "peft" for name in names), file
+
+
 # -- After `import genrl` a torchvision that does not fit is mended before diffusers or transformers import it
 BROKEN = """
 import torch

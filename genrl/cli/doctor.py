@@ -29,7 +29,7 @@ OPTIONAL = {
     "xformers": "kernels.attention: xformers",
     "flash-attn": "kernels.attention: flash2",
     "open_clip_torch": "reward hpsv2, CLIP in open_clip's format",
-    "triton": "kernels.compile, kernels.fused, vlm.prefix_attention",
+    "triton": "kernels.compile, kernels.fused",
     "math-verify": "reward math",
     "ftfy": "prompts of Wan and other video pipelines",
     "sentencepiece": "T5 tokenizers (SD3, FLUX, PixArt)",
@@ -200,8 +200,8 @@ def _torch() -> Finding:
 
 
 def _kernels() -> Finding:
-    """What the `auto` of `vlm.prefix_attention` would run here, which names of `kernels.attention` can, in half
-    precision, and whether `kernels.fused` and `kernels.compile` can."""
+    """Which names of `kernels.attention` can run here, in half precision, and whether `kernels.fused` and
+    `kernels.compile` can."""
     import torch
 
     from genrl.kernels import machine
@@ -209,9 +209,7 @@ def _kernels() -> Finding:
 
     device = default_device()
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
-    no_triton = machine.triton_problem(like.device)
     return {
-        "prefix_attention": "triton" if no_triton is None else f"sdpa (no Triton: {no_triton})",
         "joint_attention": ", ".join(machine.usable(like)),
         "compile": machine.compile_problem(like.device) or ("true, cuda_graphs" if device == "cuda" else "true"),
     }

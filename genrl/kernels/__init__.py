@@ -4,5 +4,5 @@
 | --- | --- | --- |
 | `blocks` | norms, rotations, gates and modulations of a block | torch.compile of the definitions |
 | `blocks` | attention by a chosen library | SDPA, FlashAttention-2/3, xformers |
-| `prefix_attention` | rows that continue shared prefixes, kept once | Triton, FlexAttention, masked SDPA |
+| `prefix_attention` | rows that continue shared prefixes, kept once | masked SDPA, FlexAttention |
 """

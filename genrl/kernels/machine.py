@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import sys
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,27 +18,10 @@ WITHOUT_MASK = ("flash", "flash2", "flash3")
 HALF_ONLY = ("cudnn", "flash2", "flash3")
 
 
-def interprets() -> bool:
-    """Whether Triton kernels are interpreted (TRITON_INTERPRET=1 before the first import): tests without a GPU."""
-    triton: Any = sys.modules.get("triton")
-    if triton is None:  # a second's import, for what the environment says alike
-        return os.environ.get("TRITON_INTERPRET") == "1"
-    return bool(triton.knobs.runtime.interpret)
-
-
-def triton_problem(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on tensors of this device; None where they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
-    if device.type != "cuda" and not interprets():
-        return f"Triton needs a GPU and the tensors are on {device.type}"
-    return None
-
-
 def compile_problem(device: torch.device) -> str | None:
     """Why torch cannot compile for this device; None where it can."""
-    if device.type == "cuda":
-        return triton_problem(device)
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
     if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         return "there is no C++ compiler (g++ or clang++)"
     return None

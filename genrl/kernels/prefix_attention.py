@@ -20,7 +20,6 @@ where dk and dv of a prefix are sums over all its rows, always in the order of t
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -28,13 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from genrl.kernels.machine import interprets, triton_problem
-
-PrefixBackend = Literal["auto", "torch", "sdpa", "flex", "triton"]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of the Triton kernel."""
-
-logger = logging.getLogger(__name__)
+PrefixBackend = Literal["torch", "sdpa", "flex"]
 
 
 def prefix_attention_torch(
@@ -72,16 +65,15 @@ def prefix_attention(
     prefix_mask: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
-    backend: PrefixBackend = "auto",
+    backend: PrefixBackend = "sdpa",
 ) -> Tensor:
     """Outputs [R, H, T, D] in the dtype of query.
 
     query [R, H, T, D]; key, value [R, H', T, D], or None where rows attend to the prefix alone; prefix_key,
     prefix_value [N, H', P, D] with H a multiple of H'; row_of int64 [R], the prefix of each row; prefix_mask bool
     [N, P], which tokens are there (None: all; every query must see one). scale: default 1 / sqrt(D).
-    backend: auto = Triton where it runs (not on a CPU: its interpreter is for tests, which name it), else sdpa; sdpa
-    and flex pack the rows of a prefix into one sequence, so that its keys are there once, sdpa under a mask of [R/N T,
-    P + R/N T] per prefix, flex skipping what the mask leaves out.
+    backend: sdpa and flex pack the rows of a prefix into one sequence, so that its keys are there once, sdpa under a
+    mask of [R/N T, P + R/N T] per prefix, flex skipping what the mask leaves out; torch is the definition.
     Raises ValueError for shapes that do not fit, and for a back-end that is named and cannot run.
     """
     rows, heads, length, size = query.shape
@@ -98,42 +90,15 @@ def prefix_attention(
         prefix_mask is not None and prefix_mask.shape != (num_prefixes, prefix_key.shape[2])
     ):
         raise ValueError(f"row_of must be [{rows}], prefix_mask None or {[num_prefixes, prefix_key.shape[2]]}")
-    if backend not in ("auto", "torch", "sdpa", "flex", "triton"):
-        raise ValueError(
-            f"kernel prefix_attention: back-end must be auto, torch, sdpa, flex or triton, not {backend!r}"
-        )
+    if backend not in ("torch", "sdpa", "flex"):
+        raise ValueError(f"kernel prefix_attention: back-end must be torch, sdpa or flex, not {backend!r}")
     if backend == "flex" and query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
-        raise ValueError("kernel prefix_attention: FlexAttention has no backward on the CPU; use sdpa, auto or torch")
+        raise ValueError("kernel prefix_attention: FlexAttention has no backward on the CPU; use sdpa or torch")
     scale = size**-0.5 if scale is None else scale
     arguments = (query, key, value, prefix_key, prefix_value, row_of, prefix_mask, causal, scale)
-    if backend == "sdpa" or backend == "flex":
-        return _packed(*arguments, flex=backend == "flex")
     if backend == "torch":
         return prefix_attention_torch(*arguments)
-    problem = _triton_problem(query.device, query.dtype, backend)
-    if problem is not None and backend == "triton":
-        raise ValueError(f"kernel prefix_attention: the back-end triton was asked for, but {problem}; use auto or sdpa")
-    if problem is not None:
-        return _packed(*arguments, flex=False)
-    from genrl.kernels.prefix_attention_triton import attend
-
-    return attend(*arguments)
-
-
-# Cached, so that the choice is logged once and not at every layer of every step.
-@functools.cache
-def _triton_problem(device: torch.device, dtype: torch.dtype, backend: PrefixBackend) -> str | None:
-    """Why Triton does not compute on such tensors, None where it does; said once, as a warning where it does not."""
-    problem = triton_problem(device)
-    if problem is None and dtype not in DTYPES:
-        problem = f"it computes in float32, and the tensors are {str(dtype).removeprefix('torch.')}"
-    if problem is None and device.type == "cpu" and backend == "auto":
-        problem = "its interpreter is for tests"
-    if problem is None:
-        logger.info("kernel prefix_attention: triton%s", " (interpreted)" if interprets() else "")
-    elif backend == "auto":
-        logger.warning("kernel prefix_attention: sdpa (no Triton: %s)", problem)
-    return problem
+    return _packed(*arguments, flex=backend == "flex")
 
 
 @functools.cache

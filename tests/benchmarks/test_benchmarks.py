@@ -14,7 +14,18 @@ import pytest
 import torch
 
 from benchmarks import __main__ as every
-from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, peer_flow_grpo, scaling
+from benchmarks import (
+    common,
+    end_to_end,
+    kernels,
+    memory,
+    model_calls,
+    one_step,
+    overhead,
+    peer_diffusers_sft,
+    peer_flow_grpo,
+    scaling,
+)
 from benchmarks.common import Parts, Seconds, Turns
 from genrl.config import load
 
@@ -269,3 +280,18 @@ def test_calls_of_the_stand_in_and_of_ours() -> None:
     assert usual["times_faster"] == 1.0 and len(kept["rounds"]) == 1
     whole = [row["rounds"][0]["sample"].cpu + row["rounds"][0]["train"].cpu for row in (usual, same)]
     assert same["times_faster"] == pytest.approx(whole[0] / whole[1])
+
+
+@pytest.mark.slow
+def test_calls_of_the_stand_in_with_a_window() -> None:
+    """All 6 steps under guidance, 2 of them trained."""
+    tiny = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=6")
+    found = peer_flow_grpo.measure(1, ("the same in genrl",), tiny, fast=True)
+    assert [(row["sample_calls"], row["train_calls"]) for row in found.values()] == [(12.0, 4.0)] * 2
+
+
+@pytest.mark.slow
+def test_fine_tuning_takes_turns_with_the_stand_in() -> None:
+    found = peer_diffusers_sft.measure(2, ["sampling.prompts_per_iteration=2", "sampling.batch_size=2"])
+    assert found["pictures"] == 2 and len(found["rounds"]) == 3
+    assert found["range"][0] <= found["times_faster"] <= found["range"][1] and found["ours_s"] > 0

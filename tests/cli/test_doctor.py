@@ -19,7 +19,7 @@ def test_doctor(folder: Path) -> None:
     found = json.loads(run("doctor", "--json"))
     assert found["packages"]["torch"] and found["torch"]["device"] in ("cpu", "cuda", "mps", "xpu")
     assert found["torch"]["torchvision"] in ("absent", "works", "declared") and isinstance(found["advice"], list)
-    assert found["kernels"]["compile"] and found["kernels"]["prefix_attention"]
+    assert found["kernels"]["compile"] and found["kernels"]["joint_attention"]
     assert "torch" in run("doctor")
 
 

@@ -1,6 +1,5 @@
 """The tolerance of every kernel: twice the error that torch itself makes in that dtype, against float64."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,8 +9,6 @@ from torch import Tensor
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 DTYPES = [torch.float32, *(pytest.param(half, marks=pytest.mark.slow) for half in (torch.bfloat16, torch.float16))]
-no_triton = importlib.util.find_spec("triton") is None
-needs_triton = pytest.mark.skipif(no_triton, reason="triton is not installed (genrl-diffusion[kernels])")
 
 Call = Callable[..., Tensor | tuple[Tensor, ...]]
 

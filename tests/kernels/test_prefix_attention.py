@@ -14,13 +14,10 @@ from torch import Tensor
 
 from genrl.kernels import blocks, machine
 from genrl.kernels import blocks as module
-from genrl.kernels import prefix_attention as prefix
 from genrl.kernels.blocks import fused, gated, modulated, qk_norm_rope
 from genrl.kernels.prefix_attention import prefix_attention, prefix_attention_torch
 from genrl.runtime.weights.devices import without_cudnn_attention
-from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, needs_triton, values_and_gradients
-
-BACKENDS = ["sdpa", pytest.param("triton", marks=needs_triton)]
+from tests.kernels.kernel_errors import DEVICES, DTYPES, assert_as_exact, values_and_gradients
 
 
 def example(*, rows: int = 4, prefixes: int = 2, length: int = 19, prefix: int = 23, heads: int = 4, inner: int = 2,
@@ -37,7 +34,7 @@ def example(*, rows: int = 4, prefixes: int = 2, length: int = 19, prefix: int =
     return [None if t is None else t.to(device) for t in given]
 
 
-def calls(row_of, mask, *, backend: str, causal: bool):
+def calls(row_of, mask, *, causal: bool, backend: str = "sdpa"):
     def kernel(*tensors):
         return prefix_attention(*tensors, row_of=row_of, prefix_mask=mask, causal=causal, backend=backend)
 
@@ -49,20 +46,18 @@ def calls(row_of, mask, *, backend: str, causal: bool):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_causal_rows_of_padded_prefixes(backend: str, dtype: torch.dtype, device: str) -> None:
-    interpreted = {} if device == "cuda" else {"rows": 3, "heads": 2, "inner": 1}
-    *tensors, row_of, mask = example(device=device, **interpreted)
-    kernel, definition = calls(row_of, mask, backend=backend, causal=True)
+def test_causal_rows_of_padded_prefixes(dtype: torch.dtype, device: str) -> None:
+    *tensors, row_of, mask = example(device=device)
+    kernel, definition = calls(row_of, mask, causal=True)
     assert_as_exact(kernel, definition, tensors, dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_that_see_all_of_themselves_and_cross_attention_to_a_shared_text(backend: str) -> None:
+def test_rows_that_see_all_of_themselves_and_cross_attention_to_a_shared_text() -> None:
     *tensors, row_of, mask = example(rows=3, prefixes=1, length=7, prefix=17, size=16, masked=False)
-    assert_as_exact(*calls(row_of, mask, backend=backend, causal=False), tensors, torch.float32)
+    kernel, definition = calls(row_of, mask, causal=False)
+    assert_as_exact(kernel, definition, tensors, torch.float32)
     query, _, _, key, value, row_of, mask = example(rows=4, length=18, prefix=9, heads=2)
-    kernel, definition = calls(row_of, mask, backend=backend, causal=True)
+    kernel, definition = calls(row_of, mask, causal=True)
     assert_as_exact(kernel, definition, [query, None, None, key, value], torch.float32)
 
 
@@ -70,7 +65,7 @@ def test_rows_that_see_all_of_themselves_and_cross_attention_to_a_shared_text(ba
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex(causal: bool, device: str) -> None:
     *tensors, row_of, mask = example(rows=3, length=7, prefix=11, size=16, device=device)
-    kernel, definition = calls(row_of, mask, backend="flex", causal=causal)
+    kernel, definition = calls(row_of, mask, causal=causal, backend="flex")
     if device == "cuda":
         return assert_as_exact(kernel, definition, tensors, torch.float32)
     torch.testing.assert_close(kernel(*tensors), definition(*tensors), atol=1e-5, rtol=1e-5)
@@ -101,25 +96,8 @@ def test_shapes_that_do_not_fit() -> None:
         prefix_attention(query[:, :3], key, value, prefix_key, prefix_value, row_of=row_of)
     with pytest.raises(ValueError, match="key must be"):
         prefix_attention(query, key, None, prefix_key, prefix_value, row_of=row_of)
-    with pytest.raises(ValueError, match="must be auto, torch, sdpa, flex or triton"):
+    with pytest.raises(ValueError, match="must be torch, sdpa or flex"):
         prefix_attention(query, key, value, prefix_key, prefix_value, row_of=row_of, backend="flash")
-
-
-def test_what_computes_is_said_once_and_a_named_one_is_held_to(caplog: Any, monkeypatch: Any) -> None:
-    *tensors, row_of, mask = example(rows=2, length=3, prefix=4, size=8)
-    monkeypatch.setattr(prefix, "triton_problem", lambda device: "triton is not installed")
-    prefix._triton_problem.cache_clear()
-    for _ in range(3):
-        prefix_attention(*tensors, row_of=row_of, prefix_mask=mask)
-    assert caplog.messages == ["kernel prefix_attention: sdpa (no Triton: triton is not installed)"]
-    assert caplog.records[0].levelname == "WARNING"  # shown without any set-up of logging
-    with pytest.raises(ValueError, match="triton was asked for, but triton is not installed; use auto or sdpa"):
-        prefix_attention(*tensors, row_of=row_of, backend="triton")
-    prefix._triton_problem.cache_clear()
-    monkeypatch.setattr(prefix, "triton_problem", lambda device: None)
-    with pytest.raises(ValueError, match="computes in float32, and the tensors are float64"):
-        prefix_attention(*(t.double() for t in tensors), row_of=row_of, backend="triton")
-    prefix._triton_problem.cache_clear()
 
 
 # -- Attention by a library that is named: it runs, or is an error

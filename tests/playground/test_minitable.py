@@ -132,6 +132,19 @@ def test_next_step_auto_reset(chunk: int) -> None:
     assert kinds == {"success", "limit"}
 
 
+def test_a_table_rests_after_its_episode_where_one_is_wanted() -> None:
+    env = MiniTable(32, image_size=0, max_steps=14)
+    env.reset(seed=2, options={"once": True})
+    ended, lengths, final = np.zeros(32, dtype=bool), set(), np.zeros((32, 3), dtype=np.float32)
+    for observation, _, terminated, truncated, info in rollout(env, 12):
+        assert np.array_equal(info["n_executed"] == 0, ended) and not (terminated | truncated)[ended].any()
+        assert np.array_equal(observation["agent_pos"][ended], final[ended])
+        final = observation["agent_pos"]
+        ended |= terminated | truncated
+        lengths.add(int(ended.sum()))
+    assert ended.all() and len(lengths) > 2
+
+
 def test_a_chunk_is_its_actions_one_by_one() -> None:
     wide, narrow = MiniTable(16, tasks=PUT + TOUCH, image_size=32, chunk=4), MiniTable(16, tasks=PUT + TOUCH, chunk=1)
     for env in (wide, narrow):

@@ -12,11 +12,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from genrl.data.preferences import Reader, as_tensor, check_set
+from genrl.data.preferences import as_tensor, check_set, open_set
 from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config, Updating
 from genrl.diffusion.forward.settings import Matching
-from genrl.diffusion.policy.decoding import encode
+from genrl.diffusion.policy.decoding import Encoder
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.forest import Drawn, independent
@@ -131,42 +131,50 @@ def picture_size(run: DiffusionRun) -> tuple[int, int]:
     return picture.shape[-2], picture.shape[-1]
 
 
-def given_pictures(run: DiffusionRun, reader: Reader, size: tuple[int, int], rewards: tuple[float, ...]) -> Rollouts:
-    """The pictures of this iteration, encoded: of row k those at slots G k .. G (k + 1) - 1, with G = len(rewards).
+class GivenPictures:
+    """The pictures that a run trains on: of an iteration's row k those at slots G k .. G (k + 1) - 1, with
+    G = len(rewards)."""
 
-    size: height and width that they are cut to; rewards: of each picture of a row.
-    """
-    config, policy, accelerator = run.config, run.policy, run.accelerator
-    sampling, seed, iteration = config.sampling, config.seed, run.iteration
-    run.loop.phase("sampling", sampling.images_per_iteration)
-    rows, each = run.iteration_prompts, len(rewards)
-    plan = micro_batches(range(each * len(rows)), sampling.batch_size, seed=seed, iteration=iteration)
-    mine: dict[int, MicroBatch] = {}
-    for position in range(accelerator.process_index, len(plan), accelerator.num_processes):
-        slots = plan[position]
-        batch = Batch(
-            prompts=[rows[slot // each].text for slot in slots],
-            keys=[(seed, iteration, slot) for slot in slots],
-            sampling=call_arguments(sampling),
-            inputs=batch_inputs(sampling.inputs, [rows[slot // each] for slot in slots]),
+    def __init__(self, run: DiffusionRun, columns: Sequence[str], rewards: tuple[float, ...]) -> None:
+        """columns: that hold them; rewards: of each picture of a row."""
+        self.run, self.rewards, self.size = run, rewards, picture_size(run)
+        self.reader = open_set(run.config.prompts.train, run.prompts, columns)
+        self.encoded = Encoder(run.policy)
+
+    def rollouts(self) -> Rollouts:
+        """Those of this iteration, cut to the size that is sampled, and encoded."""
+        run, rewards = self.run, self.rewards
+        config, accelerator = run.config, run.accelerator
+        sampling, seed, iteration = config.sampling, config.seed, run.iteration
+        run.loop.phase("sampling", sampling.images_per_iteration)
+        rows, each = run.iteration_prompts, len(rewards)
+        plan = micro_batches(range(each * len(rows)), sampling.batch_size, seed=seed, iteration=iteration)
+        mine: dict[int, MicroBatch] = {}
+        for position in range(accelerator.process_index, len(plan), accelerator.num_processes):
+            slots = plan[position]
+            batch = Batch(
+                prompts=[rows[slot // each].text for slot in slots],
+                keys=[(seed, iteration, slot) for slot in slots],
+                sampling=call_arguments(sampling),
+                inputs=batch_inputs(sampling.inputs, [rows[slot // each] for slot in slots]),
+            )
+            with run.loop.timed("sample"):
+                pictures = {k: self.reader(rows[k]) for k in dict.fromkeys(slot // each for slot in slots)}
+                images = torch.stack([as_tensor(pictures[slot // each][slot % each], *self.size) for slot in slots])
+                final = self.encoded(batch, images)
+            mine[position] = MicroBatch(slots, batch, final, torch.empty(0), [], to_bytes(images))
+            run.loop.alive()
+        return run.take(
+            Rollouts(
+                mine=mine,
+                num_micro_batches=len(plan),
+                prompts=[row.text for row in rows for _ in rewards],
+                group=torch.arange(each * len(rows)) // each,
+                scored=Scored({}, {}),
+                total=torch.tensor(rewards, dtype=torch.float64).repeat(len(rows)),
+                slots=plan,
+            )
         )
-        with run.loop.timed("sample"):
-            pictures = {k: reader(rows[k]) for k in dict.fromkeys(slot // each for slot in slots)}
-            images = torch.stack([as_tensor(pictures[slot // each][slot % each], *size) for slot in slots])
-            final = encode(policy, batch, images)
-        mine[position] = MicroBatch(slots, batch, final, torch.empty(0), [], to_bytes(images))
-        run.loop.alive()
-    return run.take(
-        Rollouts(
-            mine=mine,
-            num_micro_batches=len(plan),
-            prompts=[row.text for row in rows for _ in rewards],
-            group=torch.arange(each * len(rows)) // each,
-            scored=Scored({}, {}),
-            total=torch.tensor(rewards, dtype=torch.float64).repeat(len(rows)),
-            slots=plan,
-        )
-    )
 
 
 def update(

@@ -44,64 +44,91 @@ class _Captured(Exception):
     """Leaves the pipeline where its autoencoder would decode."""
 
 
-@torch.no_grad()
-def encode(policy: Policy, batch: Batch, images: Tensor) -> Tensor:
-    """Final states that decode to `images`, float32 [B, ...]. images: [B, 3, H, W] in [0, 1], of the batch's size.
+class Encoder:
+    """Pictures as final states of a policy: those that decode to them.
 
-    Raises ValueError, with the reason, where the pipeline has no autoencoder, where what it does before decoding is
-    not a permutation with factors and offsets, or where decoding does not give back the pictures.
+    What the pipeline does before it decodes is looked at, and decoding tried, for the first pictures of each number,
+    size and settings: it takes five calls of the pipeline, in which an editing one encodes its sources again.
     """
-    vae = policy.pipe.components.get("vae")
-    name = type(policy.pipe).__name__
-    if not isinstance(vae, Autoencoder):
-        raise ValueError(f"{name} has no autoencoder that encodes (component vae): it cannot learn from given pictures")
-    probe = decoder_input(policy, batch, torch.zeros(policy.state_shape(batch), device=policy.device))
-    pixels = (2.0 * images - 1.0).to(policy.device, vae.dtype)
-    with torch.autocast(policy.device.type, enabled=False):
-        coded = vae.encode(pixels[:, :, None] if probe.dim() == 5 else pixels)
-    # The mode, not a draw: the same picture is then the same sample in every epoch.
-    latents = coded.latent_dist.mode() if hasattr(coded, "latent_dist") else coded[0]
-    if latents.shape != probe.shape:
-        raise ValueError(
-            f"the autoencoder of {name} encodes pictures of {images.shape[-2]} x {images.shape[-1]} to "
-            f"{list(latents.shape)}, but {name} decodes {list(probe.shape)}: it cannot learn from given pictures"
-        )
-    states = to_states(policy, batch, latents.float())
-    error = float((policy.decode(batch, states).cpu() - images.cpu()).abs().mean())
-    # Written so that NaN is refused, too.
-    if not error <= MOST:
-        raise ValueError(
-            f"pictures that {name} encodes and decodes come back changed, by {error:.2f} of the range on average "
-            f"(at most {MOST}): its autoencoder is no inverse of its decoding, and it cannot learn from given pictures"
-        )
-    return states
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._before: dict[tuple[torch.Size, str], _BeforeDecoding] = {}
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, images: Tensor) -> Tensor:
+        """Final states, float32 [B, ...], of images [B, 3, H, W] in [0, 1], of the batch's size.
+
+        Raises ValueError, with the reason, where the pipeline has no autoencoder, where what it does before decoding is
+        not a permutation with factors and offsets, or where decoding does not give back the first pictures.
+        """
+        policy, vae, key = self.policy, self.policy.pipe.components.get("vae"), (images.shape, repr(batch.sampling))
+        name = type(policy.pipe).__name__
+        if not isinstance(vae, Autoencoder):
+            raise ValueError(
+                f"{name} has no autoencoder that encodes (component vae): it cannot learn from given pictures"
+            )
+        before = self._before.get(key) or _BeforeDecoding(policy, batch)
+        pixels = (2.0 * images - 1.0).to(policy.device, vae.dtype)
+        with torch.autocast(policy.device.type, enabled=False):
+            coded = vae.encode(pixels[:, :, None] if before.at_zero.dim() == 5 else pixels)
+        # The mode, not a draw: the same picture is then the same sample in every epoch.
+        latents = coded.latent_dist.mode() if hasattr(coded, "latent_dist") else coded[0]
+        if latents.shape != before.at_zero.shape:
+            raise ValueError(
+                f"the autoencoder of {name} encodes pictures of {images.shape[-2]} x {images.shape[-1]} to "
+                f"{list(latents.shape)}, but {name} decodes {list(before.at_zero.shape)}: it cannot learn from given "
+                "pictures"
+            )
+        latents = latents.float().to(before.at_zero.device)
+        states = before.undone(latents)
+        if key not in self._before:
+            _check(policy, batch, states, latents, images)
+            self._before[key] = before
+        return states
 
 
-def to_states(policy: Policy, batch: Batch, latents: Tensor) -> Tensor:
-    """The final states that reach the autoencoder as `latents`, float32 [B, ...]. Raises ValueError as `encode`."""
-    shape = policy.state_shape(batch)
-    with torch.enable_grad():
-        # What a pipeline does before it decodes is y = P (a x) + b, with a permutation P (packing), factors a and
-        # offsets b: b is its output at 0. Its transpose, which autograd applies, takes y - b to a^2 x; and P a = y(1) -
-        # y(0), so that the transpose of that is a^2. The quotient is x, whatever the pipeline's code, and is verified
-        # below.
-        zero = torch.zeros(shape, device=policy.device, requires_grad=True)
-        at_zero = decoder_input(policy, batch, zero)
-        scale = decoder_input(policy, batch, torch.ones_like(zero)).detach() - at_zero.detach()
-        latents = latents.to(at_zero.device)
+class _BeforeDecoding:
+    """What a pipeline does before it decodes, y = P (a x) + b, with a permutation P (packing), factors a, offsets b."""
+
+    def __init__(self, policy: Policy, batch: Batch) -> None:
+        """Raises ValueError where it is something else that has no gradient."""
+        self.policy = policy
+        # b is its output at 0. Its transpose, which autograd applies, takes y - b to a^2 x; and P a = y(1) - y(0), so
+        # that the transpose of that is a^2. The quotient is x, whatever the pipeline's code, and is verified later.
+        with torch.enable_grad():
+            self.zero = torch.zeros(policy.state_shape(batch), device=policy.device, requires_grad=True)
+            self.at_zero = decoder_input(policy, batch, self.zero)
+            at_one = decoder_input(policy, batch, torch.ones_like(self.zero))
+        self.squares = self._transposed(at_one.detach() - self.at_zero.detach())
+
+    def undone(self, latents: Tensor) -> Tensor:
+        """The final states that reach the autoencoder as `latents`, float32 [B, ...]."""
+        return self._transposed(latents - self.at_zero.detach()) / self.squares
+
+    def _transposed(self, values: Tensor) -> Tensor:
         try:
-            (back,) = torch.autograd.grad(at_zero, zero, (latents - at_zero.detach()).to(at_zero), retain_graph=True)
-            (squares,) = torch.autograd.grad(at_zero, zero, scale)
+            return torch.autograd.grad(self.at_zero, self.zero, values.to(self.at_zero), retain_graph=True)[0]
         except RuntimeError as error:
-            raise _not_affine(policy, str(error)) from error
-    states = (back / squares).detach()
+            raise _not_affine(self.policy, str(error)) from error
+
+
+def _check(policy: Policy, batch: Batch, states: Tensor, latents: Tensor, images: Tensor) -> None:
+    """Raise ValueError where these states do not reach the autoencoder as `latents`, or do not decode to `images`."""
     decoded = decoder_input(policy, batch, states).detach()
     difference, size = (decoded - latents).abs().max(), latents.abs().max().clamp(min=1.0)
     # A rounding of bfloat16 is up to 4e-3 of a number, and there are a few on the way.
     tolerance = 1e-4 if decoded.dtype == torch.float32 else 2e-2
     if not bool(difference <= tolerance * size):
         raise _not_affine(policy, f"it is missed by {float(difference):.2g}")
-    return states
+    error = float((policy.decode(batch, states).cpu() - images.cpu()).abs().mean())
+    # Written so that NaN is refused, too.
+    if not error <= MOST:
+        name = type(policy.pipe).__name__
+        raise ValueError(
+            f"pictures that {name} encodes and decodes come back changed, by {error:.2f} of the range on average "
+            f"(at most {MOST}): its autoencoder is no inverse of its decoding, and it cannot learn from given pictures"
+        )
 
 
 def decoder_input(policy: Policy, batch: Batch, states: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def play(
     one_episode: only the first of every table. Episodes that a simulator lost are left out. An environment that knows
     costs has "costs" [B, C] in its info.
     """
-    raw, _ = env.reset(seed=seed)
+    raw, _ = env.reset(seed=seed, options={"once": one_episode})
     steps: list[dict[str, Tensor]] = []
     observations = [observe(raw, env, reads)]
     resetting = torch.zeros(env.num_envs, dtype=torch.bool)

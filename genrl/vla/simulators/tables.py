@@ -222,7 +222,8 @@ class Simulators:
             self.close(kill=True)
             raise
         self._vanished[:] = False
-        self._running = ~(done.terminated | done.truncated)
+        moved = np.isin(np.arange(self.num_envs), [*run.begin, *run.chunks])  # others rest: nothing ends in them again
+        self._running = moved & ~(done.terminated | done.truncated)
         self.dropped += int(done.dropped.sum())
         self.waited_s += time.perf_counter() - begun
         names = {"rewards": "rewards", "n_executed": "n_executed", "is_success": "success", "dropped": "dropped"}

@@ -44,7 +44,7 @@ class VLM(Section):
     quantize: Quantized | None = None
     """Hold the linear layers in fewer bits, the output layer aside: int8 or fp8 (torchao), nf4 (bitsandbytes); adapters
     stay float32 (QLoRA: nf4 with lora, docs/vlm_models.md); null = as in dtype. int4 is refused."""
-    prefix_attention: Literal["auto", "sdpa", "flex", "triton"] | None = None
+    prefix_attention: Literal["sdpa", "flex"] | None = None
     """Back-end by which answers attend to one copy of their prompt's keys in training (docs/kernels.md), text only;
     null = a copy per answer, in the model's own attention."""
 

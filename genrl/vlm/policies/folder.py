@@ -15,11 +15,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from peft import PeftModel
-from peft.tuners import lora
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -38,6 +36,9 @@ from genrl.vlm.policies.loading import loaded
 from genrl.vlm.policies.policy import Body, Policy
 from genrl.vlm.policies.processor import Prompt
 from genrl_rewards.given import is_given
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def hold(config: VLMConfig, *policies: Policy) -> None:
@@ -137,7 +138,7 @@ def _layers(policy: Policy) -> list[Layer]:
 
 @torch.no_grad()
 def _tensors(policy: Policy, layers: Iterable[Layer]) -> Iterator[tuple[str, Tensor]]:
-    adapted = {f"{name}.weight": m for name, m in policy.model.named_modules() if isinstance(m, lora.Linear)}
+    adapted = {f"{name}.weight": m for name, m in policy.model.named_modules() if hasattr(m, "get_delta_weight")}
     for layer in layers:
         tensors = {}
         for name, value in layer:
@@ -196,6 +197,8 @@ def load_trained(config: VLMConfig, run: Path, step: int | None = None, device: 
 def _merged(policy: Policy, adapted: PeftModel, source: str) -> Any:
     """The model with its adapter merged in; on quantised weights, which would round it, into those of the source."""
     if getattr(policy, "quantized", False):  # other policies than `Policy` never are
+        from peft import PeftModel
+
         with TemporaryDirectory() as place:
             adapted.save_pretrained(place)
             adapted = PeftModel.from_pretrained(loaded(source, policy.dtype).model, place)

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from genrl.runtime.weights.low_rank import adapted, computed_one_way, quantization_config
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.processor import load_processor
 from genrl_rewards.models.checkpoints import pretrained
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 """Settings of models whose logits are not just the output layer of the last hidden state."""
@@ -105,6 +107,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)
 
 def with_lora(model: Any, lora: VLMLoRA, seed: int) -> PeftModel:
     """Adapters inside `model`, on the layers of its language model alone, in float32."""
+    from peft import LoraConfig  # here alone: it costs 1.4 s of a processor
+
     language, targets = model.get_decoder(), lora.targets or ATTENTION
     linear = {n for n, m in language.named_modules() if isinstance(m, torch.nn.Linear)}
     chosen = {name for name in linear if name.rsplit(".", 1)[-1] in targets}

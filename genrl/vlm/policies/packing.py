@@ -94,7 +94,7 @@ ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
 
 @contextmanager
 def prefix_shared(
-    model: Any, cache: Any, mask: Tensor, row_of: Tensor, backend: PrefixBackend = "auto"
+    model: Any, cache: Any, mask: Tensor, row_of: Tensor, backend: PrefixBackend = "sdpa"
 ) -> Iterator[transformers.Cache]:
     """Within the block, `model` reads on from the prompts in `cache`: call it with the new tokens [R, T], their
     positions, no attention mask, and the cache that is yielded, as `past_key_values`.

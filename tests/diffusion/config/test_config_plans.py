@@ -128,8 +128,9 @@ def test_pruned_depths_slide_and_updates_and_processes_share_trees() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[3]
-UNEVEN = ROOT / "configs" / "flow_grpo.yaml"
-"""96 samples in batches of 32, one update."""
+FILE = ROOT / "configs" / "flow_grpo.yaml"
+UNEVEN = "sampling.batch_size=32"
+"""3 micro-batches of its 96 samples, one update; the file has 4."""
 
 
 def test_who_would_have_nothing_to_do_and_who_waits_is_said_with_the_batch_that_ends_it() -> None:
@@ -140,13 +141,13 @@ def test_who_would_have_nothing_to_do_and_who_waits_is_said_with_the_batch_that_
         (2, 3, "cannot be put in groups of 2"),
         (2, 8, "4 groups of 2 processes, but an optimiser step has micro-batches for 3 only"),
     ):
-        found = processes_problem(load(UNEVEN, [f"distributed.context={context}"]), count)
+        found = processes_problem(load(FILE, [UNEVEN, f"distributed.context={context}"]), count)
         assert found is says is None or says in str(found), count
-    text = waiting(load(UNEVEN), 2)
+    text = waiting(load(FILE, [UNEVEN]), 2)
     assert "3 micro-batches of 32 samples" in str(text) and "about 1.50 times as fast as one;" in str(text)
     assert "; with sampling.batch_size=24 none does" in str(text)
     for count, size in ((1, 32), (3, 32), (2, 24), (4, 24)):
-        assert waiting(load(UNEVEN, [f"sampling.batch_size={size}"]), count) is None
+        assert waiting(load(FILE, [f"sampling.batch_size={size}"]), count) is None
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -164,11 +165,11 @@ def test_the_remedy_gives_equal_work(name: str, count: int) -> None:
 
 def test_updates_are_shared_out_one_by_one() -> None:
     """4 micro-batches in 2 updates: with 3 processes each update takes as long as one micro-batch."""
-    config = load(UNEVEN, ["sampling.batch_size=24", "trainer.updates_per_iteration=2"])
+    config = load(FILE, ["trainer.updates_per_iteration=2"])
     assert "about 2.00 times" in str(waiting(config, 3))
-    assert list(even(config)) == [1, 2] and "equal work for 1, 3 processes" in words(run("check", str(UNEVEN)))
+    assert list(even(config)) == [1, 2] and "equal work for 1, 2, 4 processes" in words(run("check", str(FILE)))
     many = ["sampling.batch_size=2", "sampling.prompts_per_iteration=9", "sampling.group_size=9"]  # 41 micro-batches
-    small_rest = load(UNEVEN, many)  # not worth a word
+    small_rest = load(FILE, many)  # not worth a word
     assert waiting(small_rest, 2) is None and list(even(small_rest)) == []
     trees = load(ROOT / "configs" / "diffusion" / "branch_grpo.yaml")  # 6: 4 processes have 2 rounds of one
     assert list(even(trees)) == [1, 2, 3, 6]

@@ -235,7 +235,8 @@ def test_quantised_and_offloaded_weights(tmp_path: Path) -> None:
 def test_the_formula_is_what_was_measured(root: Path) -> None:
     """Within 15 %; measured by `python -m benchmarks.memory` on two CPU cores: docs/memory.md."""
     components = read_components(root / "assets" / "tiny-t2i")
-    common = ["sampling.num_inference_steps=3", "trainer.window={size: 2, high: 2}", "evaluation.every=0"]
+    common = ["sampling.batch_size=32", "sampling.num_inference_steps=3", "trainer.window={size: 2, high: 2}"]
+    common += ["evaluation.every=0"]
     for changes, measured in (
         ([], 123.3),
         (["model.gradient_checkpointing=true"], 79.5),

@@ -13,8 +13,9 @@ from torch import Tensor
 from genrl.config import ConfigError, check_files
 from genrl.data.preferences import as_tensor, open_set
 from genrl.data.prompts import load as load_prompts
+from genrl.data.rows import PREFERENCE_COLUMNS
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.forward.noising import given_pictures, picture_size
+from genrl.diffusion.forward.noising import GivenPictures
 from genrl.diffusion.methods.dpo_offline.train import PAIR
 from genrl.diffusion.methods.prdp.train import prdp_loss
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
@@ -111,9 +112,11 @@ def config(folder: Path, source: Path, model: Path = TINY, **changes: Any) -> Co
 def test_pairs_are_encoded_as_they_are_given(folder: Path) -> None:
     with runs.opened(config(folder, preference_set(folder))) as run, torch.no_grad():
         reader = open_set(run.config.prompts.train, run.prompts)
-        size = picture_size(run)
-        found = given_pictures(run, reader, size, PAIR)
-        assert size == (64, 64) and found.total.tolist() == [1, 0, 1, 0] and found.group.tolist() == [0, 0, 1, 1]
+        pictures = GivenPictures(run, PREFERENCE_COLUMNS, PAIR)
+        found = pictures.rollouts()
+        assert (
+            pictures.size == (64, 64) and found.total.tolist() == [1, 0, 1, 0] and found.group.tolist() == [0, 0, 1, 1]
+        )
         assert sorted(slot for one in found.mine.values() for slot in one.slots) == [0, 1, 2, 3]
         for one in found.mine.values():
             decoded = run.policy.decode(one.batch, one.final)

@@ -14,7 +14,7 @@ from torch import Tensor
 from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.evaluate import evaluation_arguments
-from genrl.diffusion.policy.decoding import encode
+from genrl.diffusion.policy.decoding import Encoder
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel
 from genrl.diffusion.policy.unconditional import Unconditional
@@ -123,14 +123,20 @@ ASSETS = Path(__file__).parents[3] / "assets"
 
 
 @pytest.mark.parametrize("name", ["tiny-t2i", "tiny-sd"])
-def test_pictures_come_back(name: str) -> None:
-    """From samples of the model to pictures, to states, to pictures."""
+def test_pictures_come_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From samples of the model to pictures, to states, to pictures; what comes before decoding is looked at once."""
     policy = Policy(DiffusionPipeline.from_pretrained(ASSETS / name))
     batch = Batch([*PROMPTS], [*KEYS], {"num_inference_steps": 4, "guidance_scale": 1.0})
     with torch.no_grad():
         images = policy.decode(batch, policy.roll_out(batch).final)
-        again = policy.decode(batch, encode(policy, batch, images))
+        encoded = Encoder(policy)
+        states = encoded(batch, images)
+        again = policy.decode(batch, states)
+        for method in ("decode", "state_shape"):
+            monkeypatch.setattr(policy, method, None)  # a call of the pipeline would fail from here on
+        flipped = encoded(batch, images.flip(0))
     assert float((again - images).abs().mean()) < 0.05
+    torch.testing.assert_close(flipped.flip(0), states)
 
 
 def test_an_autoencoder_that_does_not_give_pictures_back_is_refused() -> None:
@@ -140,9 +146,9 @@ def test_an_autoencoder_that_does_not_give_pictures_back_is_refused() -> None:
         striped = torch.zeros_like(policy.decode(batch, torch.zeros(policy.state_shape(batch))))
     striped[..., ::2] = 1.0
     with pytest.raises(ValueError, match=r"come back changed, by 0\.[1-9]"):
-        encode(policy, batch, striped)
+        Encoder(policy)(batch, striped)
     with pytest.raises(ValueError, match=r"encodes pictures of 8 x 8 to .* but StableDiffusion3Pipeline decodes"):
-        encode(policy, batch, striped[..., :8, :8])
+        Encoder(policy)(batch, striped[..., :8, :8])
     assert "decode" not in vars(policy.pipe.vae)
 
 

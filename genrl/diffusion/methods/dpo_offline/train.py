@@ -6,8 +6,8 @@ the configuration judge the held-out prompts only.
 
 from __future__ import annotations
 
-from genrl.data.preferences import open_set
-from genrl.diffusion.forward.noising import given_pictures, picture_size
+from genrl.data.rows import PREFERENCE_COLUMNS
+from genrl.diffusion.forward.noising import GivenPictures
 from genrl.diffusion.methods.dpo.train import loss, train_on
 from genrl.diffusion.methods.dpo_offline.settings import OfflineDPO
 from genrl.diffusion.run import DiffusionRun
@@ -20,5 +20,4 @@ PAIR = (1.0, 0.0)
 
 def train(run: DiffusionRun, settings: OfflineDPO) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    reader, size = open_set(run.config.prompts.train, run.prompts), picture_size(run)
-    train_on(run, settings, lambda: given_pictures(run, reader, size, PAIR))
+    train_on(run, settings, GivenPictures(run, PREFERENCE_COLUMNS, PAIR).rollouts)

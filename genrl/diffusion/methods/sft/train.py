@@ -14,16 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from genrl.data.preferences import TARGET_COLUMNS, open_set
-from genrl.diffusion.forward.noising import (
-    Tensors,
-    drawn_level,
-    given_pictures,
-    noised_by,
-    own_noise,
-    picture_size,
-    update,
-)
+from genrl.data.preferences import TARGET_COLUMNS
+from genrl.diffusion.forward.noising import GivenPictures, Tensors, drawn_level, noised_by, own_noise, update
 from genrl.diffusion.methods.sft.settings import PipelineSFT
 from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
@@ -37,8 +29,7 @@ from genrl.runtime.loop.updating import Meter
 
 def train(run: DiffusionRun, settings: PipelineSFT) -> None:
     """Train until the configured number of iterations is done, or the process is asked to end."""
-    policy, size = run.policy, picture_size(run)
-    reader = open_set(run.config.prompts.train, run.prompts, TARGET_COLUMNS)
+    policy, given = run.policy, GivenPictures(run, TARGET_COLUMNS, rewards=(0.0,))
 
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         batch, clean = without_guidance(policy, micro_batch.batch), micro_batch.final
@@ -48,7 +39,7 @@ def train(run: DiffusionRun, settings: PipelineSFT) -> None:
 
     for _ in run.iterations():
         # 1. Read.
-        pictures = given_pictures(run, reader, size, rewards=(0.0,))
+        pictures = given.rollouts()
         # 2. Update.
         meter = Meter()
         update(run, settings, pictures, 1, prepare, loss, meter)

@@ -58,7 +58,7 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
     seed = derive_seed(run.config.seed, "dagger", iteration)
     rngs = [generator(seed, slot) for slot in range(run.first_slot, run.first_slot + env.num_envs)]
     env.first_slot, dropped = run.first_slot, env.dropped
-    raw, _ = env.reset(seed=seed)
+    raw, _ = env.reset(seed=seed, options={"once": True})
     running, (success, lost) = np.ones(env.num_envs, dtype=np.bool_), np.zeros((2, env.num_envs), dtype=np.bool_)
     parts, slots, errors, steps, decision = [], [], [], 0, 0
     while running.any():
