@@ -84,7 +84,7 @@ def test_the_notebooks_show_what_they_did(root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_the_notebooks_run(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebooks_run(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer iterations: that they run through and draw, not what they learn."""
     nbformat = pytest.importorskip("nbformat", reason="nbmake is not installed")
     from nbclient import NotebookClient
@@ -98,8 +98,9 @@ def test_the_notebooks_run(name: str, root: Path, monkeypatch: pytest.MonkeyPatc
         cell.source = re.sub(r'(steps_per_iteration"?: )\d+', r"\g<1>10", cell.source)
         cell.source = cell.source.replace("batch_size=32", "batch_size=8")
         cell.source = cell.source.replace("range(2000)", "range(100)").replace("range(40)", "range(8)")
-        cell.source = cell.source.replace('output=f"runs/', 'output=f"/tmp/')
+        cell.source = cell.source.replace('output=f"runs/', f'output=f"{tmp_path}/')
     monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where a notebook makes a folder of its own
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     NotebookClient(book, timeout=300, resources={"metadata": {"path": str(root / "docs" / "notebooks")}}).execute()
     assert all(cell["execution_count"] for cell in book.cells if cell["cell_type"] == "code")
