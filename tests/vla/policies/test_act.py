@@ -78,7 +78,7 @@ def test_the_layout_is_the_published_one(folders) -> None:
 
 
 def of_lerobot(prefix: str) -> dict[str, Tensor]:
-    """What LeRobot 0.6.1 did with the same folder (tests/fixtures/lerobot_reference.py)."""
+    """What LeRobot 0.6.1 did with the same folder (benchmarks/lerobot_reference.py)."""
     with np.load(LEROBOT / "act.npz") as arrays:
         return {name.removeprefix(prefix): torch.from_numpy(arrays[name]) for name in arrays if name.startswith(prefix)}
 
@@ -246,7 +246,7 @@ def test_a_policy_that_predicts_actions_predicts_their_noise(folder, tmp_path) -
 
 
 def chains_of_lerobot() -> dict[str, Tensor]:
-    """What LeRobot 0.6.1 did with the same folder (tests/fixtures/lerobot_reference.py)."""
+    """What LeRobot 0.6.1 did with the same folder (benchmarks/lerobot_reference.py)."""
     with np.load(LEROBOT / "diffusion.npz") as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
