@@ -258,7 +258,7 @@ def test_where_the_environments_of_one_process_die_no_other_waits(tmp_path: Path
     ]
     try:
         for process in ranks:
-            told = " ".join(process.communicate(timeout=100)[0].split())
+            told = " ".join(process.communicate(timeout=400)[0].split())  # who waits does so for 600 s
             assert process.returncode == 1
             assert "all environments of process 1 hung or died in one iteration" in told, told[-3000:]
     finally:
