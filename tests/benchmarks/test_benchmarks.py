@@ -2,11 +2,9 @@
 
 import gc
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,16 +59,6 @@ def test_the_rule_of_a_default() -> None:
         ([], False),
     ):
         assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
-
-
-@pytest.mark.slow
-def test_every_kernel_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["kernels", "--dry-run", "--out", str(tmp_path)])
-    kernels.main()
-    rows = json.loads((tmp_path / "kernels.json").read_text())["found"]
-    names = {"prefix_attention", "joint_attention"}
-    assert {row["kernel"] for row in rows} == names
-    assert all("seconds" not in row and row["errors"]["ours"] <= 2 for row in rows)
 
 
 def test_a_kernel_that_is_wrong_is_not_timed() -> None:
@@ -246,10 +234,7 @@ def test_rows_take_turns_and_their_figures_follow_from_their_rounds(monkeypatch:
     monkeypatch.setitem(end_to_end.ROWS, "window of 3", (end_to_end.FLOW, *WINDOW))
     names = ("window of 3", "DiffusionNFT")
     found = end_to_end.measure(3, names, 0.0, TINY_END_TO_END)
-    assert [row["calls_per_picture"] for row in found.values()] == [
-        [3.0, 2.0],
-        [3.0, 2.0],
-    ]
+    assert [row["calls_per_picture"] for row in found.values()] == [[3.0, 2.0]] * 2
     for row in found.values():
         assert row["iterations"] == 2 and row["pictures"] == 4 and row["held_out_pictures"] == 2 and row["seed"] == 3
         assert row["pictures_per_cpu_s"] == pytest.approx(4 / row["iteration_cpu_s"][1])

@@ -41,7 +41,6 @@ def test_a_check_runs_in_its_process_without_a_gpu(tmp_path: Path) -> None:
     "name", [*(check.name for call in CALLS[:2] for check in call), "speed:flux1_dev", "compiled:sd15"]
 )
 def test_a_dry_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Of every check of the two calls, in this process."""
     monkeypatch.chdir(root)
     monkeypatch.setenv(gpu_checks.KEEP, str(tmp_path / "models"))
     for ways in ("WAYS", "COMPILED"):  # the first and the last of them
@@ -83,7 +82,6 @@ def test_operations_are_those_of_the_products_and_the_attention(tmp_path: Path) 
 
 
 def test_what_checks_start_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests, and a run by a process group whose configuration holds."""
     named: list[str] = []
     monkeypatch.setattr(gpu_checks, "_pytest", lambda found, what, dry, workers: named.extend(what))
     for name in ("tests", "suite"):
@@ -130,7 +128,6 @@ def test_one_that_fails_stops_no_other_and_a_long_one_is_left_out(
 
 
 def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On such a card, and with what an unfinished check had found."""
     rows = {"device": {"status": "done"}, "peer": {"status": "failed", "found": {"a": 1}}}
     (tmp_path / "gpu.json").write_text(json.dumps({"another": {"peer": {"status": "done"}}, "card": rows}))
     assert gpu.is_done(tmp_path, "card", "device") and not gpu.is_done(tmp_path, "card", "peer")

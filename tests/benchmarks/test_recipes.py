@@ -67,8 +67,3 @@ def test_sizes_are_those_published(name: str) -> None:
     with torch.device("meta"):
         denoiser = kind(**settings)
     assert sum(p.numel() for p in denoiser.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.11)
-
-
-def test_recipes_are_there() -> None:
-    named = {recipe for model in MODELS.values() for recipe in model.recipes} - {"flow_grpo", "diffusion_nft"}
-    assert all(Path(f"configs/diffusion/{name}.yaml").is_file() for name in named)

@@ -139,7 +139,6 @@ def test_what_may_differ_is_told_and_nothing_else_is_let_through(runs: Any) -> N
 
 
 def test_brief_runs_are_configurations_that_hold() -> None:
-    """Overrides name keys that exist and go together; every iteration trains and saves, one in each stage at least."""
     for file in sorted((ROOT / "configs").rglob("*.yaml")):
         tree = brief_runs.load(file)
         if brief_runs.left_out(tree, ROOT):
@@ -199,7 +198,6 @@ def test_the_cache_gives_back_what_a_commit_left_and_no_failure(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone of the repository")
 def test_this_commit_trains_as_itself(tmp_path: Path) -> None:
-    """One configuration by the command."""
     command = [sys.executable, "-m", "benchmarks.same_numbers", "HEAD", "--only", "vlm/quickstart", "--processes", "1"]
     command += ["--cache", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

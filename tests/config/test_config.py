@@ -1,7 +1,6 @@
 """The configuration: what is refused, with which words, and that nothing the user wrote is changed."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +116,17 @@ def test_all_problems_in_one_message(tmp_path: Path) -> None:
     assert len(error.problems) == 2
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
+def test_settings_classes_suggest_as_files_do() -> None:
+    for make, said in (
         (lambda: genrl.Sampling(group_sice=4), "genrl.Sampling: sampling.group_sice: unknown key; did you .*_size"),
         (lambda: genrl.FlowGRPO(kl_wieght=1.0), "trainer.kl_wieght: unknown key; did you mean trainer.kl_weight[?]"),
         (lambda: genrl.LoRA(r=8), "model.lora.r: unknown key; did you mean model.lora.rank[?]"),
         (lambda: genrl.Optimizer(learning_rate=1), "did you mean optimizer.lr[?]"),
         (lambda: genrl.Evaluation(every="3"), "evaluation.every: found '3' .*; write 3 without quotes"),
         (lambda: genrl.PPO(clip_rang=1), "genrl.PPO: trainer.clip_rang: unknown key; did you mean trainer.clip_range"),
-    ],
-)
-def test_settings_classes_suggest_as_files_do(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make()
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make()
 
 
 def test_methods_are_called_by_their_short_names_too(tmp_path: Path) -> None:
@@ -434,20 +430,17 @@ class TestFiles:
         assert "org/model is not on this machine yet" in self.notes(files, "seed: 1")[0]
 
 
-@pytest.mark.parametrize(
-    ("source", "columns"),
-    [
+def test_declared_columns_are_read_without_importing(tmp_path: Path) -> None:
+    for source, columns in (
         ("def r(images, prompts): ...", ()),
         ("def r(images, word, *, count, group, scale=2, strict=True): ...", ("word", "count")),
         ("def r(images, *, word=None, count): ...", ("count",)),
         ("class r:\n    def __init__(self, path): ...\n    def __call__(self, images, word, size=3): ...", ("word",)),
         ("class r:\n    pass", ()),
         ("from elsewhere import r", ()),
-    ],
-)
-def test_declared_columns_are_read_without_importing(source: str, columns: tuple[str, ...], tmp_path: Path) -> None:
-    path = write(tmp_path, "raise SystemExit('imported')\n" + source + "\n", "r.py")
-    assert declared_columns(genrl_rewards.Origin("r", "file", str(path), "r")) == columns
+    ):
+        path = write(tmp_path, "raise SystemExit('imported')\n" + source + "\n", "r.py")
+        assert declared_columns(genrl_rewards.Origin("r", "file", str(path), "r")) == columns
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '"a"', "\udcff"])

@@ -88,9 +88,8 @@ def test_unknown_names(tmp_path: Path, method: Callable[..., str]) -> None:
     assert "own.py?" in refusal(tmp_path, method().replace("own.py", "ovn.py"))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "rest", "said"),
-    [
+def test_what_is_no_method_or_not_its_key_is_refused(tmp_path: Path, method: Callable[..., str]) -> None:
+    for old, new, rest, said in (
         ("", "", "strenght: 2", "trainer.strenght: unknown key; did you mean trainer.strength? keys of trainer:"),
         ("", "", "strength: -1", "trainer.strength: found -1 (a whole number); allowed: a number above 0"),
         ("", "", "beta: 1", "trainer.beta: unknown key; it belongs to another trainer.algorithm"),
@@ -101,12 +100,8 @@ def test_unknown_names(tmp_path: Path, method: Callable[..., str]) -> None:
         ("recorded)", "recorded, more)", "", "loss(settings, policy, recorded) is called"),
         ("(DiffusionMethod)", "", "", "derive it from genrl.diffusion.config.schema.DiffusionMethod"),
         ("{field}", 'kind = "vla"', "", "is a method for vla runs, and this is a diffusion run"),
-    ],
-)
-def test_what_is_no_method_or_not_its_key_is_refused(
-    tmp_path: Path, method: Callable[..., str], old: str, new: str, rest: str, said: str
-) -> None:
-    assert said in refusal(tmp_path, method(OWN.replace(old, new) if old else OWN), rest)
+    ):
+        assert said in refusal(tmp_path, method(OWN.replace(old, new) if old else OWN), rest)
 
 
 def test_a_folder_of_two_files(tmp_path: Path, method: Callable[..., str]) -> None:

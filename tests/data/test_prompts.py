@@ -97,7 +97,6 @@ def test_a_dirty_line_is_skipped_and_named(suffix: str, raw: bytes, says: str, f
 
 
 def test_above_one_percent_of_dirty_rows_nothing_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The message has the first rows and their number; up to there they are logged."""
     path = folder / "p.jsonl"
     path.write_bytes(b"\n".join([b'{"prompt": "a"}', *(raw for raw, _ in BAD_JSONL)]))
     with pytest.raises(PromptError) as caught:

@@ -153,7 +153,6 @@ def test_sloppy_edits_go_another_way_as_often_as_told() -> None:
 
 @pytest.mark.parametrize("task", ["move", "scale"])
 def test_the_shipped_files_are_the_drawn_ones(task: Task, root: Path) -> None:
-    """Held-out instructions are of combinations that training has not; the pictures show the named things."""
     prompts: dict[str, set[str]] = {}
     for split in ("train", "eval"):
         rows = [json.loads(line) for line in (root / "assets/edits" / f"{task}_{split}.jsonl").read_text().splitlines()]
@@ -170,7 +169,6 @@ def test_the_shipped_files_are_the_drawn_ones(task: Task, root: Path) -> None:
 
 
 def test_the_shipped_pairs_are_the_edits_carried_out_as_asked(root: Path) -> None:
-    """Targets of the first moves to train on, as the rules of the small world judge them."""
     folder = root / "assets/edits"
     texts = ((folder / f"move_{part}.jsonl").read_text() for part in ("pairs", "train"))
     rows, known = ([json.loads(line) for line in text.splitlines()] for text in texts)

@@ -64,7 +64,6 @@ def test_every_page_is_in_the_navigation_once(root: Path) -> None:
 
 
 def test_links_to_files_lead_to_their_pages_and_those_of_files_back(hooks: ModuleType) -> None:
-    """One to nothing stops the build."""
     from mkdocs.exceptions import PluginError
 
     page = hooks.DOCS / "guides" / "one_card.md"

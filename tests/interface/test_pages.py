@@ -97,6 +97,7 @@ def test_the_notebooks_run(name: str, root: Path, tmp_path: Path, monkeypatch: p
         cell.source = cell.source.replace("range(2000)", "range(100)").replace("range(40)", "range(8)")
         cell.source = cell.source.replace('output=f"runs/', f'output=f"{tmp_path}/')
     monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where a notebook makes a folder of its own
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     NotebookClient(book, timeout=300, resources={"metadata": {"path": str(root / "docs" / "notebooks")}}).execute()

@@ -198,20 +198,18 @@ def test_colours_of_another_profile_become_srgb(
     assert "icc_profile" not in shown.info or kind != "profile"  # else it would be converted twice
 
 
-@pytest.mark.parametrize(
-    ("chunks", "seen"),
-    [  # 0.502 as light is level 188 of sRGB; at gamma .5 it is its square
+def test_a_png_is_seen_by_its_gamma() -> None:
+    for chunks, seen in (
+        # 0.502 as light is level 188 of sRGB; at gamma .5 it is its square
         ([(b"gAMA", struct.pack(">I", 100000))], 188),
         ([(b"gAMA", struct.pack(">I", 50000))], 137),
         ([(b"gAMA", struct.pack(">I", 45455))], 128),
         ([(b"sRGB", b"\0"), (b"gAMA", struct.pack(">I", 100000))], 128),
         ([(b"gAMA", struct.pack(">I", 0))], 128),
-    ],
-)
-def test_a_png_is_seen_by_its_gamma(chunks: list[tuple[bytes, bytes]], seen: int) -> None:
-    for kind, width in ((0, 4), (2, 12)):
-        shown = open_picture(png(np.full((4, width), 128, np.uint8), kind, 8, *chunks))
-        assert np.array(shown)[0, 0].tolist() == [seen] * 3
+    ):
+        for kind, width in ((0, 4), (2, 12)):
+            shown = open_picture(png(np.full((4, width), 128, np.uint8), kind, 8, *chunks))
+            assert np.array(shown)[0, 0].tolist() == [seen] * 3
 
 
 def test_what_is_clear_stays_so_under_a_profile() -> None:

@@ -76,21 +76,18 @@ def test_a_class_gets_what_it_declares() -> None:
     assert [image.size for image in reward.seen["pil_images"]] == [(6, 4)] * 3
 
 
-@pytest.mark.parametrize(
-    "returned",
-    [
+def test_none_nan_and_infinity_are_no_score() -> None:
+    for returned in (
         [1, None, 0.5],
         (1.0, math.nan, 0.5),
         torch.tensor([1.0, math.nan, 0.5], requires_grad=True),
         torch.tensor([1.0, math.inf, 0.5], dtype=torch.bfloat16),
         np.array([1.0, -np.inf, 0.5], dtype=np.float16),
         [np.float32(1), None, torch.tensor(0.5)],
-    ],
-)
-def test_none_nan_and_infinity_are_no_score(returned: Any) -> None:
-    scores = score(lambda prompts: returned)
-    assert [scores.values[0], scores.values[2]] == [1.0, 0.5] and math.isnan(scores.values[1])
-    assert scores.unscored == 1 and scores.failed == 0
+    ):
+        scores = score(lambda prompts, returned=returned: returned)
+        assert [scores.values[0], scores.values[2]] == [1.0, 0.5] and math.isnan(scores.values[1])
+        assert scores.unscored == 1 and scores.failed == 0
 
 
 @pytest.mark.parametrize(

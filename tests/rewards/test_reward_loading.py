@@ -81,7 +81,6 @@ def test_nothing_imports_torch_until_a_reward_is_loaded(mine: str) -> None:
 
 
 def test_the_listing_says_what_a_reward_takes() -> None:
-    """As its signature does, and as it is read without an import."""
     listed = genrl_rewards.listing()
     assert {"shapes", "ocr", "clipscore", "pickscore"} <= {row.name for row in listed}
     for row in listed:

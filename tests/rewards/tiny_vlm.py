@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,16 +28,22 @@ TEMPLATE = (
 WORDS = ("Yes", "No", "yes", "no", "ĠYes")
 
 
-def tokenizer() -> Qwen2Tokenizer:
+def spelled(words: Iterable[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """A byte-level vocabulary in which these words are single tokens, and its merges."""
     vocabulary = {symbol: i for i, symbol in enumerate(byte_symbols())}
     merges: list[tuple[str, str]] = []
-    for word in WORDS:
+    for word in words:
         built = word[0]
         for letter in word[1:]:
             if (built, letter) not in merges:
                 merges.append((built, letter))
                 vocabulary.setdefault(built + letter, len(vocabulary))
             built += letter
+    return vocabulary, merges
+
+
+def tokenizer() -> Qwen2Tokenizer:
+    vocabulary, merges = spelled(WORDS)
     made = Qwen2Tokenizer(vocab=vocabulary, merges=merges)
     made.add_special_tokens({"additional_special_tokens": SPECIAL})
     made.pad_token = made.eos_token = "<|endoftext|>"
@@ -74,11 +80,7 @@ def randomise(model: torch.nn.Module) -> None:
 def save(folder: Path) -> Path:
     made = tokenizer()
     Qwen2VLImageProcessorPil(patch_size=4, min_pixels=16 * 16, max_pixels=32 * 32).save_pretrained(folder)
-    return _saved(Qwen2VLForConditionalGeneration(config(made)), made, folder)
-
-
-def _saved(model: torch.nn.Module, made: Qwen2Tokenizer, folder: Path) -> Path:
-    randomise(model)
+    randomise(model := Qwen2VLForConditionalGeneration(config(made)))
     model.generation_config.eos_token_id = made.eos_token_id
     model.generation_config.pad_token_id = made.pad_token_id
     model.save_pretrained(folder)
@@ -90,36 +92,6 @@ def published_pixels(folder: Path) -> Path:
     """The folder, whose image processor has the limits of published files, under their keys."""
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"min_pixels": 3136, "max_pixels": 12845056}))
-    return folder
-
-
-PLACES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *PLACES]
-IDEFICS_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}:{% for c in m.content %}"
-    "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-
-
-def save_idefics(folder: Path) -> Path:
-    """A random Idefics3 with its processor: a model that is not Qwen's."""
-    import transformers as t
-
-    made = tokenizer()
-    made.add_special_tokens({"additional_special_tokens": IDEFICS})
-    layers = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    text = {**layers, "model_type": "llama", "vocab_size": len(made), "pad_token_id": made.pad_token_id}
-    config = t.Idefics3Config(
-        vision_config={**layers, "num_attention_heads": 2, "image_size": 16, "patch_size": 4},
-        text_config={**text, "num_attention_heads": 4, "num_key_value_heads": 2},
-        image_token_id=made.convert_tokens_to_ids("<image>"),
-        scale_factor=2,
-        pad_token_id=made.pad_token_id,
-    )
-    _saved(t.Idefics3ForConditionalGeneration(config), made, folder)
-    images = t.Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    t.Idefics3Processor(images, made, image_seq_len=4, chat_template=IDEFICS_TEMPLATE).save_pretrained(folder)
     return folder
 
 

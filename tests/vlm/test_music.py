@@ -98,7 +98,6 @@ class TestMusicRL:
 
     @pytest.mark.parametrize("vlm", [None, LORA])
     def test_the_loss_of_the_value_trains_the_value_alone(self, vlm: dict[str, Any] | None, model, tmp_path) -> None:
-        """Of a LoRA, adapters of its own on the same weights."""
         with vlm_runs.opened(config(tmp_path, model, "music_rl", vlm)) as run:
             baseline, own = run.heads["baseline"], dict(run.policy.body.named_parameters())
             if vlm:
@@ -218,39 +217,33 @@ class TestRewardModel:
             assert torch.equal(piece(run.policy, row, "preferred"), held)
             assert piece(run.policy, row, "other").tolist() == [[1] * 5] * 4
 
-    @pytest.mark.parametrize(
-        ("changed", "text"),
-        [
+    def test_pairs_that_are_none_are_refused_with_their_row(self, model, tmp_path) -> None:
+        for changed, text in (
             ({"preferred": [[1]] * 4}, "train.jsonl:2: .* a piece is 4 lists of 3 or more codes"),
             ({"preferred": [[1] * 3, [1] * 3, [1] * 3, [8] * 3]}, "codes are 0 to 7, found 1 to 8"),
             ({"preferred": None}, "columns: preferred, other"),
             ({"preferred": None, "preferred_path": "b.wav"}, "2 channels; this model hears one channel of 800"),
             ({"preferred": None, "preferred_path": "c.wav"}, "train.jsonl:2: .* of 119 samples; .* hears 120 or more"),
-        ],
-    )
-    def test_pairs_that_are_none_are_refused_with_their_row(self, changed, text, model, tmp_path) -> None:
-        sections = pairs(tmp_path / "data", model)
-        (tmp_path / "data" / "b.wav").write_bytes(as_wav(torch.zeros(2, 80), tiny_musicgen.RATE))
-        (tmp_path / "data" / "c.wav").write_bytes(as_wav(torch.zeros(119), tiny_musicgen.RATE))
-        file = tmp_path / "data" / "train.jsonl"
-        lines = file.read_text().splitlines()
-        lines[1] = json.dumps({**json.loads(lines[1]), **changed})
-        file.write_text("\n".join(lines), encoding="utf-8")
-        with pytest.raises(ValueError, match=text):
-            train(vlm_runs.config(tmp_path, **sections))
-        assert not (tmp_path / "run" / "metrics.jsonl").exists()
+        ):
+            sections = pairs(tmp_path / "data", model)
+            (tmp_path / "data" / "b.wav").write_bytes(as_wav(torch.zeros(2, 80), tiny_musicgen.RATE))
+            (tmp_path / "data" / "c.wav").write_bytes(as_wav(torch.zeros(119), tiny_musicgen.RATE))
+            file = tmp_path / "data" / "train.jsonl"
+            lines = file.read_text().splitlines()
+            lines[1] = json.dumps({**json.loads(lines[1]), **changed})
+            file.write_text("\n".join(lines), encoding="utf-8")
+            with pytest.raises(ValueError, match=text):
+                train(vlm_runs.config(tmp_path, **sections))
+            assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
-    @pytest.mark.parametrize(
-        ("changes", "text"),
-        [
+    def test_what_does_not_fit_is_refused(self, model: str, tmp_path: Path) -> None:
+        for changes, text in (
             ({"vlm": {"output": "music"}}, "write output: music_reward"),
             ({"vlm": {"output": "music_reward", **LORA}}, "trained whole"),
             ({"rewards": [{"name": "exact"}]}, "pairs say what is better"),
             ({"economy": {"keep": 2}, "generation": {"group_size": 4}}, "economy.keep.*reads whole groups"),
-        ],
-    )
-    def test_what_does_not_fit_is_refused(self, changes: dict[str, Any], text: str, model: str, tmp_path: Path) -> None:
-        sections = pairs(tmp_path / "data", model)
-        merged = {**sections, **changes, "vlm": {**sections["vlm"], **changes.get("vlm", {})}}
-        with pytest.raises(ConfigError, match=text):
-            vlm_runs.config(tmp_path, **merged)
+        ):
+            sections = pairs(tmp_path / "data", model)
+            merged = {**sections, **changes, "vlm": {**sections["vlm"], **changes.get("vlm", {})}}
+            with pytest.raises(ConfigError, match=text):
+                vlm_runs.config(tmp_path, **merged)

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -114,22 +113,19 @@ def test_a_policy_that_samples_its_answers_itself(code: Path) -> None:
     assert rows(run)[-1]["rollout/tokens_mean"] > 0 and (run / "samples" / "step-000001.png").is_file()
 
 
-@pytest.mark.parametrize(
-    ("changes", "key", "text"),
-    [
+def test_what_cannot_be_found_is_said(code, monkeypatch) -> None:
+    for changes, key, text in (
         ({"task": {"name": "shape"}}, "task.name", "unknown task 'shape'; did you mean shapes?"),
         ({"task": {"name": "tasks.py:strips"}}, "task.name", "did you mean stripes?"),
         ({"task": {"name": "tasks.py:wrong"}}, "task.name", "gives no question"),
         ({"vlm": {"output": "imge"}}, "vlm.output", "unknown output 'imge'; did you mean image?"),
         ({"vlm": {"output": "policies.py:Carefull"}}, "vlm.output", "did you mean Careful?"),
-    ],
-)
-def test_what_cannot_be_found_is_said(changes: dict[str, Any], key: str, text: str, code, monkeypatch) -> None:
-    monkeypatch.chdir(code)
-    with pytest.raises(ConfigError, match=key) as caught:
-        vlm_runs.config(code, **changes)
-        check_files(*load_located(code / "tiny.yaml"))
-    assert text in str(caught.value) and "tiny.yaml:" in str(caught.value)
+    ):
+        monkeypatch.chdir(code)
+        with pytest.raises(ConfigError, match=key) as caught:
+            vlm_runs.config(code, **changes)
+            check_files(*load_located(code / "tiny.yaml"))
+        assert text in str(caught.value) and "tiny.yaml:" in str(caught.value)
 
 
 def test_a_recipe_from_a_file_is_completed_as_one_built_in(code: Path) -> None:

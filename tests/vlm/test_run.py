@@ -65,7 +65,6 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_an_engine_with_weights_of_its_own_evaluates_the_average(tmp_path, monkeypatch) -> None:
-    """And goes on with the trained ones."""
     fake_vllm.install(monkeypatch)
     own = {"trainer": {"weights": []}, "generation": {"vllm": {"args": {"enable_sleep_mode": False}}}}
     config = vlm_runs.config(tmp_path, evaluation=EVALUATED, **own, **AVERAGED)
@@ -173,7 +172,6 @@ def test_a_process_begins_with_what_a_pass_can_have(tmp_path: Path, updates: int
 
 @pytest.mark.slow
 def test_memory_may_run_out_before_the_first_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the answers are scored, here of an agent, whose episodes are played again."""
     tried = room_for(6, monkeypatch, first=0)
     found = train(agent_runs.config(tmp_path, "vl_dac", trainer={"fit_batch": True}))
     assert tried[0] == 12 and max(tried[1:]) <= 6
@@ -219,7 +217,6 @@ def shipped(*changes: str) -> VLMConfig:
 
 
 def test_sizes_are_those_of_the_published_model(size: Sizes) -> None:
-    """All weights take sixteen bytes each in one process."""
     layer = 2 * 3584 * (3584 + 512) + 3584 + 2 * 512 + 3 * 3584 * 18944 + 2 * 3584
     assert (size.numbers, size.layer, size.outside) == (WEIGHTS, layer, WEIGHTS - 28 * layer)
     assert size.adapted == 28 * (2 * (3584 + 3584) + 2 * (3584 + 512))
@@ -234,7 +231,6 @@ def test_sizes_are_those_of_the_published_model(size: Sizes) -> None:
     [("Qwen2.5-VL-7B-Instruct", 8.29), ("Qwen2.5-VL-3B-Instruct", 3.75), ("Qwen3-VL-4B-Instruct", 4.44)],
 )
 def test_published_models_are_known_before_the_download(model, billions: float, monkeypatch) -> None:
-    """Sizes as the hub has them."""
     monkeypatch.setenv("COLUMNS", "200")
     command = ["check", str(SHIPPED), f"vlm.path=Qwen/{model}", "--memory", "80GB"]
     said = CliRunner().invoke(app, command)

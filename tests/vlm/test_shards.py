@@ -1,7 +1,11 @@
 """Vision-language models in shards (FSDP2) over several processes (gloo), beside the same processes that hold all."""
 
 import math
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from genrl.runtime.folder import checkpoint
+from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.train import train
 from tests import opened as opening
+from tests.ports import free_port
 from tests.run_folders import differences, last_state, rows
 from tests.vlm import tiny_checkpoints, vlm_ranks, vlm_runs
+from tests.vlm.methods import test_rlfr, test_sft
 from tests.vlm.methods.episodes import agent_runs
 
 pytestmark = pytest.mark.slow
@@ -105,7 +113,6 @@ def test_a_process_without_answers_makes_the_passes_of_the_others(tmp_path: Path
 
 
 def test_a_process_without_any_group_learns_along(tmp_path: Path) -> None:
-    """The groups of the second one are all worth the same, and left out."""
     reward = tmp_path / "first.py"
     told = "[len(c) % 5 / 4 * (os.environ['RANK'] == '0') for c in completions]"
     reward.write_text(f"import os\ndef first(completions):\n    return {told}\n")
@@ -118,14 +125,12 @@ def test_a_process_without_any_group_learns_along(tmp_path: Path) -> None:
 
 
 def test_agents_learn_in_shards(tmp_path: Path) -> None:
-    """Turns of episodes, and a critic beside the model, which is whole."""
     whole = recorded(tmp_path / "whole", agent_runs.config, "vl_dac", iterations=2)
     shards = recorded(tmp_path / "shards", agent_runs.config, "vl_dac", iterations=2, **FSDP)
     check_equal(shards, whole, exact=False)
 
 
 def test_machines_hold_a_copy_each(tmp_path: Path) -> None:
-    """Four processes as two machines."""
     common: dict[str, Any] = {"vlm": {"gradient_checkpointing": True}, "trainer": {"micro_batch": 4}}
     whole = recorded(tmp_path / "whole", count=4, **common)
     node = {"fsdp": "node"}
@@ -186,7 +191,6 @@ def test_a_checkpoint_in_shards_is_of_any_number_of_processes(tmp_path: Path) ->
 
 
 def test_the_best_weights_come_back(tmp_path: Path) -> None:
-    """Training that ruins the model goes back to its beginning."""
     monitor = {"reward": "accuracy", "tolerance": 0.05}
     common: dict[str, Any] = {"evaluation": {"every": 1, "questions": 16, "blind": False, "monitor": monitor}}
     common["evaluation"]["on_collapse"] = "back"
@@ -197,3 +201,66 @@ def test_the_best_weights_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before.parameters, after.parameters, strict=True))
     saved = [checkpoint.load(tmp_path / "run" / "checkpoints" / f"step-00000{step}").tensors for step in (0, 2)]
     assert all(torch.equal(saved[1]["weights"][name], best) for name, best in saved[0]["weights"].items())
+
+
+# -- two processes (gloo) do what one does
+ONE = {"every": 1, "questions": 4}
+UNEVEN = test_sft.SFT | {"updates": None, "batch_size": 4, "micro_batch": 1}
+RUNS: dict[str, Callable[[Path], VLMConfig]] = {
+    "statistics of all answers": lambda place: vlm_runs.config(
+        place, trainer={"preset": "stable_reinforce", "updates": 2, "micro_batch": 4}, evaluation=ONE
+    ),
+    "rlfr": lambda place: test_rlfr.config(place),
+    # the last step has three questions: one process has a pass more than the other
+    "sft": lambda place: vlm_runs.config(place, trainer=UNEVEN, task={"rows": 7}, evaluation=ONE),
+    "sft in shards": lambda place: vlm_runs.config(
+        place, trainer=UNEVEN, task={"rows": 7}, distributed={"fsdp": place.name == "two"}
+    ),
+    # the preset's token_mean is one of each process's tokens
+    "agents": lambda place: agent_runs.config(
+        place, "vl_dac", trainer={"aggregation": "token_mean_global"}, evaluation=ONE
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_do_what_one_does(name: str, tmp_path: Path) -> None:
+    """The same answers, statistics over all of them, and one gradient. (Adam makes steps of its rounding.)"""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    train(RUNS[name](tmp_path / "one"))
+    RUNS[name](tmp_path / "two")
+    vlm_runs.in_processes(tmp_path / "two", vlm_ranks.run)
+    for one, two in zip(rows(tmp_path / "one" / "run"), rows(tmp_path / "two" / "run"), strict=True):
+        assert one.keys() == two.keys()
+        for key in one:
+            assert two[key] == pytest.approx(one[key], rel=2e-3, abs=5e-5), key
+
+
+def test_where_the_environments_of_one_process_die_no_other_waits(tmp_path: Path) -> None:
+    dies = {"parallel": 2, "steps": 2, "timeout_s": 60.0}
+    agent_runs.config(tmp_path, "vl_dac", environment={**dies, "name": f"{tmp_path / 'pays.py'}:Pays"})
+    own = "        if os.environ['RANK'] == '1': os._exit(7)\n        self.left -= 1\n"
+    text = agent_runs.PAYS.replace("import numpy", "import os, numpy").replace("        self.left -= 1\n", own)
+    (tmp_path / "pays.py").write_text(text)
+    command = [sys.executable, "-c", "from genrl.cli.app import app; app()", "train", str(tmp_path / "tiny.yaml")]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+    ranks = [  # not `start_ranks`, whose processes may have none of their own
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        for process in ranks:
+            told = " ".join(process.communicate(timeout=400)[0].split())  # who waits does so for 600 s
+            assert process.returncode == 1
+            assert "all environments of process 1 hung or died in one iteration" in told, told[-3000:]
+    finally:
+        for process in ranks:
+            process.kill()

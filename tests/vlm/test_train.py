@@ -81,7 +81,6 @@ def test_one_update_of_the_present_weights_needs_no_pass_before_it(tmp_path, mon
     "changes", [{"trainer": {"preset": "dapo", "micro_batch": 5}}, {"vlm": {"gradient_checkpointing": True}}]
 )
 def test_what_saves_memory_changes_nothing_but_rounding(changes: dict[str, Any], tmp_path, monkeypatch) -> None:
-    """In the first update: groups that are cut; blocks that are computed again."""
     found = []
     for own in ({"trainer": {"preset": changes.get("trainer", {}).get("preset", "grpo")}}, changes):
         with vlm_runs.opened(vlm_runs.config(tmp_path, **own)) as run:
@@ -92,7 +91,6 @@ def test_what_saves_memory_changes_nothing_but_rounding(changes: dict[str, Any],
 
 @pytest.mark.parametrize("preset", fast_first(RUNS, QUICK))
 def test_every_preset_trains(preset: str, tmp_path: Path) -> None:
-    """An iteration of two updates: the first is on policy, weights move, all figures are numbers."""
     (row,) = rows(train(vlm_runs.config(tmp_path, trainer={"preset": preset, "epochs": 2})))
     # a clip range of 3e-4 may leave the second update no gradient
     assert row["updates"] == 2 or (row["updates"] == 1 and preset in ("gspo", "gspo_token", "luspo"))

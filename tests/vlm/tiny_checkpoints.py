@@ -1,10 +1,12 @@
 """Random checkpoints of a few ten thousand numbers in the true formats, one per family of vision-language models."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from genrl.vlm.policies import processor as pictures  # first: it makes transformers importable beside any torchvision
+from tests.rewards import tiny_vlm
 
 import transformers as hf  # isort: skip
 
@@ -26,17 +28,15 @@ TEXT = {**LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "max_posit
 
 def save(family: str, folder: Path, layers: int = 2) -> Path:
     """A checkpoint with weights, tokenizer, image processor and chat template. layers: of a Qwen's decoder."""
-    makers = {"smolvlm": _idefics, "idefics3": _idefics, "llava": _llava, "llava_next": _llava, "gemma3": _gemma3}
+    makers = {"smolvlm": idefics, "idefics3": idefics, "llava": _llava, "llava_next": _llava, "gemma3": _gemma3}
     makers |= {"llava_onevision": _llava_onevision, "internvl": _internvl, "kimi_k25": _kimi}
     makers |= {"mistral3": _pixtral, "pixtral": _pixtral, "glm4v": _glm, "glm46v": _glm}
     return makers[family](family, folder) if family in makers else _qwen(family, folder, layers)
 
 
-def _tokenizer(special: list[str], image: str, video: str = "") -> hf.Qwen2Tokenizer:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the byte-level alphabet of GPT-2
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = [chr(byte) for byte in printable] + [chr(256 + number) for number in range(len(others))]
-    made = hf.Qwen2Tokenizer(vocab={symbol: number for number, symbol in enumerate(symbols)}, merges=[])
+def _tokenizer(special: list[str], image: str, video: str = "", words: Sequence[str] = ()) -> hf.Qwen2Tokenizer:
+    vocabulary, merges = tiny_vlm.spelled(words)
+    made = hf.Qwen2Tokenizer(vocab=vocabulary, merges=merges)
     made.add_special_tokens({"additional_special_tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special]})
     made.pad_token, made.eos_token = "<|endoftext|>", "<|im_end|>"
     made.chat_template = TEMPLATE.replace("IMAGE", image).replace("VIDEO", video)
@@ -44,11 +44,7 @@ def _tokenizer(special: list[str], image: str, video: str = "") -> hf.Qwen2Token
 
 
 def _save(model: torch.nn.Module, tokenizer: hf.Qwen2Tokenizer, folder: Path) -> None:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.15)  # larger than a new model's, so that images count
+    tiny_vlm.randomise(model)
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config.repetition_penalty = 1.5  # the makers' defaults must not reach the sampler
     model.save_pretrained(folder)
@@ -83,8 +79,9 @@ def _qwen(family: str, folder: Path, layers: int) -> Path:
     return folder
 
 
-def _idefics(family: str, folder: Path) -> Path:
-    made = _tokenizer(IDEFICS, "<image>")
+def idefics(family: str, folder: Path, words: Sequence[str] = ()) -> Path:
+    """words: which are single tokens."""
+    made = _tokenizer(IDEFICS, "<image>", words=words)
     text = {**TEXT, "model_type": "llama", "vocab_size": len(made), "pad_token_id": made.pad_token_id}
     vision = {**LAYERS, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
     common = {"image_token_id": made.convert_tokens_to_ids("<image>"), "scale_factor": 2}

@@ -63,7 +63,6 @@ def test_weights_that_do_not_fit(gpt: Path, how: str, kind: str, says: str) -> N
 
 
 def test_what_is_whole_loads_and_what_is_unused_is_named(gpt: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Tied weights are not missing; a head that nothing reads is no loss, and said in one line."""
     opened(gpt)
     assert caplog.text == ""
     changed(gpt, "extra")
@@ -84,21 +83,18 @@ def test_small_vocabularies_are_vocabularies(name: str) -> None:
     assert tokenizer_of(str(ASSETS / name), "lm").get_vocab()
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
+def test_a_warning_that_means_loss_is_an_error() -> None:
+    for name, line in (
         ("transformers.modeling_utils", "Some weights of X were not initialized from the checkpoint and are newly"),
         ("diffusers.loaders", "We are going to filter out the keys associated to 'dora_scale` from the state dict"),
         ("diffusers.loaders", "Provided path contains more than one weights file in the .safetensors format."),
         ("peft.tuners", "Loading adapter weights from state_dict led to unexpected keys found in the model: a.b"),
         ("diffusers.pipelines", "Keyword arguments {'connector': 1} are not expected by X and will be ignored."),
-    ],
-)
-def test_a_warning_that_means_loss_is_an_error(name: str, line: str) -> None:
-    with pytest.raises(ValueError, match="model.path: 'a': "), accounted("model.path: 'a'"):
-        logging.getLogger(name).warning(line)
-    with pytest.raises(ValueError, match="model.path: 'a': 'x'"), accounted("model.path: 'a'"):
-        raise KeyError("x")  # what a library raises is told with the key
+    ):
+        with pytest.raises(ValueError, match="model.path: 'a': "), accounted("model.path: 'a'"):
+            logging.getLogger(name).warning(line)
+        with pytest.raises(ValueError, match="model.path: 'a': 'x'"), accounted("model.path: 'a'"):
+            raise KeyError("x")  # what a library raises is told with the key
 
 
 def test_other_warnings_are_one_line_each(caplog: pytest.LogCaptureFixture) -> None:

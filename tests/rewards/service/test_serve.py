@@ -95,7 +95,6 @@ def test_a_reward_that_fails_is_reported_without_traceback_or_text(mood: str, ca
 
 
 def test_the_same_request_is_scored_once(tmp_path: Any) -> None:
-    """By its id and its body."""
     log = tmp_path / "calls"
     half = {key: row[:2] for key, row in {"prompts": PROMPTS, "group": [0, 0, 1, 1]}.items()}
     with served(plain_rewards.Moody(log=str(log))) as client:
@@ -108,7 +107,6 @@ def test_the_same_request_is_scored_once(tmp_path: Any) -> None:
 
 
 def test_no_score_travels_as_null() -> None:
-    """That of a reward that has none, and that of a picture that is not finite."""
     images = IMAGES.clone()
     images[1, 0, 0, 0], images[3, 2, 1, 1] = math.nan, math.inf
     with served(lambda images: ([0.5] * 4, {"part": [1.0] * 4})) as client:
@@ -229,7 +227,6 @@ def mutations(seed: int) -> Iterator[tuple[str, bytes]]:
 
 @pytest.mark.slow
 def test_a_thousand_malformed_requests() -> None:
-    """They are the same ones each time."""
     statuses: Counter[int] = Counter()
     with served(plain_rewards.mean, limits=SMALL) as client:
         for kind, body in itertools.islice(mutations(0), 1_000):

@@ -4,7 +4,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,6 @@ def test_another_versions_checkpoint_is_not_passed_over(tmp_path: Path, version:
 
 
 def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path: Path) -> None:
-    """200 of them: each falls back to the checkpoint before, or says the same."""
     save_step(tmp_path, 1)
     manifest = save_step(tmp_path, 2) / "manifest.json"
     whole, chance = manifest.read_bytes(), random.Random(0)
@@ -248,46 +247,38 @@ def test_everything_is_on_disk_before_the_rename_and_nothing_is_deleted_before(
     assert after[1:] == [f"{point}:{name}" for name in doomed for point in ("rename", "rmtree")]
 
 
-def test_a_failure_at_every_file_operation_leaves_a_complete_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("killed", [False, True], ids=["fails", "is killed"])
+def test_whatever_file_operation_ends_a_save_a_complete_checkpoint_is_left(
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error, or by the death of the process, a forked child's here, which has no chance to clean up."""
     points = points_of_a_save(tmp_path / "clean", monkeypatch)
     kinds = {point.partition(":")[0] for point in points}
     assert kinds == {"mkdir", "write", "fsync", "rename", "rmtree"} and len(points) >= 15
     committed = points.index("rename:step-000003")
-    for failing, point in enumerate(points):
-        folder = tmp_path / f"{failing}"
+    for ending, point in enumerate(points):
+        folder = tmp_path / f"{ending}"
         prepare(folder)
         count = iter(range(len(points) + 9))
 
-        def fail(here: str, count: iter = count, failing: int = failing) -> None:
-            if next(count) == failing:
+        def end(here: str, count: Iterator[int] = count, ending: int = ending) -> None:
+            if next(count) == ending:
+                if killed:
+                    os._exit(9)
                 raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "_fault", fail)
-            if failing <= committed + 1:  # up to the sync of the parent
+            patch.setattr(checkpoint, "_fault", end)
+            if killed:
+                if (child := os.fork()) == 0:
+                    save_step(folder, 3, keep=1)
+                    os._exit(0)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+            elif ending <= committed + 1:  # up to the sync of the parent
                 with pytest.raises(CheckpointError, match="No space left.*MiB free there.*Earlier checkpoints"):
                     save_step(folder, 3, keep=1)
             else:  # a deletion that fails costs space only
                 save_step(folder, 3, keep=1)
-        assert_is_step(latest(folder), 3 if failing > committed else 2)
+        assert_is_step(latest(folder), 3 if ending > committed else 2)
         save_step(folder, 4, keep=1)  # the next save cleans up by itself
         assert complete_and_leftovers(folder) == ["step-000004"], point
-
-
-def test_kill_at_every_file_operation_leaves_a_complete_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
-    """The process dies without a chance to clean up: a forked child leaves by os._exit at the given operation."""
-    points = points_of_a_save(tmp_path / "clean", monkeypatch)
-    for dying in range(len(points)):
-        folder = tmp_path / f"{dying}"
-        prepare(folder)
-        child = os.fork()
-        if child == 0:
-            count = iter(range(len(points) + 9))
-            checkpoint._fault = lambda here: os._exit(9) if next(count) == dying else None  # noqa: B023
-            save_step(folder, 3, keep=1)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-        path = latest(folder)
-        assert_is_step(path, 3 if dying > points.index("rename:step-000003") else 2)
-        save_step(folder, 4, keep=1)
-        assert complete_and_leftovers(folder) == ["step-000004"]

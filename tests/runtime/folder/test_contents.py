@@ -147,7 +147,6 @@ def test_a_fingerprint_sees_both_ends_and_the_size(tmp_path: Path, size: int, wh
 
 # -- A run that was begun when genrl had fewer keys goes on as if it had been begun today
 def test_a_run_whose_configuration_lacks_todays_keys(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    """Saved as it was written, without a default."""
     straight, older = tmp_path / "straight", tmp_path / "older"
     train(vla_runs.config(tmp_path, iterations=2, output=str(straight)))
     whole = vla_runs.config(tmp_path, iterations=2, output=str(older))

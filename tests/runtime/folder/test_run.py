@@ -45,7 +45,6 @@ def start(folder: Path) -> Run:
 
 
 def test_a_new_run_says_where_it_came_from_and_layout_is_no_edit(tmp_path: Path) -> None:
-    """But not on which machine, and where there."""
     run = start(tmp_path / "runs" / "x")
     assert run.config.read_text() == CONFIG
     text, info = run.info.read_text(), json.loads(run.info.read_text())
@@ -255,7 +254,6 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_a_folder_with_other_things_is_left_as_it_is(tmp_path: Path, name: str) -> None:
-    """And nobody is told to delete it."""
     files, says = OTHERS[name]
     for file, text in files.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

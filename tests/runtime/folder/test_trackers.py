@@ -221,7 +221,6 @@ FAILURES = [
 def test_a_tracker_that_does_not_start_is_an_error_that_says_what_to_do(
     name: str, error: BaseException, says: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """No key, no server, no network: whatever its package raises."""
 
     class Failing:
         requires_logging_directory = False

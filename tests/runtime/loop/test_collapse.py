@@ -156,7 +156,6 @@ class TestActing:
             checkpoint.best_step(one.process.run.checkpoints)
 
     def test_back_goes_on_from_the_best_with_half_the_rate(self, tmp_path: Path) -> None:
-        """To the bit, also where the run is resumed before or after it."""
         scores = [0.5, 0.7, 0.4, 0.3, 0.6, 0.75, 0.74]
         settings = Settings(iterations=6, evaluation=Evaluation(1, on_collapse="back"), ema=EMA(decay=0.5))
         settings.checkpoint = Checkpoint(every=1, keep=9)

@@ -190,7 +190,6 @@ def test_a_reward_that_tells_nothing_ends_the_run(name: str, model: Path, tmp_pa
 
 
 def test_what_changes_nothing_is_said_and_only_iterations_in_a_row_count(tmp_path: Path, caplog: Any) -> None:
-    """A method that makes no step, and one that steps along a gradient of 0; not one that learns."""
     one = loop(tmp_path)
     one.finish({})
     for gradient in (0.0, 1.0):

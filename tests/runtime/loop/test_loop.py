@@ -37,12 +37,10 @@ class Counter:
         self.mean, self.seen = state["mean"], state["seen"]
 
 
-def train(one: Loop, counter: Counter, *, until: int = 10**9) -> None:
+def train(one: Loop, counter: Counter) -> None:
     """Adam on gradients that depend on the iteration, a thing beside the model, and a memory."""
     for _ in one.iterations():
         learn(one, counter)
-        if one.iteration == until:
-            one.process.stop.signal = signal.SIGTERM
 
 
 def learn(one: Loop, counter: Counter, *, leave: bool = False) -> None:
@@ -217,7 +215,6 @@ def full(one: Loop) -> None:
 
 class TestMemory:
     def test_the_iteration_is_left_where_it_can_be_undone(self, tmp_path: Path, monkeypatch: Any) -> None:
-        """Elsewhere the error stays what it is."""
         with pytest.raises(torch.OutOfMemoryError):
             full(loop(tmp_path))
         for largest, error in ((runtime_weights.LARGEST_COPY, MemoryRanOut), (4, torch.OutOfMemoryError)):

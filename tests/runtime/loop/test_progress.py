@@ -39,7 +39,6 @@ def run(clock: Clock, *, terminal: bool, enabled: bool = True, start: int = 0) -
 
 
 def test_plain_lines_are_few_and_the_last_is_always_there() -> None:
-    """The time left counts only this process; others are quiet."""
     assert run(Clock(), terminal=False).splitlines() == [
         "iteration 1/10  reward 0  images/s 32  18 s left",
         "iteration 4/10  reward 0.3  images/s 32  12 s left",

@@ -54,7 +54,6 @@ def test_signals_stay_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_actor_finds_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One at most, and as many on each as its share allows."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     shares = {(0, 2): 0.0, (4, 2): 1.0, (1, 3): 0.3333, (2, 3): 0.5, (4, 6): 0.5, (1, 6): 0.1666}
     for (gpus, actors), share in shares.items():

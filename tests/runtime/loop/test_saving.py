@@ -41,7 +41,6 @@ def failing(one: Loop, at: int, *, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["before an update", "after an update"])
 def test_an_error_saves_the_finished_iterations(tmp_path: Path, where: str) -> None:
-    """And the run goes on from them as one that never failed."""
     straight = loop(tmp_path / "straight")
     train(straight, Counter())
     one = loop(tmp_path / "one")
@@ -94,7 +93,6 @@ def test_a_row_that_could_not_be_written_is_written_on_resume(tmp_path: Path, mo
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, value: float) -> None:
-    """Neither after the last update nor where the error comes later."""
     one = loop(tmp_path, Settings(iterations=3, checkpoint=Checkpoint(every=1, keep=5)))
     with pytest.raises(NonFiniteError, match=r"weights/policy.*were not saved.*genrl resume"), saved_on_error(one):
         for iteration in one.iterations():
@@ -120,7 +118,6 @@ def test_a_checkpoint_has_the_configuration_the_run_began_with(tmp_path: Path) -
 
 @pytest.mark.parametrize("how", ["moved", "removed", "another run's", "made anew"])
 def test_a_folder_that_is_another_is_noticed(tmp_path: Path, how: str) -> None:
-    """And nothing is written under its name."""
     one = loop(tmp_path)
     folder = one.process.run.folder
     folder.mkdir(parents=True)
@@ -186,7 +183,6 @@ def test_without_a_micro_batch_or_space_there_is_no_dump_but_the_error(tmp_path:
 
 @pytest.mark.parametrize("value", BAD)
 def test_the_error_says_what_where_and_the_dump_holds_it(tmp_path: Path, value: float) -> None:
-    """A second dump of the same place replaces the first."""
     for _ in range(2):
         with pytest.raises(NonFiniteError) as caught:
             check(tmp_path, value, where="loss, update 2/3")
@@ -234,7 +230,6 @@ def one_of_two(folder: str) -> None:
 
 @pytest.mark.slow
 def test_all_ranks_stop_when_one_has_a_nan(tmp_path: Path) -> None:
-    """One process needs no collective."""
     assert any_rank(True, None) is True and any_rank(False, None) is False
     codes = wait(start_ranks(2, one_of_two, str(tmp_path), log=tmp_path / "log.txt"))
     assert codes == [0, 0], "\n".join(path.read_text() for path in tmp_path.glob("log*"))

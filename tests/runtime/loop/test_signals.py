@@ -56,7 +56,6 @@ def test_the_second_signal_exits_at_once() -> None:
 
 
 def test_a_closed_terminal_is_a_stop_unless_it_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it says so; `nohup` has it ignored."""
     before = signal.getsignal(signal.SIGHUP)
     try:
         with catch_stop() as stop:
@@ -134,7 +133,6 @@ BUSY = """
 
 @pytest.mark.slow
 def test_a_process_that_computes_is_not_ended_nor_one_that_was_stopped(tmp_path: Path) -> None:
-    """Stopped for longer than the limit, twice."""
     process = start(BUSY, str(tmp_path), "alone", "6")
     for _ in range(2):
         process.send_signal(signal.SIGSTOP)

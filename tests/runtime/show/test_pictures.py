@@ -50,7 +50,6 @@ def test_texts_neither_overlap_pictures_nor_leave_the_sheet() -> None:
     "text", ["", "word", "x" * 500, "many words " * 50, "\x00\n\ttabs", "日本語 " * 60, "no\u00a0break " * 9]
 )
 def test_wrapping(text: str) -> None:
-    """What was cut ends in an ellipsis."""
     lines = pictures._wrap(text, 150, 4)
     assert len(lines) <= 4 and all(pictures._wide(line) <= 150 for line in lines)
     assert all(ord(character) > 31 for line in lines for character in line)
@@ -110,7 +109,6 @@ def test_samples_are_stored_and_read_back(tmp_path: Path) -> None:
 
 
 def test_before_and_after_shows_the_shared_prompts(tmp_path: Path) -> None:
-    """Where there are too many, spread over them."""
     assert pictures.before_after(tmp_path) is None
     red, green, blue, *_ = plain()
     pictures.save_samples(tmp_path, 0, [red, blue], ["a", "changed"], {})

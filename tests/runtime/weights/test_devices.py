@@ -20,7 +20,6 @@ def found(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_accelerator_at_hand_is_taken_but_one_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment names another."""
     for kind, taken in ((None, "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu")):
         found(kind, monkeypatch)
         assert devices.default_device() == taken
@@ -35,7 +34,6 @@ def test_the_accelerator_at_hand_is_taken_but_one_without_float64(monkeypatch: p
 
 
 def test_memory_is_asked_of_the_devices_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not tell is not asked."""
     called: list[str] = []
     module = SimpleNamespace(
         empty_cache=lambda: called.append("empty"),

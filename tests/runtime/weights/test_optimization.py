@@ -16,7 +16,6 @@ from tests.runtime.loop.loops import METHOD, RATES, Settings, backward, loop, mo
 
 class TestStep:
     def test_moves_by_the_rate_of_its_group_and_sums_what_was_added(self, tmp_path: Path) -> None:
-        """All groups where none is named."""
         one = loop(tmp_path)
         backward(one, policy=1.0)
         backward(one, policy=0.5, critic=2.0)
@@ -39,7 +38,6 @@ class TestStep:
             torch.testing.assert_close(one.weights.snapshots["average"][name], wanted)
 
     def test_a_divisor_and_a_loss_scale_leave_the_gradient_of_the_mean(self, tmp_path: Path) -> None:
-        """The scale is of the backward pass alone."""
         one = loop(tmp_path)
         one.optimization.loss_scale = 64.0
         losses = torch.stack([model(one).policy.sum(), 3 * model(one).policy.sum()])
@@ -170,7 +168,6 @@ class TestGuards:
         assert f"genrl replay {stopped.value.dump}" in str(stopped.value)
 
     def test_a_gradient_that_is_not_finite(self, tmp_path: Path) -> None:
-        """The loss was: its last decisions are what is looked at."""
         one = loop(tmp_path)
         before = values(one)
         model(one).critic.register_hook(lambda gradient: gradient * math.nan)

@@ -124,7 +124,6 @@ FAILURES = [(0, "write:optimizer"), (0, "write:manifest.json"), (0, "rename:step
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True], ids=["full", "killed"])
 def test_a_process_that_fails_or_dies_leaves_a_complete_checkpoint(tmp_path: Path, dies: bool) -> None:
-    """In the middle of the shares, of either process, and after them. The other one does not hang."""
     before = saved(tmp_path, 1, 2)
     for number, (rank, operation) in enumerate(FAILURES):
         place = tmp_path / f"{number}"

@@ -76,7 +76,7 @@ def test_the_layout_is_the_published_one(act) -> None:
 
 
 def of_lerobot(kind: str, prefix: str = "") -> dict[str, Tensor]:
-    """What LeRobot 0.6.1 did with the same folder (tests/fixtures/lerobot_reference.py)."""
+    """What LeRobot 0.6.1 did with the same folder (benchmarks/lerobot_reference.py)."""
     with np.load(LEROBOT / f"{kind}.npz") as arrays:
         return {name.removeprefix(prefix): torch.from_numpy(arrays[name]) for name in arrays if name.startswith(prefix)}
 

@@ -126,7 +126,7 @@ def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_p
 
 @BOTH
 def test_they_act_as_lerobots_own(adaptive: bool, folders) -> None:
-    """As LeRobot 0.6.1 acts with the same folder (tests/fixtures/lerobot_reference.py), prompt and pictures being made
+    """As LeRobot 0.6.1 acts with the same folder (benchmarks/lerobot_reference.py), prompt and pictures being made
     by its own processors."""
     policy = load_policy(folders[adaptive])
     with np.load(LEROBOT / ("pi05.npz" if adaptive else "pi0.npz")) as arrays:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.server import Drawn, Reply, Server
 from genrl.vlm.engines.vllm import InProcess, Sampler, nested
 from genrl.vlm.methods.answers import train as answers
-from genrl.vlm.policies.folder import checkpoint_weights
+from genrl.vlm.policies.folder import checkpoint_weights, stream_of
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
-from genrl.vlm.train import train
+from genrl.vlm.train import check_processes, train
 from tests.run_folders import assert_one_run, assert_resumes, differences, rows
-from tests.vlm import fake_vllm, tiny_checkpoints, vlm_runs
+from tests.vlm import fake_vllm, tiny_checkpoints, vlm_ranks, vlm_runs
 from tests.vlm.fake_vllm_server import Handler, serving
 from tests.vlm.methods.episodes import agent_runs
 from tests.vlm.vlm_runs import fast_first
@@ -266,16 +267,93 @@ def test_a_level_that_the_checkpoint_has_not_is_added() -> None:
     assert nested(whole, ENGINE, prefixed) == whole
 
 
-@pytest.mark.parametrize(
-    ("names", "engine", "mapped"),
-    [
+def test_what_the_engine_has_or_may_know_by_another_rule_stays() -> None:
+    for names, engine, mapped in (
         (ENGINE, ENGINE, str),  # which the engine has
         (["model.language_model.layers.0.norm.weight", "ignored.weight"], ENGINE, prefixed),
         (["vision_tower.vision_model.post_norm.weight"], ENGINE, prefixed),
         (["lm_head.weight", "model.layers.0.norm.weight"], ENGINE, str),  # the root
         (["vision_tower.vision_model.layers.0.attn.v_proj.weight"], ENGINE, str),  # which it joins
         (["a.norm.weight"], ["a.x.norm.weight", "a.y.norm.weight"], str),  # a level of two
-    ],
+    ):
+        assert nested(names, engine, mapped) == {name: name for name in names}
+
+
+# -- several processes, one server
+COMMON: dict[str, Any] = {
+    "iterations": 3,
+    "optimizer": {"lr": 1e-3},
+    "evaluation": {"every": 1, "questions": 1, "blind": False},  # one process has nothing to ask
+    "checkpoint": {"every": 3},
+}
+
+
+@contextmanager
+def served(shared: bool, model: Path) -> Iterator[dict[str, Any]]:
+    """Settings of one server, or of an engine in each process."""
+    if not shared:
+        yield {"args": {"enable_sleep_mode": False}}
+        return
+    with serving(model) as url:
+        yield {"url": url}
+
+
+def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *given: Any, **changes: Any) -> list[Any]:
+    """The metrics of a run in two processes, which answer with the weights after the last step."""
+    place.mkdir()
+    make(place, *given, generation={"vllm": vllm}, **{**COMMON, **changes})
+    vlm_runs.in_processes(place, vlm_ranks.by_vllm)
+    found = rows(place / "run")
+    assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shared", "fsdp", "lora"), [(False, False, None), (False, True, {"rank": 2}), (True, True, None)]
 )
-def test_what_the_engine_has_or_may_know_by_another_rule_stays(names, engine, mapped) -> None:
-    assert nested(names, engine, mapped) == {name: name for name in names}
+def test_two_processes_draw_what_one_draws(shared: bool, fsdp: bool, lora: Any, tmp_path, monkeypatch) -> None:
+    own = {"vlm": {"lora": lora, "gradient_checkpointing": True}}
+    with served(shared, vlm_runs.MODEL) as vllm:
+        two = trained(tmp_path / "two", vllm, **own, distributed={"fsdp": fsdp})
+        if shared:
+            assert Handler.llm.version == "3" and Handler.llm.calls.count("reload_weights") == 4
+    fake_vllm.install(monkeypatch)
+    (tmp_path / "one").mkdir()
+    generation = {"vllm": {"args": {"enable_sleep_mode": False}}}
+    one = rows(train(vlm_runs.config(tmp_path / "one", generation=generation, **COMMON, **own)))
+    names = [name for name in one[-1] if name.startswith(("reward/", "eval/", "rollout/tokens")) or name == "grad_norm"]
+    assert len(names) > 5 and len(one) == len(two)
+    for mine, yours in zip(one, two, strict=True):
+        for name in [name for name in names if name in mine]:
+            assert mine[name] == pytest.approx(yours[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_agents_share_a_server(tmp_path: Path) -> None:
+    with served(True, agent_runs.MODEL) as vllm:
+        trained(tmp_path / "two", vllm, agent_runs.config, "vl_dac")
+
+
+def test_shards_are_of_several_processes_and_a_server_that_draws_ahead_is_for_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to shard over"):
+        check_processes(vlm_runs.config(tmp_path, distributed={"fsdp": True}), 1)
+    generation = {"staleness": 1, "vllm": {"url": "http://localhost:1"}}
+    config = vlm_runs.config(tmp_path, generation=generation, iterations=2)
+    check_processes(config, 1)
+    with pytest.raises(ValueError, match="generation.staleness: a server samples ahead for one process"):
+        check_processes(config, 2)
+
+
+def test_weights_come_layer_by_layer() -> None:
+    """Names are known before; a merged weight is made when its layer's turn comes, not with all others."""
+    policy = Policy(str(vlm_runs.MODEL), lora=VLMLoRA(rank=2))
+    stream = stream_of(policy)
+    tensors = iter(stream.tensors)
+    turns = [next(tensors)[0]]
+    for parameter in policy.parameters:
+        parameter.data.fill_(0.1)
+    late = dict(tensors)
+    assert [*turns, *late] == stream.names == list(checkpoint_weights(policy))
+    for name, value in checkpoint_weights(policy).items():
+        assert name in turns or torch.equal(late[name], value)

@@ -180,7 +180,6 @@ def test_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
 
 
 def test_runs_on_a_server(served: tuple[str, Path], tmp_path: Path) -> None:
-    """Of two processes, and of an agent on a server of its own."""
     url, folder = served
     in_two_processes(tmp_path, vlm={"path": str(folder)}, generation={"vllm": {"url": url}})
     with serving(agent_runs.CROP, tmp_path / "model") as (url, folder):

@@ -131,9 +131,8 @@ class TestAnswersWithoutAnAction:
         opened(name="Blackjack-v1", invalid="random")
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "found"),
-    [
+def test_words_become_actions() -> None:
+    for text, answer, found in (
         ('{"thoughts": "x", "action": "left"}', "json", 0),
         ('so: {"thoughts":" right ","action":" UP "} and more', "json", 2),
         ('{"thoughts": "left"}', "json", None),
@@ -146,10 +145,8 @@ class TestAnswersWithoutAnAction:
         ("left or up", "plain", None),
         ("upwards", "plain", None),
         ("", "plain", None),
-    ],
-)
-def test_words_become_actions(text: str, answer: Any, found: int | None) -> None:
-    assert named(text, ["left", "right", "up", "pick up"], answer) == (3 if text == " Pick Up " else found)
+    ):
+        assert named(text, ["left", "right", "up", "pick up"], answer) == (3 if text == " Pick Up " else found)
 
 
 class Odd(gymnasium.Env[Any, Any]):
@@ -175,19 +172,16 @@ class Seen(Odd):
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("options", "text"),
-        [
+    def test_with_advice(self) -> None:
+        for options, text in (
             ({"name": "gird"}, "did you mean grid"),
             ({"name": "Pendulum-v1"}, "cannot be named in words"),
             ({"name": "grid", "actions": ("a", "b")}, "has 3 actions"),
             ({"name": "grid", "actions": ("a", "b", "A")}, "two actions have one word"),
             ({"name": "nowhere.py:f"}, "there is no file"),
-        ],
-    )
-    def test_with_advice(self, options: dict[str, Any], text: str) -> None:
-        with pytest.raises(ValueError, match=text):
-            opened(**options)
+        ):
+            with pytest.raises(ValueError, match=text):
+                opened(**options)
 
     def test_no_words_no_picture_and_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, kind in (("Odd-v0", Odd), ("Seen-v0", Seen)):

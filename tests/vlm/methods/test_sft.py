@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
+from genrl.config import load
 from genrl.objectives.preferences import marked_loss, pair_loss
+from genrl.playground.shapes import held_out
+from genrl.playground.tasks.pairs import GRIDS, shown, write_pairs
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.sft import train as sft
 from genrl.vlm.policies.processor import Prompt, answer_ids
@@ -17,9 +21,10 @@ from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks import Row
 from genrl.vlm.train import train
 from tests.run_folders import rows
-from tests.vlm import vlm_runs
+from tests.vlm import tiny_checkpoints, vlm_runs
 from tests.vlm.by_hand import assert_same, naive_log_probs, watched
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "vlm"
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 SFT: dict[str, Any] = {"algorithm": "sft", "target": TARGET, "batch_size": 8}
 
@@ -120,14 +125,13 @@ class TestTargets:
 
 
 def test_without_rewards_the_loss_is_evaluated_alone(tmp_path: Path) -> None:
-    """And falls: what is taught is learnt."""
     config = vlm_runs.config(tmp_path, trainer=SFT, rewards=[], evaluation={"every": 1})
     found = rows(train(config))
     assert found[1]["eval/loss"] < found[0]["eval/loss"] and "eval/accuracy_mean" not in found[1]
 
 
 # -- Preferences among given answers: a step by hand, equal pairs, KTO's baseline, what data are refused, a whole run
-TASK = {"name": str(Path(__file__).resolve().parents[3] / "configs/vlm/preference_pairs.py") + ":pairs"}
+TASK = {"name": f"{CONFIGS / 'preference_pairs.py'}:pairs"}
 PREFERRED = "<answer> {answer} </answer>"
 DPO: dict[str, Any] = {
     "algorithm": "sft", "target": PREFERRED, "batch_size": 4,
@@ -219,7 +223,6 @@ def test_rows_are_counted_and_the_first_wrong_one_is_named(tmp_path: Path) -> No
 
 
 def test_equal_pairs_are_left_out_of_a_step(tmp_path: Path) -> None:
-    """The mean is over the others, whatever the loss would have made of them."""
     config = of_file(tmp_path, PAIR, PAIR | {"rejected": "2"}, SAID, PAIR, loss="sppo_hard", beta=0.5)
     with vlm_runs.opened(config) as run:
         run.enter()
@@ -229,7 +232,6 @@ def test_equal_pairs_are_left_out_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_run_learns_its_pairs(tmp_path: Path) -> None:
-    """From log 2 downwards, and more of the held-out pairs are in order."""
     config = vlm_runs.config(tmp_path, task=TASK, trainer=DPO | {"batch_size": 16}, rewards=[], iterations=6,
                              optimizer={"lr": 1e-4}, evaluation={"every": 6, "questions": 32})  # fmt: skip
     found = rows(train(config))
@@ -237,3 +239,76 @@ def test_a_run_learns_its_pairs(tmp_path: Path) -> None:
     assert trained[0]["loss"] == pytest.approx(math.log(2), rel=1e-3) and trained[-1]["loss"] < trained[0]["loss"]
     evaluated = [row["eval/preference_right"] for row in found if "eval/preference_right" in row]
     assert evaluated[0] == 0.5 and evaluated[-1] > 0.5
+
+
+# -- PaCo-Reward: the weight of the first token, and the recipe in tiny form on pairs of a user's own grids
+def test_the_first_token_has_its_share() -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]).bool()
+    weights = sft.token_weights(mask, 0.1)
+    assert weights[0].tolist() == pytest.approx([0.5, *[4.5 / 4] * 4])
+    assert weights[1, :2].tolist() == pytest.approx([0.2, 1.8]) and weights[2, 0] == 1
+    assert (weights * mask).sum(1).tolist() == pytest.approx([5, 2, 1]), "so many tokens as there are"
+
+
+def test_the_loss_is_the_weighted_mean_over_the_tokens_of_all_answers(tmp_path: Path) -> None:
+    trainer: dict[str, Any] = {"algorithm": "sft", "target": "{answer} i see {answer}", "batch_size": 4}
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer=trainer | {"first_token_share": 0.3})) as run:
+        run.enter()
+        told = tell(run.policy, [run.questions[k] for k in range(4)], run.settings.target)
+        tokens = int(told.mask.sum())
+        found = sft.loss(run.settings, run.policy, sft.recorded(told, torch.arange(4), tokens=tokens))
+        expected = 0.0
+        for row, kept in zip(-found["log_prob"].detach(), told.mask, strict=True):
+            nats = row[kept]
+            expected += len(nats) * float(0.3 * nats[0] + 0.7 * nats[1:].mean()) / tokens
+    assert float(found["loss"].detach()) == pytest.approx(expected, rel=1e-5)
+
+
+def grids(place: Path) -> Path:
+    """Six grids of four cells of one colour each, in three sets."""
+    place.mkdir()
+    lines = []
+    for number in range(6):
+        Image.new("RGB", (56, 56), (40 * number, 80, 200)).save(place / f"{number}.png")
+        row = {"image": f"{number}.png", "grid": "2x2", "prompt": f"colour {number}", "set": number // 2}
+        lines.append(json.dumps(row))
+    (place / "grids.jsonl").write_text("\n".join(lines) + "\n")
+    return place / "grids.jsonl"
+
+
+def test_pairs_of_grids_are_right_and_held_out(tmp_path: Path) -> None:
+    write_pairs(grids(tmp_path / "grids"), tmp_path / "pairs", 300, held_out=0.3)
+    seen = {}
+    for name, number in (("train", 210), ("eval", 90)):
+        found = [json.loads(line) for line in (tmp_path / "pairs" / f"{name}.jsonl").read_text().splitlines()]
+        assert len(found) == number
+        for row in found:
+            first, second = (Image.open(tmp_path / "pairs" / one) for one in row["image"])
+            assert first.size == (28, 28) and row["image"][0] != row["image"][1]
+            assert (row["answer"] == "Yes") == (first.getpixel((3, 3)) == second.getpixel((3, 3)))
+            assert row["first"] in row["prompt"]
+        assert 0.35 < sum(row["answer"] == "Yes" for row in found) / number < 0.65
+        seen[name] = {row[side] for row in found for side in ("first", "second")}
+    assert len(seen["train"]) == 4 and len(seen["eval"]) == 2 and not seen["train"] & seen["eval"]
+    with pytest.raises(ValueError, match="0 grids for eval.jsonl"):
+        write_pairs(tmp_path / "grids" / "grids.jsonl", tmp_path / "none", 10, held_out=0.0)
+
+
+def test_the_embedded_grids_of_a_split_are_not_those_of_the_other() -> None:
+    grids = {split: [shown(split, grid) for grid in range(number)] for split, number in GRIDS.items()}
+    assert not any(held_out(group) for groups in grids["train"] for group in groups)
+    assert all(any(map(held_out, groups)) for groups in grids["eval"])
+    assert not set(grids["train"]) & set(grids["eval"])
+    assert all(one != other for one, other in zip(grids["train"][::2], grids["train"][1::2], strict=True))
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_an_epoch(tmp_path: Path) -> None:
+    write_pairs(grids(tmp_path / "grids"), tmp_path / "pairs", 24, held_out=0.3)
+    tiny_checkpoints.save("qwen2_5_vl", tmp_path / "model", layers=2)
+    changes = [f"vlm.path={tmp_path / 'model'}", "vlm.dtype=float32", "task.max_pixels=1024", "trackers=[]"]
+    changes += [f"task.{split}={tmp_path / 'pairs'}/{split}.jsonl" for split in ("train", "eval")]
+    changes += ["trainer.batch_size=8", "trainer.micro_batch=4", "iterations=1", f"output={tmp_path / 'run'}"]
+    changes += ["trainer.target='{answer}. {first} and {second}'", "evaluation.questions=4", "evaluation.blind=false"]
+    found = rows(train(load(CONFIGS / "paco_reward_7b.yaml", changes)))[-1]
+    assert found["updates"] == 3 and found["grad_norm"] > 0 and 0 <= found["eval/accuracy_mean"] <= 1

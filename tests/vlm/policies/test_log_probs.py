@@ -141,16 +141,22 @@ def pictured(width: int, height: int, text: str) -> Prompt:
     return Prompt((Image.fromarray(pixels.numpy()), text))
 
 
+def loud(family: str, place: Path) -> Policy:
+    """A policy with larger weights, so that attention to a wrong token shows."""
+    policy = Policy(str(tiny_checkpoints.save(family, place)))
+    torch.manual_seed(0)
+    for parameter in policy.parameters:
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return policy
+
+
 PACKED = [family for family in tiny_checkpoints.FAMILIES if family != "gemma3"]
 
 
 @pytest.mark.parametrize("family", fast_first(PACKED, ("qwen2_5_vl", "llava_onevision")))
 def test_log_probs_and_gradients_are_those_of_padded_rows(family: str, tmp_path: Path) -> None:
-    policy = Policy(str(tiny_checkpoints.save(family, tmp_path)))
-    torch.manual_seed(0)
-    for parameter in policy.parameters:
-        if parameter.dim() > 1:  # larger weights: attention to a wrong token shows
-            torch.nn.init.normal_(parameter, std=0.1)
+    policy = loud(family, tmp_path)
     check_packing(policy)
     prompts = [
         policy.encode(pictured(56, 84, "How many?")),
@@ -179,13 +185,8 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(family: str, tmp_path:
 
 
 def test_a_model_whose_pictures_attend_in_both_directions_is_refused(tmp_path: Path) -> None:
-    policy = Policy(str(tiny_checkpoints.save("gemma3", tmp_path)))
-    torch.manual_seed(0)
-    for parameter in policy.parameters:
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
     with pytest.raises(ValueError, match="vlm.packing: Gemma3ForConditionalGeneration lets packed sequences see each"):
-        check_packing(policy)
+        check_packing(loud("gemma3", tmp_path))
 
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "llava")

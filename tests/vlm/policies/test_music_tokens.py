@@ -83,7 +83,7 @@ class TestScores:
         assert torch.allclose(-(rows.exp() * rows).sum(-1), scored.entropy, atol=1e-5)
 
 
-class TestGuidance:
+class TestSamples:
     def test_what_is_saved_plays_with_the_guidance_it_was_trained_with(self, folders, tmp_path) -> None:
         policy = MusicPolicy(folders["mono"], STEPS, guidance=2.0)
         policy.model.save_pretrained(tmp_path)
@@ -98,8 +98,6 @@ class TestGuidance:
         (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"guidance_scale": None}))
         assert MusicPolicy(str(tmp_path), STEPS).guidance == 1.0
 
-
-class TestSamples:
     @pytest.mark.parametrize("kind", list(FORMATS))
     def test_the_most_probable_codes_are_those_of_transformers(self, folders: dict[str, str], kind: str) -> None:
         policy = MusicPolicy(folders[kind], STEPS)
@@ -117,20 +115,15 @@ class TestSamples:
         assert torch.equal(both[2:], alone) and not torch.equal(both[0], both[1])
 
 
-class TestTraining:
-    def test_decoder_and_projection_learn_and_nothing_else(self, folders: dict[str, str]) -> None:
-        policy = MusicPolicy(folders["mono"], STEPS)
-        drawn = policy.sample(encoded(policy), 1, 1.0, [(0,), (1,)])
-        policy.log_probs(encoded(policy), drawn.tokens, drawn.mask, group=torch.arange(2)).log_prob.sum().backward()
-        moved = {name.split(".")[0] for name, p in policy.model.named_parameters() if p.grad is not None}
-        assert moved == {"decoder", "enc_to_dec_proj"}
-
-    def test_encodec_stays_in_float32(self, folders: dict[str, str]) -> None:
-        policy = MusicPolicy(folders["mono"], STEPS, dtype=torch.bfloat16)
-        drawn = policy.sample(encoded(policy), 1, 1.0, [(0,), (1,)])
-        assert {p.dtype for p in policy.model.audio_encoder.parameters()} == {torch.float32}
-        assert {p.dtype for p in policy.model.decoder.parameters()} == {torch.bfloat16}
-        assert drawn.log_prob.dtype == torch.float32 and drawn.made["audio"][0].dtype == torch.float32
+def test_decoder_and_projection_learn_alone_and_encodec_stays_in_float32(folders: dict[str, str]) -> None:
+    policy = MusicPolicy(folders["mono"], STEPS, dtype=torch.bfloat16)
+    drawn = policy.sample(encoded(policy), 1, 1.0, [(0,), (1,)])
+    assert {p.dtype for p in policy.model.audio_encoder.parameters()} == {torch.float32}
+    assert {p.dtype for p in policy.model.decoder.parameters()} == {torch.bfloat16}
+    assert drawn.log_prob.dtype == torch.float32 and drawn.made["audio"][0].dtype == torch.float32
+    policy.log_probs(encoded(policy), drawn.tokens, drawn.mask, group=torch.arange(2)).log_prob.sum().backward()
+    moved = {name.split(".")[0] for name, p in policy.model.named_parameters() if p.grad is not None}
+    assert moved == {"decoder", "enc_to_dec_proj"}
 
 
 def test_what_cannot_be_is_refused(folders: dict[str, str], tmp_path: Path) -> None:

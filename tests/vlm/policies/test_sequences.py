@@ -59,20 +59,15 @@ def drawn_and_scored(policy: Any3, texts: tuple[str, ...], temperature: float) -
     return drawn.log_prob, scored.log_prob.detach(), drawn.mask
 
 
-class TestWhatIsDrawnIsWhatIsScored:
-    def test_pictures(self, janus: ImagePolicy) -> None:
-        for guidance, temperature in ((2.0, 1.0), (1.0, 0.7)):
-            policy = ImagePolicy(str(ASSETS / "tiny-janus"), guidance=guidance)
-            sampler, trainer, _ = drawn_and_scored(policy, CAPTIONS, temperature)
-            assert torch.allclose(sampler, trainer, atol=2e-5) and float(sampler.std()) > 0.01
-
-    def test_texts_from_left_to_right(self) -> None:
-        sampler, trainer, mask = drawn_and_scored(dllm(), ("what is 3 plus 4 ?", "what is 9 plus 9 ?"), 1.0)
-        assert torch.allclose(sampler, trainer * mask, atol=2e-5) and float(sampler[mask].std()) > 0.01
-
-    def test_things_of_codes(self, shapes: CodePolicy) -> None:
-        sampler, trainer, mask = drawn_and_scored(shapes, ("a red circle", "a blue square"), 1.0)
-        assert torch.allclose(sampler, trainer, atol=2e-5) and bool((trainer[~mask] == 0).all())
+def test_what_is_drawn_is_what_is_scored(shapes: CodePolicy) -> None:
+    for guidance, temperature in ((2.0, 1.0), (1.0, 0.7)):
+        policy = ImagePolicy(str(ASSETS / "tiny-janus"), guidance=guidance)
+        sampler, trainer, _ = drawn_and_scored(policy, CAPTIONS, temperature)
+        assert torch.allclose(sampler, trainer, atol=2e-5) and float(sampler.std()) > 0.01
+    sampler, trainer, mask = drawn_and_scored(dllm(), ("what is 3 plus 4 ?", "what is 9 plus 9 ?"), 1.0)
+    assert torch.allclose(sampler, trainer * mask, atol=2e-5) and float(sampler[mask].std()) > 0.01
+    sampler, trainer, mask = drawn_and_scored(shapes, ("a red circle", "a blue square"), 1.0)
+    assert torch.allclose(sampler, trainer, atol=2e-5) and bool((trainer[~mask] == 0).all())
 
 
 class TestPictures:

@@ -71,7 +71,6 @@ def one_by_one(policy: Policy, prompts: list[Encoded], written: Completions) -> 
 
 @EVERY
 def test_batched_padded_shared_and_sampled_equal_one_by_one(load: Callable[[str], Policy], family: str) -> None:
-    """What is sampled depends on its own prompt and key alone, and on the picture."""
     policy = load(family)
     prompts = [policy.encode(prompt) for prompt in questions()]
     assert len({prompt.length for prompt in prompts}) == 3
@@ -105,7 +104,6 @@ def test_batched_padded_shared_and_sampled_equal_one_by_one(load: Callable[[str]
 @pytest.mark.parametrize("lora", [VLMLoRA(rank=2), None], ids=["lora", "full"])
 @pytest.mark.parametrize("family", fast_first(tiny_checkpoints.FAMILIES, ("qwen2_5_vl",)))
 def test_blocks_that_are_computed_again_change_no_bit(folder, family: str, lora: VLMLoRA | None) -> None:
-    """Log-probabilities with and without gradients, and the gradient itself; the graph keeps fewer numbers."""
     found: list[tuple[Tensor, list[Tensor], int]] = []
     for again in (False, True):
         policy = Policy(str(folder(family)), lora=lora)
@@ -330,33 +328,27 @@ def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], t
         Policy(str(folder("llava")), lora=VLMLoRA(targets=("nothing",)))
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
+def test_families_that_cannot_be_trained_say_why(tmp_path: Path) -> None:
+    for config, reason in (
         ({"model_type": "minicpmv4_6"}, r"\(minicpmv4_6\) has layers of linear_attention, which keep one state"),
         ({"model_type": "florence2"}, r"\(florence2\) reads questions by an encoder"),
         ({"model_type": "kimi_vl", "auto_map": {"AutoConfig": "code.KimiVLConfig"}}, "such code is not executed"),
         ({"model_type": "internvl_chat", "auto_map": {"AutoConfig": "code.InternVLChatConfig"}}, "InternVL3-8B-hf"),
-    ],
-)
-def test_families_that_cannot_be_trained_say_why(config: dict[str, object], reason: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "code.py").write_text("raise SystemExit('code of a checkpoint was executed')")
-    with pytest.raises(ValueError, match=reason):
-        Policy(str(tmp_path))
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "code.py").write_text("raise SystemExit('code of a checkpoint was executed')")
+        with pytest.raises(ValueError, match=reason):
+            Policy(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("asked", "text", "left"),
-    [
+def test_an_answer_does_not_repeat_the_tag() -> None:
+    for asked, text, left in (
         ("<|assistant|>\n<think>\n", "<think>\nso</think> 3", "so</think> 3"),
         ("<|assistant|>\n<think>\n", "so</think> 3", "so</think> 3"),
         ("<|assistant|>\n", "<think>so</think> 3", "<think>so</think> 3"),
         ("<|assistant|>\n<reasoning>", " <reasoning>so", "so"),
-    ],
-)
-def test_an_answer_does_not_repeat_the_tag(asked: str, text: str, left: str) -> None:
-    assert without_opened(asked, text) == left
+    ):
+        assert without_opened(asked, text) == left
 
 
 NAMES = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from genrl.vlm import tasks
 from genrl.vlm.evaluate import figures, judge
-from genrl.vlm.methods.policy_loss import estimate, policy_loss
+from genrl.vlm.methods.policy_loss import estimate
 from genrl.vlm.recipe.advantages import CriticAdvantage, Hierarchical, SemiOnline, TurnLeaveOneOut
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.shaping import BatchNormalise
@@ -26,6 +26,7 @@ from genrl_rewards.failures import RewardFailed
 from genrl_rewards.scorers.texts.completions import BROKEN, score_completions
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
+from tests.vlm.methods.test_policy_loss import loss_and_gradient
 from tests.vlm.rollout.test_vlm_data import pixels
 from tests.vlm.rollouts import PROMPTS, preset, rollout
 
@@ -197,13 +198,9 @@ def unscored(seed: int = 0) -> TokenBatch:
 
 def gradient(name: str, batch: TokenBatch) -> Tensor:
     """Of the loss without regularisers, by log-probabilities."""
-    chosen = replace(preset(name), regularisers=())
-    ready = estimate(chosen, batch, prompts=PROMPTS).batch
-    log_prob = batch.log_prob.clone().requires_grad_()
-    loss = policy_loss(chosen, ready.with_log_prob(log_prob)).loss
-    loss.backward()
-    assert loss.isfinite() and log_prob.grad is not None and log_prob.grad.isfinite().all()
-    return log_prob.grad
+    loss, found = loss_and_gradient(replace(preset(name), regularisers=()), batch)
+    assert loss.isfinite() and found.isfinite().all()
+    return found
 
 
 @pytest.mark.parametrize("name", JUDGED)

@@ -36,7 +36,6 @@ def changes(staleness: int, **further: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", METHODS)
 def test_one_run_wherever_it_stops(tmp_path: Path, staleness: int) -> None:
-    """In one go, and resumed after any iteration."""
     run = train(vlm_runs.config(tmp_path, **changes(staleness, **METHODS[staleness])))
     found = rows(run)
     assert [row["staleness"] for row in found] == [float(min(k, staleness)) for k in range(4)]
@@ -126,9 +125,9 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
     assert found.metrics["importance_left_out"] == found.metrics["sampler_corrected"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("staleness", "trainer", "expected"),
-    [
+def test_the_weight_is_there_once(tmp_path: Path) -> None:
+    """Of answers of older weights, and of an engine's rounding, which it serves, too; what is written stays."""
+    for staleness, trainer, expected in (
         (1, {"preset": "dapo"}, EngineMismatch(level="token", mode="mask", high=5.0)),
         (1, {"preset": "gspo"}, EngineMismatch(level="sequence_geo", mode="mask", high=5.0)),
         (1, {"preset": "dapo", "weights": ["top_entropy"]}, EngineMismatch(level="token", mode="mask", high=5.0)),
@@ -137,22 +136,18 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
         (0, {"preset": "vppo"}, EngineMismatch()),
         (0, {"preset": "para_grpo"}, EngineMismatch(level="token", high=5.0)),
         (0, {"weights": []}, None),
-    ],
-)
-def test_the_weight_is_there_once(staleness: int, trainer: dict[str, Any], expected: Any, tmp_path: Path) -> None:
-    """Of answers of older weights, and of an engine's rounding, which it serves, too; what is written stays."""
-    for vllm in (None, {}):
-        generation = {"staleness": staleness, "vllm": vllm}
-        config = vlm_runs.config(tmp_path, trainer=trainer, iterations=4, generation=generation)
-        *others, last = [None, *config.trainer.recipe(config).weights]
-        written = trainer.get("preset") == "para_grpo"  # which has it of its own
-        wanted = expected if staleness or written or vllm is not None else None
-        assert last == wanted if isinstance(last, EngineMismatch) else wanted is None
-        assert not any(isinstance(one, EngineMismatch) for one in others)
+    ):
+        for vllm in (None, {}):
+            generation = {"staleness": staleness, "vllm": vllm}
+            config = vlm_runs.config(tmp_path, trainer=trainer, iterations=4, generation=generation)
+            *others, last = [None, *config.trainer.recipe(config).weights]
+            written = trainer.get("preset") == "para_grpo"  # which has it of its own
+            wanted = expected if staleness or written or vllm is not None else None
+            assert last == wanted if isinstance(last, EngineMismatch) else wanted is None
+            assert not any(isinstance(one, EngineMismatch) for one in others)
 
 
 def test_a_policy_without_log_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its samples cannot be weighed."""
     draw: Callable[[AnswersRun], Any] = AnswersRun.draw
 
     def silent(run: AnswersRun) -> Any:

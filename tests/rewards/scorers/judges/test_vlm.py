@@ -17,6 +17,7 @@ from PIL import Image
 from genrl_rewards.scorers.judges.chat import ChatServer, Server, ServerFailed
 from genrl_rewards.scorers.judges.vlm import LocalVLM, QwenInputs, pictures_of, yes_or_no
 from tests.rewards import chat_server, tiny_vlm
+from tests.vlm import tiny_checkpoints
 
 from transformers import Qwen2VLForConditionalGeneration  # isort: skip
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize  # isort: skip
@@ -105,13 +106,13 @@ def test_what_answers_no_questions_is_refused(vlm: LocalVLM, folder: Path, tmp_p
 def test_a_model_that_is_not_qwens_is_asked_through_its_own_processor(tmp_path: Path) -> None:
     from transformers import AutoProcessor, Idefics3ForConditionalGeneration
 
-    folder = tiny_vlm.save_idefics(tmp_path)
+    folder = tiny_checkpoints.idefics("idefics3", tmp_path, tiny_vlm.WORDS)
     vlm = LocalVLM(str(folder), "float32")
     questions = [[picture(0), "Same?"], [picture(1), picture(2), "Or other?"]]
     together = vlm.yes_no(questions)
     assert [a.yes for a in together] == pytest.approx([vlm.yes_no([q])[0].yes for q in questions], abs=1e-5)
     processor = AutoProcessor.from_pretrained(folder)
-    chat = "<|im_start|>user:<image>Same?<end_of_utterance>\nAssistant:"
+    chat = "<|im_start|>user\n<image>Same?<|im_end|>\n<|im_start|>assistant\n"
     inputs = processor(text=[chat], images=[[picture(0)]], return_tensors="pt")
     with torch.no_grad():
         logits = Idefics3ForConditionalGeneration.from_pretrained(folder).eval()(**inputs).logits[0, -1]
@@ -125,7 +126,7 @@ def test_a_model_that_is_not_qwens_is_asked_through_its_own_processor(tmp_path: 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8))
 
 
-def client(url: str, timeout_s: float = 5.0, deadline_s: float = 10.0, key_env: str = "") -> ChatServer:
+def client(url: str, timeout_s: float = 60.0, deadline_s: float = 60.0, key_env: str = "") -> ChatServer:
     return ChatServer("judge-7b", Server(url, key_env, timeout_s, deadline_s))
 
 
@@ -161,7 +162,7 @@ def test_answers_keep_their_order_and_a_busy_or_broken_reply_is_asked_for_again(
     broken = [b'{"choices": [', b'{"choices": []}', b'{"choices": [{"message": {"content": [1]}}]}', b"[" * 100_000]
     replies = [(503, b"busy"), (302, b""), *((200, body) for body in broken), chat_server.text("at last")]
     with chat_server.serve(lambda body, n: replies[n]) as (url, requests):
-        assert client(url, deadline_s=30).answers([["?"]], 1) == ["at last"]
+        assert client(url).answers([["?"]], 1) == ["at last"]
     assert len(requests) == 7
 
 
@@ -183,12 +184,12 @@ def test_a_server_that_stays_away_or_drips_raises_at_the_deadline_and_gives_no_s
         start = time.monotonic()
         with pytest.raises(ServerFailed, match=r"no reply within 0\.\d+ s"):
             client(url, timeout_s=0.4, deadline_s=0.4).answers([["?"]], 1)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 15  # the whole reply takes 20 s
     with chat_server.serve(lambda body, n: (503, b"")) as (url, _):
         start = time.monotonic()
         with pytest.raises(ServerFailed, match="does not answer: (status 503|no reply)"):
             client(url, deadline_s=0.6).answers([["?"]], 1)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 15
     with pytest.raises(ServerFailed, match="does not answer"):
         client(url, deadline_s=0.3).yes_no([["?"]])
 

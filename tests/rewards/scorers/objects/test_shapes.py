@@ -119,7 +119,6 @@ def test_specks_are_not_things_and_components_those_of_flood_fill() -> None:
 
 
 def test_captions_outside_the_grammar_have_no_score() -> None:
-    """Case, spaces and a full stop are forgiven."""
     wrong = ["a photo of a horse", 'a red sign that says "LAMP"', "", "a red", "two red star", "a red stars",
              "a red circle and",
              "a red circle beside a blue star", "a red circle and a red circle", "five red circles",

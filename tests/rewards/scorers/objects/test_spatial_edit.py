@@ -118,7 +118,6 @@ STAR = Drawn("blue", "star", 46.0, 18.0, 9.0)
 
 
 def test_things_of_the_small_world_are_found_by_rule() -> None:
-    """Boxes are those of the drawn outlines to a pixel; what is not there is not found."""
     found = ShapeDetector("edit_move").find(drawn(RED, STAR), ["red circle", "blue star", "red star"], 0.3)
     assert found["red star"] == [] and len(found["red circle"]) == len(found["blue star"]) == 1
     for name, thing in (("red circle", RED), ("blue star", STAR)):

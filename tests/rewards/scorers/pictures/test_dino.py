@@ -99,7 +99,6 @@ def test_patch_similarity_does_not_care_where_things_stand(seed: int, n: int, m:
 
 
 def test_diversity_is_of_the_others_of_a_group(saved: tuple[str, Path]) -> None:
-    """A picture that could not be decoded has no score, and counts for none of the others."""
     _, folder = saved
     images = as_tensor(picture(0), picture(1), picture(1), picture(2), picture(3), picture(3))
     reward = genrl_rewards.load("diversity", {"model": str(folder), "size": 32})

@@ -61,16 +61,21 @@ def opened(folder: Path, form: str = FORM, **more: Any) -> Any:
     return reward
 
 
-def by_hand(folder: Path, frames: list[Any], text: str) -> list[float]:
-    """The three soft scores, by transformers' own processor of videos and a pass for every digit."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
+def conversation(frames: list[Any], text: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """What a model is asked about a video, which transformers' own processor has read."""
     size = {"shortest_edge": 24 * 24, "longest_edge": 32 * 32}
     process = Qwen2VLVideoProcessor(patch_size=4, size=size, do_sample_frames=False)
     seen = process(videos=[torch.stack([from_pil(f)[0] * 255 for f in frames]).byte()], return_tensors="pt")
     shown = "<|video_pad|>" * (int(seen["video_grid_thw"].prod()) // 4)
     chat = f"<|im_start|>user\n<|vision_start|>{shown}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
-    video = {"pixel_values_videos": seen["pixel_values_videos"], "video_grid_thw": seen["video_grid_thw"]}
+    return chat, {"pixel_values_videos": seen["pixel_values_videos"], "video_grid_thw": seen["video_grid_thw"]}
+
+
+def by_hand(folder: Path, frames: list[Any], text: str) -> list[float]:
+    """The three soft scores, with a pass for every digit."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
+    chat, video = conversation(frames, text)
     digits, found = tokenizer.convert_tokens_to_ids(list("12345")), []
     for piece in FORM.split("#")[:-1]:
         chat += piece
@@ -207,19 +212,14 @@ def args(base: Path, checkpoint: Path) -> dict[str, str | float]:
 
 
 def ratings_by_hand(frames: list, text: str, outputs: torch.Tensor) -> torch.Tensor:
-    """The ratings at the three tokens, by transformers' own processor of videos and positions 0, 1, 2..."""
+    """The ratings at the three tokens, at positions 0, 1, 2..."""
     tokenizer = tiny_vlm.tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS)})
-    size = {"shortest_edge": 24 * 24, "longest_edge": 32 * 32}
-    process = Qwen2VLVideoProcessor(patch_size=4, size=size, do_sample_frames=False)
-    seen = process(videos=[torch.stack([from_pil(f)[0] * 255 for f in frames]).byte()], return_tensors="pt")
-    shown = "<|video_pad|>" * (int(seen["video_grid_thw"].prod()) // 4)
-    chat = f"<|im_start|>user\n<|vision_start|>{shown}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
+    chat, video = conversation(frames, text)
     ids = tokenizer(chat, return_tensors="pt")["input_ids"]
     places = torch.arange(ids.shape[1]).expand(3, 1, -1)
-    given = {"pixel_values_videos": seen["pixel_values_videos"], "video_grid_thw": seen["video_grid_thw"]}
     with torch.no_grad():
-        hidden = weights(outputs)[1](input_ids=ids, position_ids=places, **given).last_hidden_state[0]
+        hidden = weights(outputs)[1](input_ids=ids, position_ids=places, **video).last_hidden_state[0]
     rows = [hidden[ids[0] == tokenizer.convert_tokens_to_ids(token)][0] @ outputs.T for token in TOKENS]
     return torch.stack([row[k if len(row) == 3 else 0] for k, row in enumerate(rows)])
 

@@ -108,7 +108,6 @@ def test_rows_are_read_before_a_run() -> None:
 
 
 def test_drawn_signs_are_read(quick: ocr.Ocr, detecting: ocr.Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a wrong word scores little."""
     images, prompts = signs(40)
     scores = genrl_rewards.score(quick, images=images, prompts=prompts)
     assert np.mean(scores.parts["exact"]) > 0.97 and scores.values == scores.parts["ned_max"]

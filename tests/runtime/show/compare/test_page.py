@@ -124,7 +124,6 @@ def downloaded(tab: Tab, file: Path) -> Path:
 
 
 def test_a_page_is_judged_by_keyboard_and_by_mouse(tmp_path: Path) -> None:
-    """By keyboard for B, with an undo and a reload on the way; by mouse for A; both files say so."""
     out = tmp_path / "compare.html"
     pages.write(out, 6)
     key, tokens = key_of(out), [pair["token"] for pair in pages.data(out)["pairs"]]

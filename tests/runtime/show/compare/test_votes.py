@@ -99,25 +99,23 @@ def test_votes_that_cannot_be_read(vote: Vote) -> None:
 
 
 def test_files_that_do_not_belong_together(vote: Vote, out: Path, tmp_path: Path) -> None:
-    first = vote("first.json", {0: "b"}, "one")
-    with pytest.raises(ValueError, match=r"first\.json and .*again\.json are of the same judge"):
-        read([first, vote("again.json", {0: "a"}, "one")])
-    with pytest.raises(ValueError, match=r"other\.json holds votes of another page than .*first\.json: read them ap"):
-        read([first, changed(vote("other.json", {0: "b"}, "two"), page="ffff")])
-    with pytest.raises(ValueError, match="is the key of a page, not votes"):
-        read([key_path(out)])
-    with pytest.raises(ValueError, match="is no key: `genrl compare` writes it beside the page"):
-        read([first], first)
+    first, again, file = vote("first.json", {0: "b"}, "one"), vote("again.json", {0: "a"}, "one"), tmp_path / "no.json"
+    other = changed(vote("other.json", {0: "b"}, "two"), page="ffff")
     pages.write(tmp_path / "another.html", 1)
-    with pytest.raises(ValueError, match="is the key of another page"):
-        read([first], key_path(tmp_path / "another.html"))
-    file = tmp_path / "votes.json"
-    with pytest.raises(ValueError, match="cannot be read: No such file"):
-        read([file])
-    for content, says in (("{", "is not JSON"), ("[]", "no")):
-        file.write_text(content)
+    for name, content in (("cut.json", "{"), ("list.json", "[]")):
+        (tmp_path / name).write_text(content)
+    for votes, key, says in (
+        ([first, again], None, r"first\.json and .*again\.json are of the same judge"),
+        ([first, other], None, r"other\.json holds votes of another page than .*first\.json: read them ap"),
+        ([key_path(out)], None, "is the key of a page, not votes"),
+        ([first], first, "is no key: `genrl compare` writes it beside the page"),
+        ([first], key_path(tmp_path / "another.html"), "is the key of another page"),
+        ([file], None, "cannot be read: No such file"),
+        ([tmp_path / "cut.json"], None, "is not JSON"),
+        ([tmp_path / "list.json"], None, "no"),
+    ):
         with pytest.raises(ValueError, match=says):
-            read([file])
+            read(votes, key)
 
 
 # -- Win rates, agreement and predictors against scipy, published values and what can be counted by hand

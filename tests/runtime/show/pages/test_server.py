@@ -201,7 +201,6 @@ def rows(first: int, last: int, scale: float) -> list[dict[str, float]]:
 
 
 def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
-    """Nothing that stands in their files is executed."""
     going, done = make(tmp_path / "going"), make(tmp_path / "done")
     log(going, rows(1, 4, 1.0))
     log(done, rows(1, 11, 2.0))

@@ -184,7 +184,6 @@ BOMB += "".join(f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n" for be
 
 @pytest.mark.parametrize("text", [BOMB, "x: " + "[" * 500, "n: 1\n" * 100_000, "a: 1\na: 2\n", "{"])
 def test_a_configuration_that_is_none_costs_nothing(tmp_path: Path, text: str) -> None:
-    """A page is shown beside what is wrong, within a second."""
     (folder := make(tmp_path / "run")).joinpath("config.yaml").write_text(text)
     run, began = Followed(folder), time.process_time()
     run.look()

@@ -232,7 +232,6 @@ def test_an_iteration_in_which_all_episodes_end_needs_no_value_of_what_follows(t
 
 
 def test_no_pass_is_larger_than_a_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor that for the values of what follows the last step."""
     with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 2})) as run:
         acted, _ = run.act()
         sizes: list[int] = []
@@ -281,23 +280,20 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("changes", "text"),
-        [
+    def test_what_does_not_go_together(self, tmp_path: Path) -> None:
+        for changes, text in (
             ({"task": {"name": "shapes"}}, "questions, or an environment"),
             ({"rewards": [{"name": "exact"}]}, "an environment has a reward of its own"),
             ({"trainer": {"preset": "grpo", "critic": {}}}, "grpo has no critic"),
             ({"environment": None, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}, "learns from episodes"),
             ({"trainer": {"preset": "vppo"}}, "reads what only questions have"),
             ({"trainer": {"regularisers": []}}, "a critic's advantage and its loss go together"),
-        ],
-    )
-    def test_what_does_not_go_together(self, changes: dict[str, Any], text: str, tmp_path: Path) -> None:
-        tree: dict[str, Any] = {"vlm": {"path": str(agent_runs.MODEL)}, "output": str(tmp_path / "run")}
-        tree |= {"environment": {"name": "grid"}, "trainer": {"preset": "vl_dac"}}
-        for name, change in changes.items():
-            tree[name] = {**tree.get(name, {}), **change} if isinstance(change, dict) else change
-        (tmp_path / "a.yaml").write_text(yaml.safe_dump({k: v for k, v in tree.items() if v is not None}))
-        found = CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")])
-        assert found.exit_code != 0
-        assert text in " ".join(found.output.replace("│", " ").split()) + str(found.exception)
+        ):
+            tree: dict[str, Any] = {"vlm": {"path": str(agent_runs.MODEL)}, "output": str(tmp_path / "run")}
+            tree |= {"environment": {"name": "grid"}, "trainer": {"preset": "vl_dac"}}
+            for name, change in changes.items():
+                tree[name] = {**tree.get(name, {}), **change} if isinstance(change, dict) else change
+            (tmp_path / "a.yaml").write_text(yaml.safe_dump({k: v for k, v in tree.items() if v is not None}))
+            found = CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")])
+            assert found.exit_code != 0
+            assert text in " ".join(found.output.replace("│", " ").split()) + str(found.exception)

@@ -48,7 +48,6 @@ def test_a_turn_knows_what_followed_and_the_memory_forgets_the_oldest(tmp_path: 
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    """A batch has a turn for every process; a memory that was read from a checkpoint has no pictures to send."""
     with pytest.raises(ConfigError, match="generation.vllm, trainer.algorithm"):
         config(tmp_path, generation={"vllm": {}})
     settings = config(tmp_path, {"batch_size": 2})
