@@ -111,21 +111,27 @@ def _list() -> None:
 
 def _card(recipe: Recipe) -> str:
     """The smallest card on which it fits as it is, by the estimate of `genrl check`; empty where there is none."""
-    from genrl.cli import diffusion, vla
+    from genrl.cli import diffusion, vla, vlm
     from genrl.cli.tables import smallest
     from genrl.config import load
     from genrl.diffusion.config.memory_estimate import memory
     from genrl.diffusion.config.schema import Config
     from genrl.vla.config.schema import VLAConfig
+    from genrl.vlm.config import memory_estimate as language
+    from genrl.vlm.config.schema import VLMConfig
 
-    config, more = load(recipe.file) if _model(recipe.values) else None, ""
+    config, many, more = load(recipe.file) if _model(recipe.values) else None, "", ""
     if isinstance(config, Config):
         components = diffusion.components_of(config)
         parts = memory(config, components) if components else []
         more = " +" if any(part.name == "unet" for part in components) else ""
+    elif isinstance(config, VLMConfig):
+        sizes, shards = vlm.sizes_of(config), config.distributed.fsdp
+        parts = language.memory(config, sizes, vlm.PROCESSES if shards else 1) if sizes else []
+        many = f"{vlm.PROCESSES} x " if shards else ""
     else:
         parts = vla.memory_of(config) if isinstance(config, VLAConfig) else []
-    return smallest(sum(num_bytes for _, num_bytes in parts)) + more if parts else ""
+    return many + smallest(sum(num_bytes for _, num_bytes in parts)) + more if parts else ""
 
 
 def _task(values: Mapping[str, Any]) -> str:
