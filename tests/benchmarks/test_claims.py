@@ -55,6 +55,12 @@ def test_a_number_that_was_changed_by_hand_is_found(given: Plan, tmp_path: Path)
         tables.page("<!-- claims: nowhere -->\n<!-- /claims -->", "docs/x.md", given, kept)
 
 
+def test_a_page_without_runs_has_no_empty_table(given: Plan) -> None:
+    page = given.claims[0].page.partition("#")[0]
+    waiting = sum(claim.page.partition("#")[0] == page for claim in given.claims)
+    assert tables.verdicts(given, {}, page) == f"Claims whose runs are still to be made: {waiting}."
+
+
 def test_every_claim_and_every_table_has_its_place(given: Plan) -> None:
     names = [claim.name for claim in given.claims]
     assert len(names) == len(set(names))
