@@ -31,6 +31,7 @@ class TestCheck:
         ("name", "lacks", "says"),
         [
             ("flux1_kontext_flow_grpo", "edits_train.jsonl: no such file", r"40 GB │ yes"),
+            ("sdxl_dpo_offline", "pickapic_eval.txt", r"24 GB │ with model\.lora\.rank=64 model\.dtype=bfloat16"),
             ("geometry3k", "answers.jsonl: no such file", r"LoRA +│ 13 GB +│ 16 GB"),
             ("janus_pro_7b_grpo", "t2i_train.jsonl: no such file", "memory: not estimated: only models .* with text"),
         ],

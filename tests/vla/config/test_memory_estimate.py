@@ -116,3 +116,4 @@ def test_check_says_why_there_is_none_and_which_keys_to_change(monkeypatch: pyte
     assert "; memory;" in unknown.partition("\nnot checked: ")[2]
     told = run("check", file, TABLE, "--memory", "24GB")
     assert "policy.dtype=bfloat16" in told and "it fits with the change above" in told
+    assert "policy.lora.rank=32" in run("check", file, TABLE, "--memory", "8GB")
