@@ -106,8 +106,8 @@ def start(file: Path, overrides: list[str] | None, run: Path | None, nproc: int 
     config, origins = load_located(*opened(file, overrides))
     inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes
     if nproc is None:
-        apart = isinstance(config, Config) and not inside and default_device() == "cpu" and (os.cpu_count() or 1) > 1
-        nproc = 2 if apart and not processes_problem(config, 2) else 1
+        free = not inside and default_device() == "cpu" and (os.cpu_count() or 1) > 1
+        nproc = 2 if free and isinstance(config, Config) and not processes_problem(config, 2) else 1
     if inside and nproc > 1:
         raise typer.BadParameter("--nproc starts processes, but this already is one of several: leave it out")
     notes = check_files(config, origins)
