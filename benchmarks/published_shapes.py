@@ -5,7 +5,8 @@
 Each network is made without memory for its weights (device meta) by the classes of diffusers and transformers, with the
 values of the config.json that its authors published; those of denoisers and autoencoders stand in
 `benchmarks.full_size` (here at full depth), those of text encoders below. Writes genrl/diffusion/config/published.json;
-and genrl/vla/config/published.json, policies by the names and shapes of their files (`tests.vla`).
+genrl/vla/config/published.json, policies by the names and shapes of their files (`tests.vla`); and the sizes of
+language models, beside the config.json of each in genrl/vlm/config/published.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 from torch import nn
 
 from benchmarks.full_size import MODELS, Published
+from genrl.vlm.config.memory_estimate import PUBLISHED
+from genrl.vlm.policies.sizes import sizes
 from tests.vla import openvla_folders
 from tests.vla.published import PI_REAL, SMOL_REAL, pi_shapes, smol_shapes
 
@@ -172,6 +176,13 @@ def write_policies() -> None:
     write(POLICY_FILE, {"shapes": {kind: packed(of) for kind, of in shapes.items()}, "policies": POLICIES})
 
 
+def write_language() -> None:
+    """The sizes of every language model whose config.json is in the package."""
+    for config in sorted(PUBLISHED.rglob("config.json")):
+        text = json.dumps(asdict(sizes(str(config.parent))), indent=1)
+        config.with_name("sizes.json").write_text(f"{text}\n", encoding="utf-8")
+
+
 def write(file: Path, table: Mapping[str, Mapping[str, Any]]) -> None:
     """A table, an entry a line."""
     parts = (
@@ -184,6 +195,7 @@ def write(file: Path, table: Mapping[str, Mapping[str, Any]]) -> None:
 def main() -> None:
     """Write the tables; print the number of weights of each pipeline's networks."""
     write_policies()
+    write_language()
     table: dict[str, dict[str, Any]] = {"networks": {}, "pipelines": {}}
     for name, (kind, config, settings) in ENCODERS.items():
         with torch.device("meta"):

@@ -52,6 +52,13 @@ def root() -> Path:
     return package / "shipped" if (package / "shipped").is_dir() else package.parent
 
 
+def shipped(name: str) -> Path | None:
+    """What comes with the package under a name as pages write it, `assets/...` or `configs/...`: in a clone that is
+    where it stands, and in any other folder it is found all the same."""
+    place = root() / name
+    return place if name.startswith(("assets/", "configs/")) and place.exists() else None
+
+
 def recipes() -> list[Recipe]:
     """All that travel with this installation. A name is that of the file, with its folders where two are called so."""
     configs = root() / "configs"

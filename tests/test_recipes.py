@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 from genrl import recipes
+from genrl.cli.app import app
+from genrl.cli.arguments import at_hand
 from genrl.config import ConfigError, check_files, load, load_located
+from genrl.config.loading import load_given
 
 PUBLISHED = ("sd35_medium_flow_grpo", "flux1_kontext_flow_grpo", "qwen2_5_vl_7b_fsdp")
 
@@ -79,6 +83,26 @@ def test_paths_are_looked_up_beside_the_file_too(tmp_path: Path, monkeypatch: py
             check_files(*load_located("mine/sd15_ddpo.yaml", changes))
 
 
+def test_what_comes_with_genrl_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pages write it, in a file, a change, a script or an argument; the current folder comes first."""
+    monkeypatch.chdir(tmp_path)
+    assets = recipes.root() / "assets"
+    rest = "rewards: [{name: shapes}]\ntrainer: {algorithm: awm}\nevaluation: {every: 0}\n"
+    (tmp_path / "mine.yaml").write_text("model: {path: assets/tiny-shapes}\n" + rest)
+    config = load("mine.yaml", ["prompts.train=assets/prompts/things_train.txt"])
+    assert config.model.path == str(assets / "tiny-shapes")
+    assert config.prompts.train == str(assets / "prompts/things_train.txt")
+    given, _ = load_given("mine.yaml", {"prompts": {"train": "assets/prompts/things_eval.txt"}}, "genrl.train")
+    assert given.prompts.train == str(assets / "prompts/things_eval.txt")
+    said = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", "output=runs/x"])
+    assert "valid" in said.output, said.output
+    assert at_hand("assets/tiny-shapes") == str(assets / "tiny-shapes") and at_hand("assets/none") == "assets/none"
+    (tmp_path / "assets/prompts").mkdir(parents=True)
+    (tmp_path / "assets/prompts/things_train.txt").write_text("a red circle\n")
+    assert load("mine.yaml", ["prompts.train=assets/prompts/things_train.txt"]).prompts.train.startswith("assets/")
+    assert at_hand("assets/prompts/things_train.txt") == "assets/prompts/things_train.txt"
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, unpacked. Built of a copy, so that no build folder is left in the clone."""
@@ -115,6 +139,7 @@ def test_a_wheel_holds_what_its_commands_name(wheel: Path, tmp_path: Path) -> No
     genrl("init", "vlm/quickstart")
     assert "valid" in genrl("check", "vlm_quickstart.yaml")
     small = ["sampling.group_size=4", "sampling.batch_size=8", "sampling.num_inference_steps=2", "evaluation.every=0"]
+    assert "valid" in genrl("check", "configs/flow_grpo.yaml")
     genrl("demo", "iterations=1", *small, "output=runs/demo")
     assert (tmp_path / "runs/demo/lora").is_dir()
     assert str(wheel) in (tmp_path / "runs/demo/config.yaml").read_text(), "the embedded model is the wheel's"

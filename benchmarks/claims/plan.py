@@ -23,6 +23,7 @@ class Recipe:
     seed; `{file:NAME}` what `benchmarks.claims.files` writes. second: a scorer of weight 0 is put there where the file
     has none (`work.SECOND`). diversity: how much the pictures of a prompt differ is measured before and after.
     evaluation: where the held-out figures stand in the log. means: metrics of training of which means are kept.
+    processes: that share the work; threads: of each.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Recipe:
     diversity: bool = False
     evaluation: str = "eval"
     means: tuple[str, ...] = ()
+    processes: int = 1
+    threads: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Finished runs: one small JSON file each in benchmarks/runs, with what tables and claims read.
 
-A file has: `config`, `changes`; `commit`, `versions`, `machine` (the processor's model), `threads`; `cpu_s`, `wall_s`;
-`iterations`; `trained`, `logged` (rewards by their weight); `sampling_calls`, `training_calls`; `curve`: columns over
-the evaluations, with what was spent by then (`kcalls`: thousand forward-equivalents, `ksteps`: of the environment,
-`ktokens`: sampled); `last`: the last row of training; `means`: of the recipe's metrics the first row, and the means
-over the first ten, all and the last ten; `noticed`: iteration, name and value of each figure `collapse/...`;
-`diversity`: before and after. Runs from before this store lack what was
-not recorded.
+A file has: `config`, `changes`; `commit`, `versions`, `machine` (the processor's model), `processes`, `threads` (of
+each); `cpu_s`, `wall_s`; `iterations`; `trained`, `logged` (rewards by their weight); `sampling_calls`,
+`training_calls`; `curve`: columns over the evaluations, with what was spent by then (`kcalls`: thousand
+forward-equivalents, `ksteps`: of the environment, `ktokens`: sampled); `last`: the last row of training; `means`: of
+the recipe's metrics the first row, and the means over the first ten, all and the last ten; `noticed`: iteration, name
+and value of each figure `collapse/...`; `diversity`: before and after. Runs from before this store lack what was not
+recorded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def harvest(recipe: Recipe, run: Run) -> Stored:
         "commit": info.get("git_commit"),
         "versions": info.get("versions"),
         "machine": processor(),
-        "threads": 1,
+        "threads": recipe.threads,
+        "processes": recipe.processes,
         "iterations": rows[-1]["step"],
         "wall_s": round(sum(row.get("timing/iteration_s") or 0.0 for row in rows), 1),
         "sampling_calls": sum(row.get("model_calls/sample") or 0.0 for row in rows),

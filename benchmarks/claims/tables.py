@@ -162,14 +162,15 @@ def _pairs(ours: Row, theirs: Row | None, metric: str, per: str | None) -> list[
 def verdicts(given: Plan, kept: Kept, name: str | None = None) -> str:
     """A table of the claims of a page, or of all, that have runs: a page does not say what none was made for."""
     chosen: Sequence[Claim] = [claim for claim in given.claims if name in (None, claim.page.partition("#")[0])]
-    lines = ["| claim | difference (95 %) | pairs | |", "| --- | --- | --- | --- |"]
-    without = 0
+    lines, without = list[str](), 0
     for claim in chosen:
         found, word = decided(claim, given, kept)
         without += found is None
         if found is not None:
             lines.append(f"| {claim.says} | {cells.interval(found)} | {found.count} | **{word}** |")
-    return "\n".join([*lines, "", f"Claims whose runs are still to be made: {without}."] if without else lines)
+    head = ["| claim | difference (95 %) | pairs | |", "| --- | --- | --- | --- |"] if lines else []
+    rest = [f"Claims whose runs are still to be made: {without}."] if without else []
+    return "\n".join([*head, *lines, *([""] if head and rest else []), *rest])
 
 
 def papers(given: Plan, kept: Kept) -> str:

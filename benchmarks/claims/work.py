@@ -25,11 +25,11 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run, write_atomic
 
 SECOND = {"name": "clipscore", "weight": 0, "args": {"model": "assets/tiny-clip"}}
-THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-ENVIRONMENT = THREADS | {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 NICE = 10
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-Command = Callable[[list[str], Path, float], tuple[int, float]]
+Command = Callable[[list[str], Path, float, int], tuple[int, float]]
 
 
 class Failed(RuntimeError):
@@ -44,13 +44,13 @@ class Stopped(KeyboardInterrupt):
         self.code, self.spent = code, spent
 
 
-def genrl(arguments: list[str], log: Path, until: float) -> tuple[int, float]:
-    """`genrl ...` in a process of its own with one thread: its exit code, and the processor's seconds of it and of its
-    own processes. At `until` (time.monotonic) it is asked to save and stop, as when this process is."""
+def genrl(arguments: list[str], log: Path, until: float, threads: int) -> tuple[int, float]:
+    """`genrl ...` in a process of its own: its exit code, and the processor's seconds of it and of its own processes,
+    which have so many threads each. At `until` (time.monotonic) it is asked to save and stop, as when this process is.
+    """
+    environment = os.environ | ENVIRONMENT | dict.fromkeys(THREADS, str(threads))
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "genrl", *arguments], env=os.environ | ENVIRONMENT, stdout=out, stderr=out
-        )
+        process = subprocess.Popen([sys.executable, "-m", "genrl", *arguments], env=environment, stdout=out, stderr=out)
     asked, left = False, False
     while True:
         try:
@@ -166,9 +166,11 @@ def train(
     changed = bool(cost.get("changed")) or changes_of_code()
     write_atomic(_cost_file(run), json.dumps({"cpu_s": before, "open": True, "changed": changed}))
     arguments = ["resume", str(run.folder)] if resumes else ["train", *command_of(recipe, seed, folder, run)]
+    if recipe.processes > 1:
+        arguments.append(f"--nproc={recipe.processes}")
     asked: Stopped | None = None
     try:
-        code, spent = command(arguments, log, until)
+        code, spent = command(arguments, log, until, recipe.threads)
     except Stopped as stopped:
         asked, code, spent = stopped, stopped.code, stopped.spent
     total = None if before is None else round(before + spent, 1)

@@ -8,6 +8,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+
+def at_hand(name: str | None) -> str | None:
+    """A name as it was typed, or what comes with genrl under it where the current folder has nothing of that name."""
+    from genrl.recipes import shipped
+
+    return str(shipped(name) or name) if name and not Path(name).exists() else name
+
+
 ConfigFile = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="YAML configuration: mine.yaml, or hub:org/name/config.yaml."),
@@ -18,7 +26,10 @@ Overrides = Annotated[
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, for example runs/quickstart.")]
 ModelName = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Pipeline folder, hub id (org/name), or the folder of a run.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Pipeline folder, hub id (org/name), or the folder of a run.", callback=at_hand
+    ),
 ]
 Lora = Annotated[str | None, typer.Option(help="LoRA folder or hub id; the default for a run is its newest adapter.")]
 Best = Annotated[bool, typer.Option("--best", help="Of a run: the checkpoint of its best evaluation, not the newest.")]
@@ -31,11 +42,12 @@ Precision = Annotated[Dtype | None, typer.Option(help="Default: the run's, or fl
 
 
 def opened(file: Path, overrides: Sequence[str] | None) -> tuple[Path, list[str]]:
-    """A configuration file and the changes to it; one on the hub is fetched. Raises ValueError where it cannot be."""
+    """A configuration file and the changes to it; one on the hub is fetched, and `configs/...` outside a clone is that
+    of the package. Raises ValueError where it cannot be."""
     settings = list(overrides or ())
     name = file.as_posix()
     if not name.startswith("hub:"):  # hub.PREFIX, without its imports
-        return file, settings
+        return Path(at_hand(str(file)) or file), settings
     from genrl.runtime.folder import hub
 
     found, needed = hub.fetch(name)

@@ -85,10 +85,16 @@ def check(
 
 
 def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool, explain: bool) -> int:
-    """Print what one configuration is and costs, and what of it was not checked; returns how many rows would fail."""
+    """Print what one configuration is and costs, and what of it was not checked; returns how many rows would fail.
+    Raises as `examine`; where files of one's own are missing, the costs are printed before that."""
     from genrl.cli.tables import console, print_keys, safe
+    from genrl.config.errors import ConfigError
 
-    checked = examine(file, changes, ask=True)
+    try:
+        checked = examine(file, changes, ask=True)
+    except ConfigError:
+        _print_cost_alone(file, changes, card)
+        raise
     console.print("[green]valid[/green]")
     for note in checked.notes:
         console.print(f"[yellow]{safe(note)}[/yellow]")
@@ -105,6 +111,22 @@ def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool,
     known = any(not isinstance(part, str) for part in cards)  # a table, not a line that says why there is none
     console.print(f"not checked: {safe('; '.join(unchecked(checked.config, rows=rows, memory=known)))}")
     return failing
+
+
+def _print_cost_alone(file: Path, changes: Sequence[str], card: float | None) -> None:
+    """What a configuration would cost whose files are not all there: who asks whether a model fits on a card need not
+    have data for it. Raises ConfigError where the configuration itself is wrong."""
+    from genrl.cli.tables import console
+    from genrl.config import load_located
+
+    config, _ = load_located(file, changes)
+    try:
+        summary = _summary(config, ask=True)
+        cards = _cards(file, changes, Checked(config, [], summary), card)
+    except (ValueError, OSError):
+        return  # the model or the environment itself is what is wrong: the error that follows says it
+    for part in (*summary, *cards):
+        console.print(part)
 
 
 def unchecked(config: RunConfig, *, rows: bool, memory: bool) -> Iterator[str]:
@@ -199,21 +221,25 @@ def examine(file: Path, overrides: Sequence[str] = (), *, ask: bool = False) -> 
         from genrl.runtime.weights.optimizers import check_optimizer
 
         check_optimizer(config.optimizer)
-    summary: Sequence[RenderableType]
+    return Checked(config, notes, _summary(config, ask=ask))
+
+
+def _summary(config: RunConfig, *, ask: bool) -> Sequence[RenderableType]:
+    """Tables of what an iteration costs."""
     match config.kind:  # the classes of other kinds are not built
         case "diffusion":
             from genrl.cli import diffusion
 
-            summary = diffusion.summary(cast("Config", config), ask=ask)
+            return diffusion.summary(cast("Config", config), ask=ask)
         case "vla":
             from genrl.cli import vla
 
-            summary = vla.summary(cast("VLAConfig", config))
+            return vla.summary(cast("VLAConfig", config))
         case "vlm":
             from genrl.cli import vlm
 
-            summary = vlm.summary(cast("VLMConfig", config))
-    return Checked(config, notes, summary)
+            return vlm.summary(cast("VLMConfig", config))
+    return []
 
 
 def _told_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from genrl.cli.arguments import Guidance, Height, Precision, Steps, Width, best_of, call_arguments, refuse
+from genrl.cli.arguments import Guidance, Height, Precision, Steps, Width, at_hand, best_of, call_arguments, refuse
 
 if TYPE_CHECKING:
     from genrl.data.prompts import Prompt
@@ -57,11 +57,13 @@ class Asked:
 
 
 def compare(
-    a: Annotated[str | None, typer.Argument(metavar="A", help=f"The first model: {Which}.")] = None,
-    b: Annotated[str | None, typer.Argument(metavar="B", help="The second model, likewise.")] = None,
+    a: Annotated[str | None, typer.Argument(metavar="A", help=f"The first model: {Which}.", callback=at_hand)] = None,
+    b: Annotated[str | None, typer.Argument(metavar="B", help="The second model, likewise.", callback=at_hand)] = None,
     pipeline_args: Further = None,
     model: Annotated[str | None, typer.Option(help="What a LoRA is put onto; default: the other model's base.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="Prompt file or data set; default: a run's held-out one.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt file or data set; default: a run's held-out one.", callback=at_hand)
+    ] = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only so many, evenly spread; default: all.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Of runs: the checkpoint of the best evaluation.")] = False,
     per_prompt: Annotated[int, typer.Option(min=1, help="Pairs of every prompt, each from another noise.")] = 1,

@@ -19,6 +19,7 @@ from genrl.cli.arguments import (
     Precision,
     Steps,
     Width,
+    at_hand,
     best_of,
     call_arguments,
     is_policy,
@@ -99,7 +100,9 @@ def add_to(app: typer.Typer) -> None:
 def evaluate(
     model: ModelName,
     pipeline_args: Further = None,
-    prompts: Annotated[str | None, typer.Option(help="Prompt file or data set; default: the run's.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt file or data set; default: the run's.", callback=at_hand)
+    ] = None,
     reward: Rewards = None,
     num_prompts: Annotated[int | None, typer.Option(min=1, help="Only the first ones; default: all.")] = None,
     out: Out = None,

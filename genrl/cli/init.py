@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from genrl.cli.arguments import Overrides, default_device
+from genrl.cli.arguments import Overrides
 
 if TYPE_CHECKING:
     from genrl.recipes import Recipe
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 TASKS = ("pictures", "edits", "videos", "language and vision", "tokens", "robots")
 LOCAL = ("assets/", "runs/")
 RIGHT = "eval/shapes/strict_mean"
-USUAL = (0.66, 0.75)  # of the recipe `quickstart`; docs/diffusion_nft.md has the table
+USUAL = (0.66, 0.76)  # of the recipe `quickstart`; docs/diffusion_nft.md has the table
 
 
 def add_to(app: typer.Typer) -> None:
@@ -32,17 +31,11 @@ def demo(overrides: Overrides = None) -> None:
 
     Example: `genrl demo`, or in brief `genrl demo iterations=2`
     """
-    from genrl.cli.train import train
-    from genrl.config import load
-    from genrl.diffusion.config.combinations import processes_problem
+    from genrl.cli.train import start
     from genrl.recipes import find
 
     run = Path(f"runs/demo-{datetime.now():%Y%m%d-%H%M%S}")  # a demo never meets the folder of the one before
-    # The model is too small for two threads to share a call; two processes share the pictures.
-    config: Any = load(find("quickstart").file, overrides or ())
-    alone = default_device() == "cpu" and "RANK" not in os.environ
-    shared = alone and (os.cpu_count() or 1) > 1 and not processes_problem(config, 2)
-    train(find("quickstart").file, [f"output={run}", *(overrides or ())], 2 if shared else 1)
+    start(find("quickstart").file, [f"output={run}", *(overrides or ())], None, None)
     if (run / "metrics.jsonl").exists():  # not where `output` was changed
         typer.echo(_what_it_learned(run))
 
@@ -54,7 +47,7 @@ def _what_it_learned(run: Path) -> str:
     shares = [row[RIGHT] for row in read_metrics(run / "metrics.jsonl") if row.get(RIGHT) is not None]
     lines = []
     if len(shares) > 1:
-        usual = f"other seeds of the whole recipe: {USUAL[0]:.0%} to {USUAL[1]:.0%}"
+        usual = f"other runs of the whole recipe: {USUAL[0]:.0%} to {USUAL[1]:.0%}"
         lines = [f"held-out pictures with everything right: {shares[0]:.0%} before, {shares[-1]:.0%} now ({usual})"]
     lines += ["next:", f'  genrl sample {run} --prompt "two red stars and a blue circle"   # draw with the LoRA']
     lines += [f"  genrl watch {run} --open   # its curves and pictures in the browser"]
@@ -111,21 +104,27 @@ def _list() -> None:
 
 def _card(recipe: Recipe) -> str:
     """The smallest card on which it fits as it is, by the estimate of `genrl check`; empty where there is none."""
-    from genrl.cli import diffusion, vla
+    from genrl.cli import diffusion, vla, vlm
     from genrl.cli.tables import smallest
     from genrl.config import load
     from genrl.diffusion.config.memory_estimate import memory
     from genrl.diffusion.config.schema import Config
     from genrl.vla.config.schema import VLAConfig
+    from genrl.vlm.config import memory_estimate as language
+    from genrl.vlm.config.schema import VLMConfig
 
-    config, more = load(recipe.file) if _model(recipe.values) else None, ""
+    config, many, more = load(recipe.file) if _model(recipe.values) else None, "", ""
     if isinstance(config, Config):
         components = diffusion.components_of(config)
         parts = memory(config, components) if components else []
         more = " +" if any(part.name == "unet" for part in components) else ""
+    elif isinstance(config, VLMConfig):
+        sizes, shards = vlm.sizes_of(config), config.distributed.fsdp
+        parts = language.memory(config, sizes, vlm.PROCESSES if shards else 1) if sizes else []
+        many = f"{vlm.PROCESSES} x " if shards else ""
     else:
         parts = vla.memory_of(config) if isinstance(config, VLAConfig) else []
-    return smallest(sum(num_bytes for _, num_bytes in parts)) + more if parts else ""
+    return many + smallest(sum(num_bytes for _, num_bytes in parts)) + more if parts else ""
 
 
 def _task(values: Mapping[str, Any]) -> str:

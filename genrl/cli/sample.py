@@ -22,6 +22,7 @@ from genrl.cli.arguments import (
     Precision,
     Steps,
     Width,
+    at_hand,
     best_of,
     call_arguments,
     default_device,
@@ -47,7 +48,9 @@ def sample(
         typer.Argument(metavar="KEY=VALUE", help="Further pipeline arguments: num_frames=33 negative_prompt=blurry."),
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="Prompt file (.txt, .jsonl), or data set id:split.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="Prompt file (.txt, .jsonl), or data set id:split.", callback=at_hand)
+    ] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the pictures and the grid.")] = Path("samples"),
     lora: Lora = None,
     best: Best = False,

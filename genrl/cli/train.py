@@ -55,7 +55,7 @@ def train(
     """
     if resume:
         run_config(resume)
-    _train(file, overrides, resume, nproc)
+    start(file, overrides, resume, nproc)
 
 
 def resume(run: RunFolder, overrides: Changes = None, nproc: Processes = 1) -> None:
@@ -64,7 +64,7 @@ def resume(run: RunFolder, overrides: Changes = None, nproc: Processes = 1) -> N
     Example: `genrl resume runs/quickstart`. With `iterations=200` the run is made longer; a learning rate that falls
     (`optimizer.schedule`) is then that of the longer run, and jumps up where the shorter one had ended.
     """
-    _train(run_config(run), overrides, run, nproc)
+    start(run_config(run), overrides, run, nproc)
 
 
 def encode(file: ConfigFile, overrides: Overrides = None) -> None:
@@ -96,13 +96,18 @@ def encode(file: ConfigFile, overrides: Overrides = None) -> None:
     console.print(f"{count} prompts, {new} of them encoded now ({size(written)}): {config.model.encodings}")
 
 
-def _train(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:
+def start(file: Path, overrides: list[str] | None, run: Path | None, nproc: int | None) -> None:
+    """Train as a file says, in so many processes. run: the folder to go on in. nproc: None = two that share the
+    samples, where there are two cores and no accelerator: two threads gain nothing in a call of a small model."""
     from genrl.config import check_files, load_located
     from genrl.diffusion.config.combinations import processes_problem
     from genrl.diffusion.config.schema import Config
 
     config, origins = load_located(*opened(file, overrides))
     inside = "RANK" in os.environ  # started by torchrun or accelerate: this is one of the processes
+    if nproc is None:
+        free = not inside and default_device() == "cpu" and (os.cpu_count() or 1) > 1
+        nproc = 2 if free and isinstance(config, Config) and not processes_problem(config, 2) else 1
     if inside and nproc > 1:
         raise typer.BadParameter("--nproc starts processes, but this already is one of several: leave it out")
     notes = check_files(config, origins)

@@ -13,16 +13,17 @@ from rich.table import Table
 
 from genrl.cli.arguments import default_device
 from genrl.cli.tables import SHARE, add_course, console, memory_table, safe, scores_table, size, smallest, write_scores
-from genrl.vlm.config import schema
 from genrl_rewards.given import is_given
 
-PUBLISHED = Path(schema.__file__).parent / "published"
-"""The config.json of models that recipes name, by hub id, with what their layers are made of."""
+PROCESSES = 8
+"""In how many the memory of a run in shards is counted."""
+UNCOUNTED = "only models in a folder or on the hub that answer with text are counted"
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from genrl.cli.evaluate import Options
+    from genrl.vlm.config.memory_estimate import Sizes
     from genrl.vlm.config.schema import VLMConfig
 
 
@@ -58,38 +59,54 @@ def _functions(config: VLMConfig) -> list[RenderableType]:
 
 
 def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
-    """Tables of the memory of one process, and, with `card` in bytes, of the ways in which the model can be trained on
-    such cards. Without, how to ask. Raises BadParameter for a model of another kind, or whose config.json is not
-    here."""
-    if card is None:
-        return (
-            ["memory: --memory 24GB estimates it from the model's config.json"] if config.vlm.output == "text" else []
-        )
-    from genrl.vlm.policies.memory import QUESTION, memory, sizes, ways
+    """Tables of the memory of one process, and of the ways in which the model can be trained: on which card each fits,
+    or, with `card` in bytes, whether on that. Without a card, how to ask where the package does not know the model.
+    Raises BadParameter for a model of another kind, or whose config.json is not here."""
+    from genrl.vlm.config.memory_estimate import QUESTION, memory, ways
 
-    if config.vlm.output != "text" or is_given(config.vlm.path):
-        text = "memory is estimated for models in a folder or on the hub that answer with text"
-        raise typer.BadParameter(text, param_hint="--memory")
-    with TemporaryDirectory() as place:
-        found = sizes(_described(config.vlm.path, Path(place)), config)
-    count = 8 if config.distributed.fsdp else 1
-    table = Table("in bfloat16", "one process", "fits", title="ways of training it", title_justify="left")
+    known = sizes_of(config, ask=card is not None)
+    if known is None:
+        how = f"--memory 24GB estimates it from the config.json of {config.vlm.path}"
+        return [f"memory: {safe(how)}" if config.vlm.output == "text" else f"memory: not estimated: {UNCOUNTED}"]
+    count = PROCESSES if config.distributed.fsdp else 1
+    columns = ("in bfloat16", "one process", "card" if card is None else "fits")
+    table = Table(*columns, title="ways of training it", title_justify="left")
     for name, changed, processes in ways(config):
-        total = sum(part for _, part in memory(changed, found, processes))
-        table.add_row(name, size(total), "yes" if total <= SHARE * card else f"no ({smallest(total)})")
-    asked = f"{found.numbers:,} weights; of one of {count} processes; questions of {QUESTION:,} tokens"
-    return [memory_table(memory(config, found, count)), asked, table]
+        total = sum(part for _, part in memory(changed, known, processes))
+        least = smallest(total)
+        table.add_row(name, size(total), least if card is None else "yes" if total <= SHARE * card else f"no ({least})")
+    share = f"; of one of {count} processes" if count > 1 else ""
+    asked = f"{known.numbers:,} weights{share}; questions of {QUESTION:,} tokens"
+    return [memory_table(memory(config, known, count)), asked, table]
+
+
+def sizes_of(config: VLMConfig, *, ask: bool = False) -> Sizes | None:
+    """Sizes of the model: of the package, or, if it is to be asked, of its config.json, for which torch is imported.
+    Raises BadParameter where that cannot be."""
+    from genrl.vlm.config.memory_estimate import published
+
+    if config.vlm.output == "text" and not is_given(config.vlm.path):
+        if known := published(config.vlm.path):
+            return known
+        if ask:
+            from genrl.vlm.policies.sizes import sizes
+
+            with TemporaryDirectory() as place:
+                return sizes(_described(config.vlm.path, Path(place)))
+    if ask:
+        raise typer.BadParameter(f"memory: {UNCOUNTED}", param_hint="--memory")
+    return None
 
 
 def _described(source: str, place: Path) -> str:
-    """Where the config.json of a model is: its folder, the package, or else `place`, into which the hub's copy is
-    loaded. Raises BadParameter where it is nowhere."""
+    """Where the config.json of a model is: its folder, the cache, or else `place`, into which the hub's copy is loaded.
+    Raises BadParameter where it is nowhere."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     if Path(source).expanduser().is_dir():
         return str(Path(source).expanduser())
-    if (PUBLISHED / source).is_dir() or isinstance(try_to_load_from_cache(source, "config.json"), str):
-        return str(PUBLISHED / source) if (PUBLISHED / source).is_dir() else source
+    if isinstance(try_to_load_from_cache(source, "config.json"), str):
+        return source
     try:
         return str(Path(hf_hub_download(source, "config.json", local_dir=place)).parent)
     except (OSError, ValueError) as error:

@@ -3,7 +3,7 @@ names them.
 
 A file that a configuration names is below the current folder, or else beside the YAML file: one that is beside its
 prompts can be trained from anywhere; and so can one of a folder `configs`, whose names are written from the folder that
-it lies in.
+it lies in. At last `assets/...` is what comes with genrl, whoever names it.
 """
 
 from __future__ import annotations
@@ -105,8 +105,10 @@ def locate(tree: dict[str, Any], origins: Origins) -> None:
     """Put, in place, the path from the current folder for each one that is only beside the file that names it.
 
     Any key may name a file, those of a reward's arguments too; so what counts is that the text looks like a path and
-    that there is something. Overrides are left as they are: who types one means the current folder.
+    that there is something. Overrides mean the current folder: who types one is in it.
     """
+    from genrl.recipes import shipped
+
     for path, node, key, value in list(_texts(tree, ())):
         name, colon, part = value.partition(".py:")
         name += ".py" if colon else ""
@@ -114,7 +116,7 @@ def locate(tree: dict[str, Any], origins: Origins) -> None:
         if path == ("output",) or origin is None or not _looks_like_path(name):
             continue
         places = [folder / name for folder in _folders(origin)]
-        there = next((place for place in places if _exists(place)), places[0])
+        there = next((place for place in places if _exists(place)), shipped(name) or places[0])
         if there != places[0]:
             node[key] = f"{there}:{part}" if colon else str(there)
 

@@ -66,10 +66,10 @@ def load_given(
     if isinstance(base, str | Path):
         tree = _with_base(_read(Path(base)), Path(base))
         tree.value.setdefault("output", str(_default_output(Path(base))))
-        locate(tree.value, tree.origins)
     else:
         tree = _of_objects(base or {}, caller)
     _merge(tree, deepcopy(dict(sections)), _of_objects(sections, caller), ())
+    locate(tree.value, tree.origins)
     return _validated(tree)
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def test_pages_show_what_is_stored(given: Plan) -> None:
 
 
 def test_the_demo_says_what_its_stored_runs_reached() -> None:
-    shares = [run["curve"][init.RIGHT][-1] for run in stored.of(stored.read(), "demos/quickstart").values()]
+    kept = [run for name, run in stored.read().items() if name.startswith("demos/quickstart")]
+    assert {(run.get("processes", 1), run["threads"]) for run in kept} >= {(1, 1), (2, 1)}
+    shares = [run["curve"][init.RIGHT][-1] for run in kept]
     assert tuple(round(share, 2) for share in (min(shares), max(shares))) == init.USUAL
 
 
@@ -50,6 +53,12 @@ def test_a_number_that_was_changed_by_hand_is_found(given: Plan, tmp_path: Path)
     assert page.read_text() == text
     with pytest.raises(ValueError, match="no table nowhere"):
         tables.page("<!-- claims: nowhere -->\n<!-- /claims -->", "docs/x.md", given, kept)
+
+
+def test_a_page_without_runs_has_no_empty_table(given: Plan) -> None:
+    page = given.claims[0].page.partition("#")[0]
+    waiting = sum(claim.page.partition("#")[0] == page for claim in given.claims)
+    assert tables.verdicts(given, {}, page) == f"Claims whose runs are still to be made: {waiting}."
 
 
 def test_every_claim_and_every_table_has_its_place(given: Plan) -> None:
@@ -156,11 +165,11 @@ def test_the_most_valuable_come_first() -> None:
     assert plan.missing(known, kept, ["g/b-1"])[0][1] == 1  # what was begun goes on
 
 
-def _genrl(made: list[list[str]], stops: int) -> Callable[[list[str], Path, float], tuple[int, float]]:
+def _genrl(made: list[list[str]], stops: int) -> Callable[[list[str], Path, float, int], tuple[int, float]]:
     """Stands for `genrl`: the first `stops` calls end after a checkpoint, the others at the end."""
 
-    def run(arguments: list[str], log: Path, until: float) -> tuple[int, float]:
-        made.append(arguments)
+    def run(arguments: list[str], log: Path, until: float, threads: int) -> tuple[int, float]:
+        made.append([*arguments, f"threads={threads}"])
         own = next((one for one in arguments if one.startswith("output=")), "").partition("=")[2]
         folder = Run(Path(own or arguments[1]))
         if arguments[0] == "train":
@@ -181,14 +190,23 @@ def test_a_run_that_was_stopped_goes_on_and_is_stored(tmp_path: Path, monkeypatc
     monkeypatch.setattr(work.checkpoint, "latest", lambda folder: next(folder.glob("step-*"), None))
     monkeypatch.setattr(work, "changes_of_code", lambda: False)
     start, recipe = Recipe("g/start", "c.yaml", seeds=0), Recipe("g/x", "c.yaml", ("a={seed:g/start}/model",), seeds=1)
+    recipe = replace(recipe, processes=2, threads=3)
     known, made, (runs, store) = Plan({"g/start": start, "g/x": recipe}, (), {}), [], (tmp_path / "r", tmp_path / "s")
     stub = _genrl(made, stops=1)
     assert not work.make(known, recipe, 0, runs, time.monotonic() + 9, store, stub)  # what it needs was stopped
     assert work.work(known, 0.1, runs, store, stub) == ["g/x-0"]
     assert [one[0] for one in made] == ["train", "resume", "train"]
+    assert {"--nproc=2", "threads=3"} < set(made[2]) and "threads=1" in made[1]
     assert f"a={runs / 'g/start-0'}/model" in made[2] and {"seed=0", "checkpoint.keep=1"} < set(made[2])
     kept = json.loads((store / "g/x-0.json").read_text())
-    wanted = {"commit": "abc", "cpu_s": 7.0, "iterations": 100, "last": {"step": 100, "loss": 1.0}}
+    wanted = {
+        "commit": "abc",
+        "cpu_s": 7.0,
+        "iterations": 100,
+        "processes": 2,
+        "threads": 3,
+        "last": {"step": 100, "loss": 1.0},
+    }
     assert {name: kept[name] for name in wanted} == wanted
     assert kept["curve"] == {"step": [0, 100], "eval/total_mean": [0.1, 0.12346]}
     assert json.loads((runs / "g/start-0.cost").read_text())["cpu_s"] == 12.0  # both parts
@@ -207,7 +225,7 @@ def test_two_at_once_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert work.work(known, 0.1, tmp_path, tmp_path / "s", _genrl([], 0)) == []
     tries: list[list[str]] = []
 
-    def fails(arguments: list[str], log: Path, until: float) -> tuple[int, float]:
+    def fails(arguments: list[str], log: Path, until: float, threads: int) -> tuple[int, float]:
         tries.append(arguments)
         return 1, 2.0
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
+from genrl import recipes
 from genrl.cli import diffusion
 from genrl.cli.sample import lines
 from genrl.config import load
@@ -30,6 +31,24 @@ class TestCheck:
         assert "model.quantize" not in found  # the changes before it are enough
         assert "it does not fit with all of these" in run("check", "small.yaml", "--memory", "0.001 GB")
         assert "write for example 24GB" in run("check", "small.yaml", "--memory", "big", code=2)
+
+    @pytest.mark.parametrize(
+        ("name", "lacks", "says"),
+        [
+            ("flux1_kontext_flow_grpo", "edits_train.jsonl: no such file", r"40 GB │ yes"),
+            ("sdxl_dpo_offline", "pickapic_eval.txt", r"24 GB │ with model\.lora\.rank=64 model\.dtype=bfloat16"),
+            ("geometry3k", "answers.jsonl: no such file", r"LoRA +│ 13 GB +│ 16 GB"),
+            ("janus_pro_7b_grpo", "t2i_train.jsonl: no such file", "memory: not estimated: only models .* with text"),
+        ],
+    )
+    def test_what_a_run_costs_is_said_before_its_data_are_there(
+        self, name: str, lacks: str, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
+        changes = ["task.train=answers.jsonl"] if name == "geometry3k" else []
+        text = run("check", str(recipes.find(name).file), *changes, code=2)
+        assert re.search(says, text.partition("problem")[0]) and lacks in text.partition("problem")[2]
+        assert "valid" not in text
 
     def test_a_hub_id_that_is_not_here_and_every_key_with_its_meaning(self, folder: Path) -> None:
         """Markup in what is said stays text."""

@@ -20,7 +20,7 @@ from tests.browser import chromium
 
 NARROW = (
     *("index", "methods", "configuration", "commands", "results", "notebooks/text_to_image", "guides/one_card"),
-    *("guides/editing", "diffusion_nft", "trees", "vla_offline"),
+    *("guides/editing", "diffusion_nft", "trees", "vla_offline", "memory", "papers", "rewards"),
 )
 """Pages with the widest tables, code, equations and pictures."""
 FIRST = {

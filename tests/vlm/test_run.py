@@ -18,11 +18,13 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
+from genrl.vlm.config.memory_estimate import PUBLISHED, Sizes, memory, published, ways
 from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.evaluate import judge
 from genrl.vlm.policies.folder import load_trained
-from genrl.vlm.policies.memory import Sizes, memory, sizes, ways
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.sizes import sizes
 from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import open_rewards
@@ -209,7 +211,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def size(folder: Path) -> Sizes:
-    return sizes(str(folder), shipped())
+    return sizes(str(folder))
 
 
 def shipped(*changes: str) -> VLMConfig:
@@ -219,7 +221,7 @@ def shipped(*changes: str) -> VLMConfig:
 def test_sizes_are_those_of_the_published_model(size: Sizes) -> None:
     layer = 2 * 3584 * (3584 + 512) + 3584 + 2 * 512 + 3 * 3584 * 18944 + 2 * 3584
     assert (size.numbers, size.layer, size.outside) == (WEIGHTS, layer, WEIGHTS - 28 * layer)
-    assert size.adapted == 28 * (2 * (3584 + 3584) + 2 * (3584 + 512))
+    assert size.adapted(VLMLoRA()) == 28 * (2 * (3584 + 3584) + 2 * (3584 + 512))
     assert (size.layers, size.width, size.inner, size.keys) == (28, 3584, 18944, 512)
     parts = dict(memory(shipped("distributed.fsdp=false", "trainer.regularisers=[]"), size))
     kept = sum(parts[name] for name in parts if "weights" in name or "optimiser" in name or name == "gradients")
@@ -231,8 +233,12 @@ def test_sizes_are_those_of_the_published_model(size: Sizes) -> None:
     [("Qwen2.5-VL-7B-Instruct", 8.29), ("Qwen2.5-VL-3B-Instruct", 3.75), ("Qwen3-VL-4B-Instruct", 4.44)],
 )
 def test_published_models_are_known_before_the_download(model, billions: float, monkeypatch) -> None:
+    """Sizes as the hub has them, of the config.json in the package, whether a card is named or not."""
     monkeypatch.setenv("COLUMNS", "200")
-    command = ["check", str(SHIPPED), f"vlm.path=Qwen/{model}", "--memory", "80GB"]
+    assert published(f"Qwen/{model}") == sizes(str(PUBLISHED / "Qwen" / model))
+    command = ["check", str(SHIPPED), f"vlm.path=Qwen/{model}"]
+    assert "24 GB" in CliRunner().invoke(app, command).output
+    command += ["--memory", "80GB"]
     said = CliRunner().invoke(app, command)
     assert said.exit_code == 0, said.output
     weights = re.search(r"([\d,]+) weights", said.output)
@@ -259,7 +265,7 @@ def test_fewer_bits(kind: str, weights: float, size: Sizes) -> None:
     parts = dict(memory(shipped(*changes), size))
     rest = 2 * (WEIGHTS - size.linear) + (2 * size.rows if kind == "int8" else 0)
     assert parts["frozen weights"] == round(weights * size.linear) + rest
-    assert parts["adapters"] == parts["gradients"] == 4 * 16 * size.adapted and "reference" not in parts
+    assert parts["adapters"] == parts["gradients"] == 4 * 16 * size.adapted(VLMLoRA()) and "reference" not in parts
     assert ("unpacked weights, for the backward pass" in parts) == (kind == "int8")
 
 

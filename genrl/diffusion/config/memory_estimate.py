@@ -283,6 +283,8 @@ def changes(config: Config) -> Iterator[str]:
     if model.dtype == "float32":
         yield "model.dtype=bfloat16 model.autocast=null"
     yield "optimizer.name=adamw_8bit"
+    if model.lora is None:  # of all weights nothing can be held in fewer bits
+        yield "model.lora.rank=64 model.dtype=bfloat16 model.autocast=null distributed.fsdp=false"
     if model.quantize is None:
         yield "model.quantize=int8"
     while size > 1:

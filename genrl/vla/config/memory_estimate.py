@@ -158,7 +158,7 @@ def changes(config: VLAConfig) -> Iterator[str]:
     yield from (f"trainer.microbatch={rows}" for rows in halves)  # where acting took more, they saved nothing before
     yield "optimizer.name=adamw_8bit"
     if config.policy.lora is None:
-        yield "policy.lora={rank: 32}"
+        yield "policy.lora.rank=32"
 
 
 def _numbers(config: VLAConfig, policy: Known) -> tuple[int, int]:

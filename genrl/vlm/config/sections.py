@@ -10,6 +10,11 @@ from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Sec
 from genrl.config.sections import EvaluationBase, Optimizer, Quantized
 from genrl.vlm.config.names import FORMATS, OUTPUTS, TASKS
 
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek's attention, which Kimi has
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)
+LOGITS = 2**25
+"""Logits that exist at a time in an update: 128 MiB."""
+
 
 class VLMLoRA(Section):
     """Low-rank adapters on the language model; only they are trained."""

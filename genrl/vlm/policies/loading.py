@@ -12,7 +12,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from genrl.runtime.weights.low_rank import adapted, computed_one_way, quantization_config
-from genrl.vlm.config.sections import VLMLoRA
+from genrl.vlm.config.sections import ATTENTION, VLMLoRA
 from genrl.vlm.policies.processor import load_processor
 from genrl_rewards.models.checkpoints import pretrained
 
@@ -99,10 +99,6 @@ def use_liger(model: Any) -> None:
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(f"{key}: Liger has no kernels for {kind!r}; write null")
     _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
-
-
-LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek's attention, which Kimi has
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", *LATENT)
 
 
 def with_lora(model: Any, lora: VLMLoRA, seed: int) -> PeftModel:

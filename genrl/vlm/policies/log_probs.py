@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IMPOSSIBLE = -1e30  # a logit whose probability is exactly 0; -inf would make entropy 0 * inf
+from genrl.vlm.config.sections import LOGITS
 
-LOGITS = 2**25  # that exist at a time: 128 MiB
+IMPOSSIBLE = -1e30  # a logit whose probability is exactly 0; -inf would make entropy 0 * inf
 
 
 class TokenScores(NamedTuple):

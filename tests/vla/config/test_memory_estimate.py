@@ -108,3 +108,4 @@ def test_check_names_cards_without_a_policy_on_the_machine(name: str, gigabytes:
         assert "; memory;" in unknown.partition("\nnot checked: ")[2]
         told = run("check", file, TABLE, "--memory", "24GB")
         assert "policy.dtype=bfloat16" in told and "it fits with the change above" in told
+        assert "policy.lora.rank=32" in run("check", file, TABLE, "--memory", "8GB")

@@ -1,4 +1,4 @@
-"""What one process of a run holds at its peak, part by part, from a model's config.json: it is built without weights.
+"""What one process of a run holds at its peak, part by part, from the sizes of its model. No torch.
 
 All is arithmetic but for what a layer of the decoder keeps for the backward pass, which was measured (`KEPT`). Not in
 it: activations of the vision tower, and what the libraries and the allocator take.
@@ -6,21 +6,19 @@ it: activations of the vision tower, and what the libraries and the allocator ta
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import torch
-import transformers
-from torch import nn
 
 from genrl.config.sections import BITS, LARGEST_COPY
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.config.sections import VLMLoRA
-from genrl.vlm.policies.loading import ATTENTION, checked
-from genrl.vlm.policies.log_probs import LOGITS
+from genrl.vlm.config.sections import ATTENTION, LOGITS, VLMLoRA
 
+PUBLISHED = Path(__file__).parent / "published"
+"""The config.json of models that recipes name, by hub id, and their sizes."""
 QUESTION = 1024
 """Tokens that a question is taken to have, its picture included."""
 KEPT, KEPT_WITH_LORA = (10.1, 4.0, 2.0), (7.3, 3.0, 2.3)
@@ -34,8 +32,8 @@ Parts = list[tuple[str, int]]
 @dataclass(frozen=True)
 class Sizes:
     """Of a model. linear: weights that can be held in fewer bits, rows: their output features; outside: what is in no
-    layer of the decoder; layer: the largest of its layers; keys: width of a layer's keys; adapted: input and output
-    features of the layers with adapters, which a rank multiplies."""
+    layer of the decoder; layer: the largest of its layers; keys: width of a layer's keys; features: of the linear
+    layers of the decoder, by the last part of their names: inputs and outputs of all together."""
 
     numbers: int
     linear: int
@@ -46,35 +44,18 @@ class Sizes:
     width: int
     inner: int
     keys: int
-    adapted: int
+    features: Mapping[str, int]
+
+    def adapted(self, lora: VLMLoRA) -> int:
+        """Input and output features of the layers that get adapters, which a rank multiplies."""
+        return sum(count for name, count in self.features.items() if name in (lora.targets or ATTENTION))
 
 
-def sizes(path: str, config: VLMConfig) -> Sizes:
-    """Sizes of the model whose config.json is in a folder, or a hub id's in the cache. Raises as `loading.checked`."""
-    found = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    text = checked(found, path).get_text_config()
-    with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(found)
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    layers = [layer for group in decoder.children() if isinstance(group, nn.ModuleList) for layer in group]
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    targets = (config.vlm.lora or VLMLoRA()).targets or ATTENTION
-    named = [m for n, m in decoder.named_modules() if isinstance(m, nn.Linear) and n.rsplit(".", 1)[-1] in targets]
-    numbers = sum(p.numel() for p in model.parameters())
-    heads = text.num_attention_heads
-    return Sizes(
-        numbers=numbers,
-        linear=sum(m.weight.numel() for m in linear),
-        rows=sum(m.out_features for m in linear),
-        outside=numbers - sum(p.numel() for layer in layers for p in layer.parameters()),
-        layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
-        layers=len(layers),
-        width=text.hidden_size,
-        inner=text.intermediate_size,
-        keys=(getattr(text, "num_key_value_heads", None) or heads)
-        * (getattr(text, "head_dim", None) or text.hidden_size // heads),
-        adapted=sum(m.in_features + m.out_features for m in named),
-    )
+def published(source: str) -> Sizes | None:
+    """Sizes of a model that a recipe names, by its hub id; None of others. benchmarks/published_shapes.py writes them,
+    from the config.json beside them."""
+    file = PUBLISHED / source / "sizes.json"
+    return Sizes(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
@@ -83,7 +64,7 @@ def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
     weights, trained = _weights(config, size), size.numbers
     resting: Parts = []
     if config.vlm.lora is not None:
-        trained = config.vlm.lora.rank * size.adapted
+        trained = config.vlm.lora.rank * size.adapted(config.vlm.lora)
         resting += [("frozen weights", weights // shares), ("adapters", 4 * trained)]
     elif config.distributed.fsdp:
         resting.append(("float32 shares of the weights", 4 * trained // shares))
