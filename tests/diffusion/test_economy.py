@@ -1,5 +1,6 @@
-"""Runs of pipelines that choose prompts, and train on some samples of each group."""
+"""Runs of pipelines that train on some samples of each group."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +11,19 @@ from genrl.config import ConfigError, load
 from genrl.diffusion.before import sizes
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.rollout.rollout import downsampled, iteration_rows
+from genrl.diffusion.rollout.rollout import downsampled
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import collect
 from genrl.diffusion.train import train
 from genrl.objectives.credit import max_variance
-from genrl.runtime.loop import economy
 from tests.diffusion import runs
 from tests.run_folders import assert_resumes
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
-CHOSEN = {"selection": {"by": "spread", "candidates": 2, "replay": {}}}
 SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}
 NFT = {"algorithm": "diffusion_nft", "kl_weight": 1e-3, "updates_per_iteration": 2}
 GRPO = {"algorithm": "flow_grpo", "window": {"size": 1, "low": 0, "high": 2}, "updates_per_iteration": 2}
-
-
-@pytest.fixture(autouse=True)
-def _asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(economy, "COOLDOWN", 0)
 
 
 def config(folder: Path, model: Path, **changes: Any) -> Config:
@@ -38,29 +32,12 @@ def config(folder: Path, model: Path, **changes: Any) -> Config:
 
 @pytest.mark.parametrize("trainer", [GRPO, NFT], ids=["flow_grpo", "diffusion_nft"])
 def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
-    both = config(folder, model, economy={**CHOSEN, "keep": 2}, trainer=trainer, output=str(folder / "whole"))
+    both = config(folder, model, economy={"keep": 2}, trainer=trainer, output=str(folder / "whole"))
     assert_resumes(train, both, folder)
     first, second = runs.rows(folder / "whole")[1:]
-    assert first["selection/known"] == 0.0 and second["selection/known"] > 0.0
-    memory = runs.last_state(folder / "whole").state["memory"]["prompts"]
-    assert sum(times for _, _, times, _ in memory.values()) == 4 and len(memory) <= 4
     if trainer is GRPO:
         assert first["model_calls/train"] == second["model_calls/train"] == plan(both).train_calls
         assert plan(both).train_calls == plan(config(folder, model, trainer=trainer)).train_calls / 2
-
-
-def test_prompts_are_those_that_the_posteriors_choose(folder: Path, model: Path) -> None:
-    one = config(folder, model, economy=CHOSEN, iterations=3, evaluation={"every": 0})
-    asked = []
-    with runs.opened(one) as run:
-        for iteration in range(3):
-            known = run.known
-            asked.append(iteration_rows(one, run.prompts, iteration, known))
-            assert [p.text for p in run.iteration_prompts] == [runs.PROMPTS[row] for row in asked[-1]]
-            values = torch.rand(2, 4, generator=torch.Generator().manual_seed(iteration))
-            found, _ = economy.noted(one.economy.selection, known, asked[-1], values, iteration=iteration)  # type: ignore[arg-type]
-            run.loop.memory[economy.MEMORY] = found
-            run.loop.iteration += 1
 
 
 @pytest.mark.parametrize("window", [None, {"size": 1, "low": 1, "high": 2}], ids=["all steps", "window"])
@@ -102,3 +79,31 @@ def test_half_precision_would_not_replay_what_was_drawn(folder: Path, model: Pat
         load(folder / "tiny.yaml", ["model.dtype=bfloat16"])
     config(folder, model, trainer=NFT, economy={"keep": 2})
     load(folder / "tiny.yaml", ["model.dtype=bfloat16"])
+
+
+PICTURES = {
+    "model": {"path": "org/name"},
+    "prompts": {"train": "a.txt", "eval": "b.txt"},
+    "rewards": [{"name": "shapes"}],
+    "trainer": {"algorithm": "flow_grpo"},
+}
+GRAPH = {"algorithm": "flow_grpo", "keep_graph": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"economy": {"keep": 8}}, "so none is left out; write 4"),
+        ({"economy": {"keep": 1}}, "a whole number of 2 or more or null"),
+        ({"economy": {"keep": 4}, "sampling": {"batch_size": 12}}, "whole groups of 8; use 16"),
+        ({"economy": {"keep": 4}, "trainer": {"algorithm": "dgpo"}}, "dgpo reads whole groups"),
+        ({"economy": {"keep": 4}, "trainer": GRAPH}, "keep_graph: false"),
+        ({"economy": {"keep": 4}, "kernels": {"compile": True}}, "by another graph; write false"),
+        ({"economy": {"selection": {"by": "success"}}}, "economy.selection"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(json.dumps({**PICTURES, **changes}))
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "a.yaml")
+    assert len(caught.value.problems) == 1 and words in str(caught.value), str(caught.value)

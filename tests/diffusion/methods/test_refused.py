@@ -75,8 +75,6 @@ ROWS: list[tuple[str, Tree, Tree, str]] = [
     ("flow_grpo", KEPT, {"model": {"lora": ADAPTED}}, "begin behind these"),
     ("flow_grpo", KEPT, {"sampling": {"fit_batch": True}}, "sampling.fit_batch"),
     ("flow_grpo", {}, {"sampling": {"fit_batch": True}, "distributed": {"fsdp": True}}, "sampling.fit_batch"),
-    ("flow_grpo", {}, {"economy": {"selection": {"by": "success", "replay": {"share": 0.3}}}}, "less than one"),
-    ("flow_grpo", {}, {"economy": {"selection": {}}}, "by"),
     ("flow_grpo", {}, {"ema": {"every": 100}}, "the average would stay the model before training"),
     ("paco_grpo", {"aggregate": "log_tame_released"}, {}, "use none"),
     ("paco_grpo", {"advantage_scale": "prompt_history"}, {}, "one of group, global, none"),
