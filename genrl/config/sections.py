@@ -170,19 +170,18 @@ class Economy(Section):
 
 class Known(NamedTuple):
     """One optimiser. source: "module:class"; state_bytes: per trained parameter; shards: whether its state is saved and
-    put back where weights are sharded; betas: whether it takes them; install: its package."""
+    put back where weights are sharded; install: its package."""
 
     source: str
     state_bytes: float
     shards: bool = False
-    betas: bool = True
     install: str = ""
 
 
 OPTIMIZERS = {
     "adamw": Known("torch.optim:AdamW", 8, shards=True),
     "adamw_8bit": Known("torchao.optim:AdamW8bit", 2 + 8 / 256, install="torchao"),
-    "adafactor": Known("torch.optim:Adafactor", 0, betas=False),
+    "adafactor": Known("torch.optim:Adafactor", 0),
     "lion": Known("lion_pytorch:Lion", 4, shards=True, install="lion-pytorch"),
     "muon": Known("genrl.runtime.weights.optimizers:Muon", 4),
     "prodigy": Known("prodigyopt:Prodigy", 16, install="prodigyopt"),
@@ -199,11 +198,9 @@ class Optimizer(Section):
     """adamw, adamw_8bit (torchao), adafactor, lion, muon (AdamW for everything that is not a matrix), prodigy, or a
     class: package.module:Class, path/file.py:Class."""
     args: dict[str, Any] = {}
-    """Further arguments of the optimiser, for example {eps: 1e-6}."""
+    """Further arguments of the optimiser, for example {betas: [0.9, 0.95], eps: 1e-6}."""
     lr: Positive = 3e-4
     """Learning rate (Flow-GRPO and DiffusionNFT with LoRA: 3e-4; full fine-tuning: about 1e-5)."""
-    betas: tuple[Fraction, Fraction] | None = None
-    """Its two averaging factors; null = its own: (0.9, 0.999), lion's (0.9, 0.99)."""
     weight_decay: NonNegative = 1e-4
     """Decoupled weight decay (Flow-GRPO: 1e-4)."""
     max_grad_norm: Positive = 1.0
@@ -237,8 +234,6 @@ class Optimizer(Section):
         if sharded_by is not None and (entry is None or not entry.shards):
             can = " or ".join(other for other, row in OPTIMIZERS.items() if row.shards)
             yield ("optimizer.name", sharded_by), f"the state of {name} cannot be sharded; write {can}"
-        if self.betas is not None and entry is not None and not entry.betas:
-            yield ("optimizer.betas", "optimizer.name"), f"{name} has no betas; leave them out"
         if self.schedule == "constant" and self.schedule_iterations is not None:
             text = "a constant rate does not fall; write schedule: linear or cosine, or leave it out"
             yield ("optimizer.schedule_iterations", "optimizer.schedule"), text

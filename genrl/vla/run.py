@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,11 +166,16 @@ class VLARun(TrainingRun[VLAConfig]):
         """`collect` in the environments of this process: here, or on its Ray actors."""
         return self.env.collect if isinstance(self.env, RayRollouts) else partial(collect, self.env)
 
-    @property
+    @cached_property
     def keeps_features(self) -> bool:
-        """Whether what the frozen encoder computed in the rollout is used again in training."""
-        policy = self.config.policy
-        return policy.frozen and policy.keep_features and isinstance(self.policy, KeepsFeatures)
+        """Whether what the frozen encoder computed in the rollout is used again in training. Not of a policy whose
+        features are too big to keep, nor where the first denoising steps see by an encoder of their own."""
+        if not (self.config.policy.frozen and isinstance(self.policy, KeepsFeatures)):
+            return False
+        if self.frozen is None:
+            return True
+        ours, other = self.policy.encoder.state_dict(), self.frozen.encoder.state_dict()
+        return all(torch.equal(value, other[name].to(value)) for name, value in ours.items())
 
     def normalised(self, advantages: Tensor, kept: Tensor) -> Tensor:
         """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
