@@ -262,10 +262,8 @@ def economy_rules(config: Config) -> Iterator[Finding]:
         return
     size, group = sampling.batch_size, sampling.group_size
     if "part_of_groups" not in trainer.takes or trainer.branches == "trees":
-        text = (
-            f"{trainer.algorithm} reads whole groups; leave it out, or use flow_grpo without a tree, or diffusion_nft"
-        )
-        yield ("economy.keep", "trainer.algorithm"), text
+        text = "reads whole groups; leave it out, or use flow_grpo without a tree, or diffusion_nft"
+        yield ("economy.keep", "trainer.algorithm"), f"{trainer.algorithm} {text}"
     elif size % group:
         text = f"each micro-batch is to keep as many samples, so {size} must be whole groups of {group}"
         near = max(1, round(size / group)) * group
