@@ -258,11 +258,9 @@ class DiffusionRun(TrainingRun[Config]):
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
         # Processes that compute one sample together have each counted it: a call of theirs is one.
         calls = gather_object([(self._sample_calls, train_calls)])
-        row = dict(metrics) | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
+        row = dict(metrics) | self.aged | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
         if self.scorers.pool is not None:
             row["workers/lost"] += float(self.scorers.pool.lost)
-        if self.versions is not None:
-            row["staleness"] = float(self.age)
         if self.rollouts.scored.values:  # given samples have none
             row |= score_metrics(self.rollouts.scored, self.rollouts.total)
         row |= {

@@ -180,13 +180,3 @@ def test_the_answers_with_most_variance_are_trained_on(tmp_path: Path) -> None:
             assert torch.equal(chosen.rewards, totals(run.config, answers.scores)) and len(chosen.group.unique()) == 4
             assert row["reward/total_mean"] != pytest.approx(float(chosen.rewards.mean())), "metrics are of all answers"
             break
-
-
-def test_resampling_looks_at_new_questions_and_learns_from_each_round(tmp_path: Path) -> None:
-    trainer = {"preset": "dapo", "filter": "spread", "resample": 3}
-    with vlm_runs.opened(economical(tmp_path, trainer=trainer, task={"rows": 200})) as run:
-        for _ in run.loop.iterations():
-            _, row = run.draw()
-            rounds = int(row["rollout/rounds"])
-            assert rounds > 1 and run.loop.memory["questions"] == 4 * rounds
-            break

@@ -131,11 +131,9 @@ class EpisodesRun(VLMRun):
         self.loop.memory["env_steps"] = row["rollout/env_steps"]
         # Episodes with a critic go on across iterations; without one they end within theirs.
         if self.critic is not None:
-            for name, local in (
-                ("begun", [list(entry) for entry in self.begun.items()]),
-                ("episodes", self.table.state()),
-            ):
-                self.loop.memory[name] = [entry for every in gather_object([local]) for entry in every]
+            local = {"begun": [list(entry) for entry in self.begun.items()], "episodes": self.table.state()}
+            for name, entries in local.items():
+                self.loop.memory[name] = [entry for every in gather_object([entries]) for entry in every]
 
     def act(self) -> tuple[Acted, dict[str, float]]:
         """An iteration's steps or episodes, and figures of those of all processes."""
@@ -251,12 +249,12 @@ class EpisodesRun(VLMRun):
                 with self.policy.reference():
                     by_turn["ref"][turns] = replay(self.policy, rows, turns, temperature).log_prob.float().cpu()
         values = by_turn.pop("value")
-        needed = {"old": True, "ref": "ref" in self.preset.reads, "entropy": "entropy" in self.preset.reads}
-        tensors = {name: rows.laid(by_turn[name]) for name, want in needed.items() if want}
+        reads = self.preset.reads | {"old"}
+        tensors = {name: rows.laid(each) for name, each in by_turn.items() if name in reads}
         if acted.walk is None:
             assert acted.totals is not None
-            by_name = turns_of(rows, acted.played) if "turn" in self.preset.reads else {}
-            tensors |= {name: each for name, each in by_name.items() if name in self.preset.reads}
+            by_name = turns_of(rows, acted.played) if "turn" in reads else {}
+            tensors |= {name: each for name, each in by_name.items() if name in reads}
             return tensors | {"rewards": acted.totals}
         assert acted.kept is not None
         choice = self.preset.advantage
