@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from genrl.data.prompts import FILES, Prompt, PromptError, is_data_set, nearest_beside, open_picture_table
 from genrl.data.prompts import load as load_prompts
-from genrl.data.rows import MAX_LINE_BYTES, PREFERENCE_COLUMNS, no_column
+from genrl.data.rows import MAX_LINE_BYTES, PICTURES, PREFERENCE_COLUMNS, no_column
 from genrl_rewards.pictures import check_picture, open_picture, picture_size
 
 if TYPE_CHECKING:
@@ -129,7 +129,6 @@ def _of_each(
     return datasets
 
 
-REFERENCE_PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 REFERENCE_COLUMN = "image"
 
 
@@ -204,7 +203,7 @@ def read_references(source: str) -> References:
 
 def _of_folder(folder: Path) -> References:
     places: dict[str, list[Path]] = {}
-    for file in sorted(path for path in folder.rglob("*") if path.suffix.lower() in REFERENCE_PICTURES):
+    for file in sorted(path for path in folder.rglob("*") if path.suffix.lower() in PICTURES):
         beside = file.with_suffix(".txt")
         if not beside.is_file():
             raise PromptError(f"{file}: its prompt is missing; write it into {beside.name} beside it")
@@ -216,7 +215,7 @@ def _of_folder(folder: Path) -> References:
             raise PromptError(f"{beside}: byte {error.start + 1} is not UTF-8") from error
         places.setdefault(prompt, []).append(file)
     if not places:
-        raise PromptError(f"{folder} holds no pictures ({', '.join(REFERENCE_PICTURES)})")
+        raise PromptError(f"{folder} holds no pictures ({', '.join(PICTURES)})")
     return References(str(folder), places)
 
 

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 FILES = (".txt", ".jsonl")
 DATA_SET = re.compile(r"(?P<name>[^:]+):(?:(?P<config>[^:\[\]]+):)?(?P<split>[^:\[\]]+(?:\[[^\[\]]*\])?(?:\+.*)?)")
 """A split may be a slice, `train[:90%]`, or a sum of some."""
+TABLES = {"parquet": (".parquet",), "csv": (".csv", ".tsv"), "json": (".jsonl",), "arrow": (".arrow",)}
+"""Ends of the names of tables, by what `datasets` calls their reader; .json may be anything, and is not counted."""
 MAX_DIRTY = 0.01
 """Share of dirty rows above which a source is refused."""
 _LISTED = 20
@@ -161,11 +163,23 @@ def open_data_set(source: str) -> Dataset:
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:  # not found, no such split, no network, broken
         hint = "; for example `Dataset.to_parquet`, and then its folder" if "load_from_disk" in str(error) else ""
         raise PromptError(f"{source}: the data set cannot be loaded: {error.__cause__ or error}{hint}") from error
+    _say_unread(match["name"], table.builder_name)
     for name, kind in table.features.items():
         if isinstance(kind, ClassLabel):
             labels = ", ".join(kind.names[:4])
             logger.warning("%s: the column %r gives labels (%s...) as their numbers, from 0", source, name, labels)
     return table
+
+
+def _say_unread(folder: str, reader: str) -> None:
+    """Name the tables in a local folder that `datasets` has not read: it takes those of one format, without a word."""
+    if reader not in TABLES or not Path(folder).is_dir():
+        return
+    others = {suffix for name, suffixes in TABLES.items() if name != reader for suffix in suffixes}
+    unread = sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.suffix in others)
+    if unread:
+        names = ", ".join(unread[:_LISTED]) + (", ..." if len(unread) > _LISTED else "")
+        logger.warning("%s: of this folder only the %s files are read; not read: %s", folder, reader, names)
 
 
 def open_picture_table(source: str, *columns: str) -> Dataset:

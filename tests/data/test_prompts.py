@@ -182,7 +182,9 @@ def test_tables_say_what_is_wrong_with_them(
         (folder / name).mkdir()
     named = datasets.Features({"prompt": datasets.Value("string"), "answer": datasets.ClassLabel(names=["cat", "dog"])})
     datasets.Dataset.from_dict({"prompt": ["a"], "answer": [1]}, features=named).to_parquet(folder / "l" / "a.parquet")
+    (folder / "l" / "b.csv").write_text("prompt,answer\nb,0\n")
     assert read(f"{folder / 'l'}:train").rows[0].columns == {"answer": 1}
+    assert "only the parquet files are read; not read: b.csv" in caplog.text
     assert "the column 'answer' gives labels (cat, dog...) as their numbers" in caplog.text
     with lending({"python:p": datasets.Dataset.from_dict({"prompt": [b"a"]})}):
         with pytest.raises(PromptError, match="must be text, found bytes"):

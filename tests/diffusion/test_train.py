@@ -127,10 +127,11 @@ def test_nothing_of_the_environment_is_written(
 ) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    run = train(runs.config(folder, model, trackers=["tensorboard"], iterations=1))
+    run = train(runs.config(folder, model, trackers=["tensorboard"], evaluation={"every": 0}, iterations=1))
     info = json.loads((run / "run.json").read_text())
     assert set(info) == {"command", "seed", "processes", "started", "git_commit", "versions", "resumed", "contents"}
     printed = "".join(capfd.readouterr()).encode()
+    assert b"no other was measured" in printed  # of the best, where nothing was evaluated
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert len(files) > 10
     for text in (*SECRETS, *SECRETS.values()):

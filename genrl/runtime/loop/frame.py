@@ -290,7 +290,9 @@ def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], obje
     step = collapse.best(loop)
     if step == loop.iteration:
         return "this is the last iteration, and the best"
-    if not step:
+    if step is None:
+        return "this is the last iteration; no other was measured that could be better"
+    if step == 0:
         return "this is the last iteration; no evaluation was better than one before training by more than noise"
     if place is not None:
         with whole_folder(place) as temporary:
