@@ -198,12 +198,8 @@ class VLARun(TrainingRun[VLAConfig]):
             if not self.config.evaluation.every and not self.frames:
                 who = self.acting._replace(frozen=self.frozen)
                 self.note_sheet(lambda: sheet_of_rollout(who, rollout, self.config))
-        row = (
-            dict(figures)
-            | self.told
-            | self.aged
-            | episode_figures(every, by_group=self.config.environment.group_size > 1)
-        )
+        row = dict(figures) | self.told | self.aged
+        row |= episode_figures(every, by_group=self.config.environment.group_size > 1)
         row |= {
             "rollout/dropped": float(sum(dropped)),
             "rollout/env_steps": float(loop.memory["env_steps"]),

@@ -98,13 +98,10 @@ class EpisodesRun(VLMRun):
     @property
     def slots(self) -> list[int]:
         """Slots of this process."""
-        generation, processes = self.config.generation, self.loop.process.accelerator.num_processes
         if self.critic is not None:
-            share = self.environment.parallel // processes
-        else:
-            share = generation.prompts_per_iteration // processes * generation.group_size
-        first = self.loop.process.accelerator.process_index * share
-        return list(range(first, first + share))
+            return list(self.process.share(self.environment.parallel))
+        groups, size = self.process.share(self.config.generation.prompts_per_iteration), self.size
+        return list(range(groups.start * size, groups.stop * size))
 
     def begin(self, found: Path | None) -> None:
         """Play the episodes again in the middle of which the checkpoint was written. Raises RuntimeError as `Table`."""
