@@ -173,7 +173,8 @@ class VLARun(TrainingRun[VLAConfig]):
             return False
         if self.frozen is None:
             return True
-        ours, other = self.policy.encoder.state_dict(), self.frozen.encoder.state_dict()
+        policy: Any = self.policy
+        ours, other = policy.encoder.state_dict(), self.frozen.encoder.state_dict()
         return all(torch.equal(value, other[name].to(value)) for name, value in ours.items())
 
     def normalised(self, advantages: Tensor, kept: Tensor) -> Tensor:
