@@ -199,6 +199,7 @@ def resolve(file: LoRAFile, networks: Mapping[str, nn.Module], denoiser: str) ->
     for component, adapter in layers.items():
         _require_pairs(component, adapter, modules[component])
         header = {k.removeprefix(f"{component}."): v for k, v in file.header.items() if k.startswith(f"{component}.")}
+        # The settings of a second component may stand under the name of the first.
         prefix = component.removesuffix("_2")
         header = header or {
             k.removeprefix(f"{prefix}."): v for k, v in file.header.items() if k.startswith(f"{prefix}.")
