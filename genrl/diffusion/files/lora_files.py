@@ -178,6 +178,7 @@ def resolve(file: LoRAFile, networks: Mapping[str, nn.Module], denoiser: str) ->
     layers: dict[str, Layers] = {}
     unknown: list[str] = []
     for key, value in file.tensors.items():
+        # The old names are brought to the newer spelling first, so that one expression reads both.
         match = KEY.fullmatch(OLD.sub(lambda m: f".{m[1]}{'.0' if m[1] == 'to_out' else ''}.lora.{m[2]}.", key))
         place = _place(match["layer"], modules, flat, denoiser) if match else None
         if match is None or place is None:
@@ -220,6 +221,7 @@ def _place(
             module = flat[name].get(suffix) or flat[name].get(suffix.removeprefix("text_model_"))
             return None if module is None else (name, module)
     while True:
+        # Longest first: text_encoder is the beginning of text_encoder_2, too.
         for name in sorted(modules, key=len, reverse=True):
             spelt = name if name != denoiser else denoiser.removesuffix("_2")
             if layer.startswith(f"{spelt}."):
@@ -227,11 +229,13 @@ def _place(
                 for inner in (suffix, suffix.removeprefix("text_model.")):
                     if inner in modules[name]:
                         return name, inner
+        # Many trainers write the denoiser's own names, without saying that they mean it.
         if layer in modules[denoiser]:
             return denoiser, layer
         wrapper = next((prefix_wrapper for prefix_wrapper in WRAPPERS if layer.startswith(prefix_wrapper)), None)
         if wrapper is None:
             return None
+        # Wrappers may lie in each other (peft around compile around DDP): one is taken off a round.
         layer = layer.removeprefix(wrapper)
 
 
@@ -306,11 +310,13 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
     if odd:
         raise ValueError(f"the alpha of {first(odd)} is {alphas[odd[0]]:g}: it is finite and not 0")
     alphas = {layer: alphas.get(layer, float(rank)) for layer, rank in ranks.items()}
+    # peft has one rank and alpha, and exceptions by layer: the most frequent makes the fewest exceptions.
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     settings = {
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        # Anchored and escaped, else a layer's pattern would match others that end in its name.
         "rank_pattern": {f"^{re.escape(k)}": n for k, n in ranks.items() if n != rank},
         "alpha_pattern": {f"^{re.escape(k)}": n for k, n in alphas.items() if n != alpha},
         "target_modules": _targets(adapter, network),
@@ -382,6 +388,7 @@ def converted(file: LoRAFile, pipe: Any) -> LoRAFile:
         r"dora_scale|magnitude",
         r"(lora_A|lora_down|lora(_linear_layer)?\.down)\b|alpha$|dora|magnitude",
     )
+    # By counts of numbers other than 0: converters split and rename, which leaves these as they were.
     for what, pattern, inverse in (("DoRA magnitudes", magnitudes, False), ("weights", others, True)):
         before, here = (_amount(tensors_of, pattern, inverse) for tensors_of in (file.tensors, tensors))
         if abs(before - here) > 1e-3 * before:
