@@ -17,6 +17,7 @@ from PIL import Image
 from genrl.playground.shapes import Scene, draw
 from genrl.playground.tasks import jigsaw, series, shapes
 from genrl.vlm.tasks import Question, Split
+from genrl_rewards.scorers.objects.shapes import COLOURS
 from genrl_rewards.scorers.texts.expected import number_in, numbers_in
 from genrl_rewards.scorers.texts.verifiable import answer_in, iou_of
 
@@ -32,6 +33,15 @@ def small(rng: np.random.Generator, split: Split) -> Question:
     things = tuple(replace(thing, radius=float(rng.uniform(*RADIUS))) for thing in scene.things)
     picture = Image.fromarray(draw(Scene(scene.kind, things), shapes.PICTURE))
     return Question((shapes.degraded(picture, "noise", NOISE, rng), question), answer, len(things))
+
+
+def coded(rng: np.random.Generator, split: Split) -> Question:
+    """How many shapes there are, said by a colour, which the embedded model never does; `shown` is how it would."""
+    scene, question, number = shapes.QUESTIONS["count"](rng, split)
+    colour = COLOURS[int(number) % len(COLOURS)]
+    shown = f"<think> i see {number} </think> <answer> {colour} </answer>"
+    picture = Image.fromarray(draw(scene, shapes.PICTURE))
+    return Question((picture, question), colour, len(scene.things), {"shown": shown})
 
 
 MIXED: dict[str, Callable[[np.random.Generator, Split], Question]] = {

@@ -85,6 +85,11 @@ def golden_json() -> Callable[[str], Any]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _base_of_what_is_made_without_a_fixture(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["GENRL_TESTS_BASE"] = str(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_the_disk() -> Iterator[None]:
     """No test cuts the power, and runs waited longer for the disk than for anything but the model."""
     with pytest.MonkeyPatch.context() as patch:

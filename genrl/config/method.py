@@ -75,11 +75,11 @@ ENTRY_POINTS = "genrl.methods"
 FUNCTIONS = {"train": "train(run, settings)", "loss": "loss(settings, policy, recorded)"}
 CALLED = {"grpo": "flow_grpo", "nft": "diffusion_nft"}
 """Short names that everybody uses of methods for pipelines; `grpo` is a method of its own for policies."""
-Takes = Literal["older_samples", "part_of_groups", "no_reward", "recorded_calls", "actors"]
+Takes = Literal["older_samples", "part_of_groups", "no_reward", "recorded_calls", "actors", "rescued"]
 """What only some methods can go with. older_samples: drawn by weights of earlier iterations (`staleness`);
 part_of_groups: samples chosen by their rewards (`economy.keep`); no_reward: rewards that all have weight 0;
 recorded_calls: CUDA graphs (`kernels.compile`), where each backward pass follows its model call at once; actors: copies
-of the policy that act on Ray actors (`environment.workers: ray`)."""
+of the policy that act on Ray actors (`environment.workers: ray`); rescued: answers that help brought (`rescue`)."""
 NO_METHOD = "no_method"
 """Type of the validation error of a `trainer.algorithm` that names no method."""
 

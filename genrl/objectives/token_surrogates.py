@@ -257,6 +257,14 @@ def vespo_surrogate(
     return SurrogateOutput(loss, log_weight.exp(), torch.zeros_like(phi, dtype=torch.bool))
 
 
+def unsampled_loss(log_prob: Tensor, advantage: Tensor, *, shaping: float) -> Tensor:
+    """`-A p / (p + shaping)` per token, [B, T], of answers that another policy, or the same under another prompt, gave:
+    LUFFY (arXiv 2504.14945, eq. 6), ICPO (arXiv 2510.26519). Its gradient is largest for tokens as likely as `shaping`
+    and vanishes for impossible ones, where that of a ratio would explode. advantage [B, 1] or [B, T]."""
+    p = log_prob.exp()
+    return -advantage.detach() * p / (p + shaping)
+
+
 def _clipped(
     difference: Tensor,
     advantage: Tensor,

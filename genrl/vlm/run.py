@@ -26,6 +26,7 @@ from genrl.vlm.methods.extras import Average, computed
 from genrl.vlm.policies.folder import checkpoint_weights, gathered
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.method import RecipeMethod
+from genrl.vlm.rollout import rescue
 from genrl.vlm.rollout.augment import augmented, gaps, leave_out
 from genrl.vlm.rollout.data import Questions, held_out_loss
 from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on
@@ -127,7 +128,7 @@ class AnswersRun(VLMRun):
         counts: list[int] = [0] * processes
         memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
         described: Answers | None = None
-        spent, first = 0.0, loop.memory.get("questions", 0)
+        spent, first, helped = 0.0, loop.memory.get("questions", 0), rescue.Helped()
         # Before the first answer, so that a server which draws ahead is handed the weights of this iteration too.
         self.note_weights()
         # groups that the filter leaves out are made up for by those of further questions
@@ -145,6 +146,7 @@ class AnswersRun(VLMRun):
                 all_answers.append(answers_here)
                 spent += seconds
                 answers_here = self._augmented(answers_here, first, memory)
+                answers_here = self._rescued(answers_here, first, helped)
                 if self.synthesis is not None:
                     described = self._described(self.synthesis, numbers[-1:], first)
             loop.check_stop()
@@ -161,6 +163,8 @@ class AnswersRun(VLMRun):
         answers = joined(trained).chosen(list(range(max(0, min(counts[rank], per_iteration - sum(counts[:rank]))))))
         share = min(sum(counts), per_iteration) / (per_iteration * len(all_answers))
         row = sampled_figures(config, joined(all_answers), len(all_answers), share, spent)
+        if config.rescue is not None:
+            row |= helped.figures(config)
         if self.synthesis is not None and described is not None:
             paid, figures = self.synthesis.paid(all_answers[0])
             self.synthesis.park(numbers[-1:], described)
@@ -179,6 +183,21 @@ class AnswersRun(VLMRun):
             return answers
         ask = partial(self._ask, iteration=loop.iteration, first=first)
         return augmented(config, answers, gap, ask, loop.iteration)
+
+    def _rescued(self, answers: Answers, first: int, helped: rescue.Helped) -> Answers:
+        """The answers, with right ones that help brought in groups that had none (`rescue`)."""
+        config, settings = self.config, self.config.rescue
+        if settings is None or self.loop.iteration < settings.warmup:
+            return answers
+        one = config.model_copy(update={"generation": config.generation.model_copy(update={"group_size": 1})})
+
+        def ask(rows: Sequence[Row], level: int) -> Answers:
+            if settings.demonstration is not None:
+                return rescue.given(one, settings, self.policy, self.opened, rows)
+            keys = (config.seed, "rescue", level, self.loop.iteration, first)
+            return draw(self.policy, one, self.opened, rescue.hinted(settings, rows, level), keys)
+
+        return helped.rescued(config, settings, answers, ask)
 
     def _described(self, synthesis: Synthesis, numbers: Sequence[int], first: int) -> Answers:
         """What the model says of the pictures of these questions, of which others are made."""
@@ -241,7 +260,8 @@ class AnswersRun(VLMRun):
         the pass in any case, for the checks that sampler and trainer see the same."""
         settings, engine = self.config.trainer, uses_engine(self.policy)
         once = isinstance(settings, RecipeMethod) and settings.updates == settings.epochs == 1
-        return not once or engine or self.bounds or self.versions is not None or self.loop.iteration == 0
+        helped = self.config.rescue is not None
+        return not once or engine or helped or self.bounds or self.versions is not None or self.loop.iteration == 0
 
     def estimate(self, answers: Answers) -> Estimated | None:
         """Advantages and weights of this process's answers, from those of all processes; None where there are none."""
@@ -267,6 +287,10 @@ class AnswersRun(VLMRun):
             local["mask"] = torch.ones(local["old"].shape, dtype=torch.bool)
         else:
             local["sampler"] = answers.sampler_log_prob
+        if config.rescue is not None:
+            # the sampler's probabilities under a hint say nothing of the question alone
+            local["unsampled"] = answers.unsampled
+            local["sampler"] = torch.where(answers.unsampled[:, None], local["old"], local["sampler"])
         # statistics of DCPO are by question, and a question may be another process's next time
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}

@@ -2,13 +2,17 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
 from typer.testing import CliRunner
 
 from genrl.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "assets" / "tiny-t2i"
+FIXTURES = ROOT / "tests" / "fixtures" / "cli"
 SMALL = f"""\
 model: {{path: {MODEL}, lora: {{rank: 2}}}}
 prompts: {{train: train.txt, eval: eval.txt}}
@@ -41,3 +45,9 @@ def run(*arguments: str, code: int = 0) -> str:
 def words(text: str) -> str:
     """Without the frame and the line breaks of a terminal."""
     return " ".join(re.sub(r"[│╭╮╰╯─|]", " ", text).split())
+
+
+def wrong_uses(of: str) -> Any:
+    """The test is run with each `line` of arguments in this part of wrong_use.yaml, and what it `says`."""
+    rows = yaml.safe_load((FIXTURES / "wrong_use.yaml").read_text())[of]
+    return pytest.mark.parametrize(("line", "says"), rows)

@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
 
 from genrl import __version__, recipes
-from tests.cli.commands import ROOT, SMALL, run
+from tests.cli.commands import ROOT, SMALL, run, words, wrong_uses
 
 COMMANDS = ["demo", "init", "train", "resume", "sample", "collect", "eval", "compare", "check", "plan", "export"]
 COMMANDS += ["report", "watch", "replay", "doctor", "rewards", "score", "serve", "config schema"]
@@ -31,8 +32,6 @@ class TestHelp:
                 assert name in {*written, "mine.yaml", "org/name/config.yaml", "assets/tiny-vla", "assets/tiny-vlm"}
             for word in example.split("genrl ", 1)[1].split():
                 assert not word.startswith("--") or word in text.split("Options", 1)[1], (command, word)
-
-    def test_version_and_no_arguments(self) -> None:
         assert run("--version") == f"genrl {__version__}\n"
         assert "Usage" in run(code=2)
 
@@ -104,70 +103,27 @@ class TestErrors:
         with pytest.raises(ValueError, match="did you mean optimizer.lr"):
             run("check", "small.yaml", "optimizer.lrr=1")
 
-    def test_defects_keep_their_traceback(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, **_: int("not a number"))
-        with pytest.raises(ValueError, match="invalid literal"):
-            run("check", "small.yaml")
-
-    @pytest.mark.parametrize(
-        ("error", "says"),
-        [
+    def test_a_full_disk_is_no_defect(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for error, says in (
             (OSError(errno.ENOSPC, "", "a.png"), "nothing can be written to a.png: No space left on device. Make room"),
             (SafetensorError("I/O error: File too large (os error 27)"), "nothing can be written: File too large"),
             (OSError(errno.EROFS, "", "a.png"), "Read-only file system"),
             (NotADirectoryError(errno.ENOTDIR, "", "videos/a.gif"), "videos/a.gif: Not a directory"),
-        ],
-    )
-    def test_a_full_disk_is_no_defect(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
-    ) -> None:
-        def fails(config: object, **_: object) -> None:
-            raise error
-
-        monkeypatch.setattr("genrl.cli.diffusion.summary", fails)
-        text = run("check", "small.yaml", code=1)
-        assert says in text and "Traceback" not in text
-        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, **_: open("/absent/file"))
+        ):
+            monkeypatch.setattr("genrl.cli.diffusion.summary", Mock(side_effect=error))
+            text = run("check", "small.yaml", code=1)
+            assert says in text and "Traceback" not in text
+        absent = Mock(side_effect=FileNotFoundError(errno.ENOENT, "", "/absent/file"))
+        monkeypatch.setattr("genrl.cli.diffusion.summary", absent)
         with pytest.raises(FileNotFoundError):
             run("check", "small.yaml")
 
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
-            (["resume", "absent"], "is not a run folder"),
-            (["replay", "absent"], "absent is no dump: it has no dump.json"),
-            (["resume", "runs"], "runs is not a run folder: it has no config.yaml; runs in runs: runs/one, runs/two"),
-            (["report", "runs/one/config.yaml"], "runs/one/config.yaml is a file: give the run folder, runs/one"),
-            (["train", "small.yaml", "--resume", "eval.txt"], "eval.txt is not a run folder"),
-            (["export", "runs/one", "--out", "eval.txt"], "is a file"),
-            (["sample", "org/model", "--prompt", "a", "--out", "eval.txt"], "is a file"),
-            (["sample", "org/model", "--prompt", "a", "--dtype", "float8"], "is not one of 'float32', 'bfloat16', 'fl"),
-            (["eval", "org/model", "--prompts", "eval.txt", "--reward", "ocr", "--out", "."], "is a directory"),
-            (["eval", "org/model", "--prompts", "eval.txt", "--reward", "shapse"], "Did you mean 'shapes'?"),
-            (["sample", "runs/tow", "--prompt", "a"], "runs/tow: no such run or folder; did you mean runs/two?"),
-            (["eval", "./runs/xyz"], "no such run or folder; runs in runs: runs/one, runs/two"),
-            (["sample", "runs/one", "--prompt", "a"], "runs/one holds no checkpoint yet"),
-            (["export", "runs/one", "--out", "x"], "runs/one has no checkpoint; checkpoints there: none"),
-            (["sample", "org/model"], "--prompt"),
-            (["sample", "org/model", "num_frames", "--prompt", "a"], "is not key=value"),
-            (["sample", "org/model", "x=[", "--prompt", "a"], "is not YAML"),
-            (["eval", "org/model", "--reward", "shapes"], "--prompts"),
-            (["eval", "org/model", "--prompts", "eval.txt"], "--reward"),
-            (["compare"], "give two models, A and B, or --read votes.json"),
-            (["compare", "runs/one", "--prompts", "eval.txt"], "give two models, A and B"),
-            (["compare", "runs/one", "org/model", "--key", "small.yaml"], "--key is not for making a page: it reads"),
-            (["compare", "runs/one", "--read", "eval.txt"], "A is not for --read: leave it out"),
-            (["compare", "--read", "absent.json"], "absent.json cannot be read: No such file"),
-            (["compare", "--read", "eval.txt"], "eval.txt is not JSON"),
-            (["train", "small.yaml", "--nproc", "3"], "micro-batches for 2 only"),
-            (["train", "small.yaml", "--nproc", "0"], "--nproc"),
-            (["train", "absent.yaml"], "no such file"),
-            (["check"], "Missing argument"),
-            (["tarin", "small.yaml"], "train"),
-        ],
-    )
-    def test_wrong_use(self, arguments: list[str], says: str, folder: Path) -> None:
+    @wrong_uses("app")
+    def test_wrong_use(self, line: str, says: str, folder: Path) -> None:
         for name in ("one", "two"):
             (folder / "runs" / name).mkdir(parents=True)
             (folder / "runs" / name / "config.yaml").write_text(SMALL)
-        assert says in " ".join(run(*arguments, code=2).replace("│", " ").split())
+        for name in ("empty", "more"):
+            (folder / name).mkdir()
+        (folder / "more" / "a.yaml").write_text(SMALL)
+        assert says in words(run(*line.split(), code=2))

@@ -2,16 +2,21 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace as Of
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
+from genrl.cli import diffusion
 from genrl.cli.sample import lines
 from genrl.config import load
-from genrl.diffusion.config.estimate import plan
+from genrl.config.folders import from_hub, hub_errors, read_header
+from genrl.diffusion.config.estimate import plan, read_components
 from genrl.diffusion.config.schema import Config
-from tests.cli.commands import MODEL, ROOT, SMALL, run, words
+from tests.cli.commands import FIXTURES, MODEL, ROOT, SMALL, run, words
 
 
 class TestCheck:
@@ -74,27 +79,11 @@ class TestCheckOfMany:
         assert total == "3 files: 3 valid, 0 wrong" and [line.split()[1].rstrip(",") for line in lines] == files
 
     def test_a_defect_keeps_its_traceback(self, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, ask: int("not a number"))
-        with pytest.raises(ValueError, match="invalid literal"):
-            run("check", "more")
-
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
-            (["optimizer.lr=1"], "no file or folder is among these arguments"),
-            (["small.yaml", "optimizer.lr"], "optimizer.lr: no such file or folder; a change is written key=value"),
-            (["small.yaml", "empty"], "empty: no .yaml or .yml file in this folder"),
-            (["small.yaml", "more", "--explain"], "give one file: it lists the keys of one configuration"),
-        ],
-    )
-    def test_wrong_use(self, arguments: list[str], says: str, files: Path) -> None:
-        (files / "empty").mkdir()
-        assert says in words(run("check", *arguments, code=2))
-
-
-def test_schema_is_json() -> None:
-    schema = json.loads(run("config", "schema"))
-    assert schema["$defs"]["Config"]["properties"]["optimizer"] and schema["title"] == "genrl configuration"
+        """Of one file, too."""
+        monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, **_: int("not a number"))
+        for which in ("more", "small.yaml"):
+            with pytest.raises(ValueError, match="invalid literal"):
+                run("check", which)
 
 
 # -- `genrl plan`: the tree of a configuration as text, its calls by hand, and no torch
@@ -109,36 +98,10 @@ def config(trainer: dict[str, Any], iterations: int = 10, **sampling: Any) -> Co
     return Config.model_validate(tree | {"sampling": sizes})
 
 
-TREE_GRPO = """\
-steps 0, 1, 2 trained, in 50.4% of the iterations (7 shapes)
-per prompt: 1 root, 27 leaves, 229 nodes, 228 edges
-  steps  states  ways      noise   edges  trained
-      0       1     3        0.7       3        3
-      1       3     3        0.7       9        9
-      2       9     3        0.7      27       27
-    3-9      27     1       none     189        0
-model calls in sampling: 202, 7.48 per image; independent rollouts with as many leaves: 270, ratio 0.748
-model calls in training: 13, 0.48 per image, for 39 edges
-steps 6, 7, 8 trained, in 0.8% of the iterations (7 shapes)
-per prompt: 1 root, 27 leaves, 73 nodes, 72 edges
-  steps  states  ways      noise   edges  trained
-    0-5       1     1       none       6        0
-      6       1     3        0.7       3        3
-      7       3     3        0.7       9        9
-      8       9     3        0.7      27       27
-      9      27     1       none      27        0
-model calls in sampling: 46, 1.70 per image; independent rollouts with as many leaves: 270, ratio 0.170
-model calls in training: 13, 0.48 per image, for 39 edges
-
-an iteration, 4 prompts x 27 = 108 images, mean of 10:
-model calls in sampling: 709.7, 6.57 per image; independent rollouts: 1,080, ratio 0.657
-model calls in training: 52, 0.48 per image; 52 of them with gradient"""
-
-
 def test_trees_of_the_papers() -> None:
     """202, 176, ... 46 calls by place, 177 of 270 on average: TreeGRPO's accounting (arXiv 2512.08153)."""
     tree = {"window": {"size": 3, "schedule": "geometric"}, "tree": {"ways": 3, "at": "window"}}
-    assert "\n".join(lines(config(tree, group_size=27))) == TREE_GRPO
+    assert "\n".join(lines(config(tree, group_size=27))) == (FIXTURES / "tree_grpo.txt").read_text().strip()
     # BranchGRPO, FLUX, 20 steps, splits at 0, 3, 6, 9: 203 calls for 16 leaves, whatever is trained
     branches = {"tree": {"ways": 2, "at": [0, 3, 6, 9], "spread": 4.0}}
     text = "\n".join(lines(config(branches, group_size=16, num_inference_steps=20)))
@@ -175,10 +138,68 @@ def test_guidance_counts_twice() -> None:
             assert f"model calls in {what}: {round(calls, 1):,}".removesuffix(".0") in text, path
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_and_the_schema_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert "per prompt: 1 root, 12 leaves" in run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 12}")
     wrong = run("plan", "configs/flow_grpo.yaml", "trainer.tree={ways: 5}", code=2)
     assert "12 samples are not whole trees of 5 leaves; use 10 or 15" in wrong
     for kind, what in (("vla/flow_sde", "a policy"), ("vlm/grpo", "a vision-language model")):
         assert f"trains {what}" in words(run("plan", f"configs/{kind}.yaml", code=2))
+    schema = json.loads(run("config", "schema"))
+    assert schema["$defs"]["Config"]["properties"]["optimizer"] and schema["title"] == "genrl configuration"
+
+
+# -- How large a model on the hub is, from JSON files and headers of weights, by a client without a network
+class Hub:
+    """A repository of files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.asked = folder, []
+
+    def model_info(self, source: str, *, revision: str | None, timeout: float) -> Any:
+        files = sorted(str(file.relative_to(self.folder)) for file in self.folder.rglob("*") if file.is_file())
+        return Of(siblings=[Of(rfilename=name) for name in files])
+
+    def hf_hub_download(self, source: str, name: str, *, revision: str | None, local_dir: Path) -> str:
+        self.asked.append(name)
+        (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        return shutil.copy(self.folder / name, local_dir / name)
+
+    def parse_safetensors_file_metadata(self, source: str, name: str, *, revision: str | None) -> Any:
+        entries = read_header(self.folder / name)
+        return Of(tensors={key: Of(shape=list(s), dtype=d, data_offsets=(0, 0)) for key, s, d in entries})
+
+
+def test_a_pipeline_is_the_one_of_its_folder_and_a_header_alone_is_a_file_that_is_cut(tmp_path: Path) -> None:
+    hub = Hub(MODEL)
+    found = read_components(from_hub("org/model", None, tmp_path, hub))
+    assert found == read_components(MODEL) and sum(part.num_parameters for part in found) > 10**6
+    assert "model_index.json" in hub.asked and not [name for name in hub.asked if not name.endswith(".json")]
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) < 200_000
+    file = next(tmp_path.rglob("*.safetensors"))
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    assert json.loads(file.read_bytes()[8:]) and file.stat().st_size == 8 + length
+
+
+def test_check_asks_it_once_and_estimates(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    hub = Hub(MODEL)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    diffusion._of_hub.cache_clear()
+    text = run("check", "small.yaml", "model.path=org/model", "--memory", "24GB")
+    diffusion._of_hub.cache_clear()
+    assert "SD3Transformer2DModel" in text and "it fits as it is" in text and hub.asked.count("model_index.json") == 1
+    assert "not checked: weights and licence of org/model" in text and "memory" not in text.partition("not checked")[2]
+    config = load("small.yaml", ["model.path=org/model"])
+    assert isinstance(config, Config) and diffusion.components_of(config) == ()  # who lists recipes does not ask
+
+
+def test_a_hub_that_is_not_reached_is_said(tmp_path: Path) -> None:
+    """By the error of any HTTP library that huggingface_hub is made with."""
+    of_library = next(kind for kind in HfHubHTTPError.__bases__ if kind is not OSError)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise of_library("no such host\nmore")
+
+    with pytest.raises(OSError, match="does not say how large it is: no such host$"):
+        from_hub("org/model", None, tmp_path, Of(model_info=fail))
+    assert issubclass(HfHubHTTPError, hub_errors()) and OSError in hub_errors()

@@ -23,7 +23,7 @@ def test_doctor(folder: Path) -> None:
     assert "torch" in run("doctor")
 
 
-def test_doctor_lists_accelerators_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_accelerators_of_any_kind_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """With their properties where they have some, unlike MPS."""
     from genrl.cli import doctor
 
@@ -38,9 +38,6 @@ def test_doctor_lists_accelerators_of_any_kind(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch, "get_device_module", lambda kind, module=module: module)
         found = doctor._torch()
         assert [value for key, value in found.items() if key.startswith("xpu:")] == said
-
-
-def test_doctor_says_what_to_do() -> None:
     from genrl.cli.doctor import advice
 
     report = {"system": {"free_disk_gb": 1.5}, "packages": {"torch": "2", "peft": None}}
@@ -81,7 +78,7 @@ def test_doctor_refuses_a_policy_that_does_not_act_by_itself(tmp_path: Path) -> 
     assert "acts through its world model" in told and "nothing to look at before" in told
 
 
-def test_expected_answers_are_shown_as_they_are_read() -> None:
+def test_a_sheet_says_what_is_padded_without_score_and_how_answers_are_read(tmp_path: Path) -> None:
     for rule, columns, said in (
         ("numeric", {"answer": "minus 5"}, "-5.0, read as number"),
         ("exact", {"answer": 3.0}, "('3', '3.0'), read as number"),
@@ -92,10 +89,7 @@ def test_expected_answers_are_shown_as_they_are_read() -> None:
         ("exact", {"answer": None}, "read as nothing"),
     ):
         assert said in read_as(load_text(rule), columns)
-
-
-def test_a_sheet_says_what_is_padded_and_what_has_no_score(tmp_path: Path) -> None:
-    """And shows what comes from outside as text."""
+    # And shows what comes from outside as text.
     raw = {"state": torch.tensor([[0.0], [10.0]])}
     numbers = sheet.dimensions(raw, {"state": torch.tensor([[-1.0, 0.0], [1.0, 0.0]])})
     assert numbers[1][:5] == ["state[0]", "0", "10", "-1.000", "1.000"] and numbers[2][1] == "padded"

@@ -64,17 +64,15 @@ def test_a_run_is_evaluated_as_it_was_and_sizes_are_those_of_rows(trained: Path,
         assert evaluated(monkeypatch, "runs/one", *options) == (seed, [plain[0]] * 2 + [plain[1]] * 2)
 
 
-@pytest.mark.parametrize(
-    "command", [["sample", "--prompt", "a"], ["eval", "--prompts", "eval.txt", "--reward", "shapes"]]
-)
-@pytest.mark.parametrize(("model", "loaded"), [("runs/one", "bfloat16"), ("org/model", "float32")])
-def test_the_default_precision(trained: Path, monkeypatch: Any, command: list[str], model: str, loaded: str) -> None:
+def test_the_default_precision(trained: Path, monkeypatch: Any) -> None:
     def load(model: Any, lora: str | None) -> Any:
         raise Stop(model.dtype)
 
     monkeypatch.setattr("genrl.diffusion.sample.load", load)
-    with pytest.raises(Stop, match=loaded):
-        run(command[0], model, *command[1:])
+    for model, loaded in (("runs/one", "bfloat16"), ("org/model", "float32")):
+        for command, *options in (("sample", "--prompt", "a"), ("eval", "--prompts", "eval.txt", "--reward", "shapes")):
+            with pytest.raises(Stop, match=loaded):
+                run(command, model, *options)
 
 
 # -- `genrl compare`: what it asks for before a model is loaded, and votes read as a table

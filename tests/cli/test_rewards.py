@@ -13,6 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from genrl.cli.app import app
+from tests.cli.commands import words, wrong_uses
 from tests.ports import free_port
 from tests.servers import spawn
 
@@ -90,7 +91,7 @@ def test_rewards_are_searched_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong.exit_code == 2 and "Did you mean 'pickscore'?" in wrong.output
 
 
-def test_a_folder_becomes_one_row_per_picture(folder: Path) -> None:
+def test_a_folder_becomes_one_row_per_picture_but_for_the_grid_of_sample(folder: Path) -> None:
     """Whatever the size of a batch; in a table, with the parts as columns."""
     result = run("score", "mine.py:brightness", "shots")
     found = rows(result)
@@ -103,10 +104,7 @@ def test_a_folder_becomes_one_row_per_picture(folder: Path) -> None:
     table = list(csv.reader((folder / "s.csv").open()))
     assert table[0] == ["image", "prompt", "score", "red"]
     assert table[1] == ["shots/a.png", "", "0.0", "0.0"] and float(table[2][2]) == pytest.approx(0.2)
-
-
-def test_the_grid_of_sample_is_no_picture(folder: Path) -> None:
-    """Where its prompts.json is beside it; a picture of that name is scored otherwise."""
+    # Where its prompts.json is beside it; a picture of that name is scored otherwise.
     shots = folder / "shots"
     (shots / "a.png").rename(shots / "00000.png")
     Image.new("RGB", (9, 9)).save(shots / "grid.png")
@@ -160,47 +158,29 @@ def test_what_cannot_be_read_is_named_skipped_and_counted(folder: Path) -> None:
     assert result.exit_code == 1 and "0 scored, 0 without a score, 1 skipped" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("pickscor", "shots"), "unknown reward 'pickscor'. Did you mean 'pickscore'"),
-        (("mine.py:brightness", "empty"), "empty: no pictures in this folder"),
-        (("mine.py:brightness", "gone"), "gone: no such file or folder"),
-        (("mine.py:brightness", "none.jsonl"), "no rows in this file"),
-        (("mine.py:words", "shots"), "shots/a.png has none: give --prompt"),
-        (("mine.py:column", "shots"), "asks for the column 'style'"),
-        (("mine.py:brightness", "shots", "--out", "a.txt"), "must end in .jsonl or .csv"),
-        (("mine.py:brightness", "shots", "--arg", "x"), "is not key=value"),
-        (("mine.py:brightness", "shots", "--arg", "x=1"), "do not fit"),
-        (("mine.py:brightness", "shots", "--dtype", "float16"), "cannot be run in float16"),
-        (("mine.py:brightness", "shots", "--remote", "ftp://x"), "is not the URL of a reward server"),
-    ],
-)
-def test_wrong_input_is_answered_in_words(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+@wrong_uses("score")
+def test_wrong_input_is_answered_in_words(folder: Path, line: str, says: str) -> None:
     (folder / "empty").mkdir()
     (folder / "none.jsonl").write_text("")
-    result = run("score", *arguments)
+    result = run(*line.split())
     assert result.exit_code == 2 and "Traceback" not in result.output
-    assert words in re.sub(r"[\s│]+", " ", result.stderr), result.stderr
+    assert says in words(result.stderr), result.stderr
 
 
-def test_a_missing_extra_names_the_pip_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_that_raises_serving_without_a_token_and_a_missing_extra(folder: Path, monkeypatch: Any) -> None:
     from genrl_rewards import loading
     from genrl_rewards.service import serve
 
-    monkeypatch.setitem(loading.BUILT_IN, "ocr", loading.BUILT_IN["ocr"]._replace(packages=("not_here",)))
-    assert "pip install 'rapidocr" in run("score", "ocr", "shots", "--prompt", "x").stderr
-    monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "not_here"))
-    said = run("serve", "mine.py:brightness").stderr
-    assert "serving needs not_here, which is not installed here: pip install 'fastapi" in said
-
-
-def test_a_reward_that_raises_and_serving_without_a_token(folder: Path) -> None:
     result = run("score", "mine.py:broken", "shots")
     assert result.exit_code == 1 and "raised for 3 of 3" in result.stderr and "in broken" in result.stderr
     result = run("serve", "mine.py:brightness", "--host", "0.0.0.0")
     assert result.exit_code == 2 and "set a token" in result.stderr
     assert "Did you mean 'pickscore'" in run("serve", "pickscor").stderr
+    monkeypatch.setitem(loading.BUILT_IN, "ocr", loading.BUILT_IN["ocr"]._replace(packages=("not_here",)))
+    assert "pip install 'rapidocr" in run("score", "ocr", "shots", "--prompt", "x").stderr
+    monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "not_here"))
+    said = run("serve", "mine.py:brightness").stderr
+    assert "serving needs not_here, which is not installed here: pip install 'fastapi" in said
 
 
 @pytest.mark.slow

@@ -215,8 +215,3 @@ def test_it_prints_its_address_serves_and_ends_at_ctrl_c(tmp_path: Path) -> None
         finally:
             watching.kill()
     assert (watching.returncode, err) == (0, "") and "stopped watching; the runs go on" in out
-
-
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    make(tmp_path / "runs" / "a")
-    assert "is not a run folder" in words(run("watch", str(tmp_path / "runs"), code=2))

@@ -15,7 +15,7 @@ import genrl
 from genrl.config import load
 from genrl.runtime.folder.run import read_metrics
 from genrl.vla import train as vla_train
-from tests.cli.commands import ROOT, run, words
+from tests.cli.commands import ROOT, run, words, wrong_uses
 
 SMALL = """\
 policy:
@@ -81,15 +81,12 @@ class TestCheck:
     def test_what_is_wrong(self, folder: Path) -> None:
         for override, says in (
             ("policy.path=runs/smal", "there is no folder runs/smal; did you mean runs/small?"),
-            ("policy.path=.", "has no config.json: it is neither a policy's folder nor the run of one"),
-            ("environment.name=minitabel", "did you mean minitable?"),
             ("trainer.algorithm=pppo", "did you mean ppo?"),
-            ("sampler.std=[0.1,0.2]", "belongs to another sampler.kind than 'flow_sde'"),
             ("environment.group_size=3", "the groups must be complete"),
         ):
-            assert says in words(run("check", "ppo.yaml", override, code=2))
-            assert says in words(run("train", "ppo.yaml", override, code=2))
-            assert not (folder / "runs" / "ppo").exists()
+            for command in ("check", "train"):
+                assert says in words(run(command, "ppo.yaml", override, code=2))
+                assert not (folder / "runs" / "ppo").exists()
 
 
 class TestTrain:
@@ -110,7 +107,7 @@ class TestTrain:
         run("resume", "runs/ppo", "iterations=2")
         assert len(read_metrics(place / "metrics.jsonl")) == 2
 
-    def test_what_the_policy_does_not_allow(self, folder: Path) -> None:
+    def test_what_the_policy_does_not_allow_and_the_command_put_right_runs(self, folder: Path) -> None:
         """Known only with the policy, and said before anything is written."""
         for change, says in (
             ("environment.chunk=9", "environment.chunk: 9 actions cannot be executed of chunks of 4"),
@@ -119,9 +116,7 @@ class TestTrain:
         ):
             assert says in words(run("train", "ppo.yaml", change, "output=runs/wrong", code=2))
             assert not (folder / "runs" / "wrong" / "metrics.jsonl").exists()
-
-    def test_the_command_put_right_runs(self, folder: Path) -> None:
-        """An instruction that the policy was not taught is found at the first reset, when the folder is there."""
+        # An instruction that the policy was not taught is found at the first reset, when the folder is there.
         text = words(run("train", "ppo.yaml", "environment.tasks=[put]", "output=runs/later", code=2))
         assert "the policy does not know" in text and "environment.tasks" in text
         run("train", "ppo.yaml", "output=runs/later")
@@ -139,7 +134,7 @@ class TestEval:
         assert scores["policy"] == "runs/small" and scores["seed"] == 1234 and scores["episodes"] == 16
         assert scores["environment"]["tasks"] == ["touch"]
 
-    def test_another_environment(self, folder: Path) -> None:
+    def test_another_environment_episodes_seed_and_films(self, folder: Path) -> None:
         """Changes to the configuration hold, as in training; options of pipelines are refused."""
         change = "environment.tasks=['touch the red block']"
         assert "touch the green block" in words(run("eval", "runs/small"))
@@ -147,6 +142,12 @@ class TestEval:
         text = words(run("eval", "runs/small/policy", "environment.task=[touch]", "--config", "ppo.yaml", code=2))
         assert "did you mean environment.tasks?" in text
         assert "--height is not for a policy" in words(run("eval", "runs/small", "--height", "64", code=2))
+        options = ("--episodes", "5", "--seed", "7", "--videos", "films", "--out", "b.json")
+        text = words(run("eval", "runs/small", *options))
+        scores = json.loads((folder / "b.json").read_text())
+        assert (scores["episodes"], scores["seed"]) == (5, 7) and "films and pictures in films" in text
+        assert len(list((folder / "films").iterdir())) >= 2
+        assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
 
     def test_rounding_is_that_of_the_run(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """On the command line and in a script, and not beyond."""
@@ -161,27 +162,6 @@ class TestEval:
         genrl.evaluate("runs/small")
         genrl.evaluate("runs/small/policy", config={**yaml.safe_load(REINFORCED), "tf32": True})
         assert seen == [True, False, True] and not torch.backends.cuda.matmul.allow_tf32
-
-    def test_episodes_seed_and_films_and_a_folder_in_the_environment_of_a_file(self, folder: Path) -> None:
-        options = ("--episodes", "5", "--seed", "7", "--videos", "films", "--out", "b.json")
-        text = words(run("eval", "runs/small", *options))
-        scores = json.loads((folder / "b.json").read_text())
-        assert (scores["episodes"], scores["seed"]) == (5, 7) and "films and pictures in films" in text
-        assert len(list((folder / "films").iterdir())) >= 2
-        assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
-
-    def test_what_cannot_be_evaluated(self, folder: Path) -> None:
-        for arguments, says in (
-            (["runs/small/policy"], "is a policy: say where it acts by --config FILE.yaml"),
-            (["runs/small/policy", "--config", str(ROOT / "configs/quickstart.yaml")], "trains no policy"),
-            (["runs/small/policy", "--config", "pppo.yaml"], "no such file"),
-            (["runs/smal", "--config", "ppo.yaml"], "did you mean runs/small?"),
-            (["runs/smal"], "did you mean runs/small?"),
-            (["runs", "--config", "ppo.yaml"], "runs is neither a policy's folder nor the run of one"),
-            (["runs/small", "--reward", "shapes", "--num-prompts", "3"], "--reward, --num-prompts are not for a polic"),
-            ([str(ROOT / "assets/tiny-t2i"), "--episodes", "3", "--reward", "shapes"], "is not for a pipeline"),
-        ):
-            assert says in words(run("eval", *arguments, code=2))
 
 
 class TestExport:
@@ -204,18 +184,10 @@ class TestExport:
         assert all(torch.equal(early[name], value) for name, value in saved.items())
         assert any(not torch.equal(trained[name], value) for name, value in early.items())
 
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
-            (["runs/small", "--step", "7"], "step-000007: there is no such folder; checkpoints of runs/small: 2, 1"),
-            (["runs/small", "--out", "runs"], "runs is not empty"),
-            (["films"], "is not a run folder"),
-            (["runs/small", "--full"], "--full"),  # which is of pipelines: it must not be ignored silently
-        ],
-    )
-    def test_what_cannot_be_exported(self, arguments: list[str], says: str, folder: Path) -> None:
+    @wrong_uses("vla")
+    def test_what_cannot_be_evaluated_or_exported(self, line: str, says: str, folder: Path) -> None:
         (folder / "films").mkdir(exist_ok=True)
-        assert says in words(run("export", "--out", "never", *arguments, code=2)) and not (folder / "never").exists()
+        assert says in words(run(*line.format(root=ROOT).split(), code=2)) and not (folder / "never").exists()
 
 
 def test_a_report_is_written_anew_and_pictures_are_not_of_policies(folder: Path) -> None:
@@ -224,10 +196,7 @@ def test_a_report_is_written_anew_and_pictures_are_not_of_policies(folder: Path)
     assert "eval/success_mean" in (folder / "runs/small/report.html").read_text()
     text = words(run("sample", "runs/small", "--prompt", "touch the red disc", code=2))
     assert "is not the run of a pipeline, so no pictures can be sampled from it" in text
-
-
-def test_environments_that_cannot_be_shared_out_to_processes_are_refused(folder: Path) -> None:
-    """Runs of two processes: `--nproc` in test_train.py, policies in tests/vla/test_resume.py."""
+    # Runs of two processes: `--nproc` in test_train.py, policies in tests/vla/test_resume.py.
     vla_train.check_processes(load("ppo.yaml"), 2)
     with pytest.raises(ValueError, match="15 groups of 1 .* cannot be shared out evenly to 2 processes"):
         vla_train.check_processes(load("ppo.yaml", ["environment.num_envs=15"]), 2)

@@ -270,7 +270,7 @@ def test_evaluate_knows_questions_and_simulators(root: Path) -> None:
         genrl.evaluate(policy, PROMPTS, config=root / "configs" / "vla" / "flow_sde.yaml")
 
 
-def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> None:
+def test_score_takes_pictures_and_what_is_taken_twice_is_a_copy(tmp_path: Path) -> None:
     pictures = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     pictures[0].save(tmp_path / "red.png")
     assert genrl.score([tmp_path / "red.png", pictures[1]], {warm: 1.0}) == {"warm": [1.0, -1.0]}
@@ -278,26 +278,6 @@ def test_score_takes_pictures_and_tells_what_does_not_fit(tmp_path: Path) -> Non
         genrl.score(pictures, [warm], ["a red square"])
     with pytest.raises(ValueError, match="one size"):
         genrl.score([pictures[0], Image.new("RGB", (4, 4))], [warm])
-
-
-def test_trl_names_and_typing_errors_are_told_ours() -> None:
-    for name in ("reward_funcs", "train_dataset", "peft_config", "num_generations"):
-        with pytest.raises(TypeError, match=f"{name} is called {OURS[name].split()[0]}"):
-            genrl.train(model="assets/tiny-t2i", **{name: []})
-    with pytest.raises(TypeError, match="there is no argument modle"):
-        genrl.train(modle="assets/tiny-t2i")
-
-
-def test_every_settings_class_is_an_attribute() -> None:
-    for kind in KINDS:
-        for method in built_in(kind).values():
-            assert getattr(genrl, method.__name__) is method and method.__name__ in dir(genrl)
-    with pytest.raises(AttributeError, match="no attribute 'DiffusionNTF'"):
-        genrl.DiffusionNTF  # noqa: B018
-    assert all(getattr(genrl, name) is not None for name in dir(genrl))
-
-
-def test_what_is_taken_twice_is_a_copy() -> None:
     thing = [1]
     with lending({"python:thing": thing}):
         assert take("python:thing") is thing
@@ -305,6 +285,20 @@ def test_what_is_taken_twice_is_a_copy() -> None:
         assert again == thing and again is not thing
     with pytest.raises(ValueError, match="python:thing was an object of a Python script"):
         given("python:thing")
+
+
+def test_every_settings_class_is_an_attribute_and_names_of_trl_are_told_ours() -> None:
+    for kind in KINDS:
+        for method in built_in(kind).values():
+            assert getattr(genrl, method.__name__) is method and method.__name__ in dir(genrl)
+    with pytest.raises(AttributeError, match="no attribute 'DiffusionNTF'"):
+        genrl.DiffusionNTF  # noqa: B018
+    assert all(getattr(genrl, name) is not None for name in dir(genrl))
+    for name in ("reward_funcs", "train_dataset", "peft_config", "num_generations"):
+        with pytest.raises(TypeError, match=f"{name} is called {OURS[name].split()[0]}"):
+            genrl.train(model="assets/tiny-t2i", **{name: []})
+    with pytest.raises(TypeError, match="there is no argument modle"):
+        genrl.train(modle="assets/tiny-t2i")
 
 
 def test_the_examples_of_the_docstrings_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

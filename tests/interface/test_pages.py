@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-
+from tests.docs.test_pages import blocks
 
 NOTEBOOKS = ["text_to_image", "vision_language", "policy_in_simulation"]
 FEW = {
@@ -27,7 +24,7 @@ def _beside_the_assets(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_script_for_trl_and_ours_learn_from_the_same_data(root: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
-    data, theirs, ours = blocks(root / "docs" / "from_trl.md")
+    data, theirs, ours = blocks(root / "docs" / "from_trl.md", "python")
     known: dict[str, Any] = {}
     exec(data, known)
     assert set(known["answers"]) == set("23456")
@@ -46,7 +43,7 @@ def test_the_script_for_trl_and_ours_learn_from_the_same_data(root: Path) -> Non
 )
 def test_the_call_on_a_page_trains(page: str, metric: str, root: Path) -> None:
     """With few, short samples where it names none: the defaults draw 64 pictures an iteration of 10 steps."""
-    code = next(block for block in blocks(root / page) if "genrl.train" in block)
+    code = next(block for block in blocks(root / page, "python") if "genrl.train" in block)
     assert ("sampling=" in code) == (page == "docs/start.md") and code.count("    iterations=2,\n") == 1
     if "sampling=" not in code:
         code = code.replace("    iterations=2,\n", f"    iterations=2,\n    sampling={FEW},\n")
@@ -62,7 +59,7 @@ def test_the_call_on_a_page_trains(page: str, metric: str, root: Path) -> None:
 def test_the_page_of_the_interface_runs(root: Path) -> None:
     known: dict[str, Any] = {}
     given = '{"num_inference_steps": 4, "group_size": 4, "prompts_per_iteration": 4}'
-    train, *others = blocks(root / "docs" / "python.md")
+    train, *others = blocks(root / "docs" / "python.md", "python")
     assert train.count(given) == 1
     for block in (train.replace(given, str(FEW)), *others):
         exec(block, known)
@@ -84,7 +81,7 @@ def test_the_notebooks_show_what_they_did(root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_the_notebooks_run(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebooks_run(name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer iterations: that they run through and draw, not what they learn."""
     nbformat = pytest.importorskip("nbformat", reason="nbmake is not installed")
     from nbclient import NotebookClient
@@ -98,8 +95,9 @@ def test_the_notebooks_run(name: str, root: Path, monkeypatch: pytest.MonkeyPatc
         cell.source = re.sub(r'(steps_per_iteration"?: )\d+', r"\g<1>10", cell.source)
         cell.source = cell.source.replace("batch_size=32", "batch_size=8")
         cell.source = cell.source.replace("range(2000)", "range(100)").replace("range(40)", "range(8)")
-        cell.source = cell.source.replace('output=f"runs/', 'output=f"/tmp/')
+        cell.source = cell.source.replace('output=f"runs/', f'output=f"{tmp_path}/')
     monkeypatch.setenv("PYTHONPATH", str(root))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     NotebookClient(book, timeout=300, resources={"metadata": {"path": str(root / "docs" / "notebooks")}}).execute()
     assert all(cell["execution_count"] for cell in book.cells if cell["cell_type"] == "code")

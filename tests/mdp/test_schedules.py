@@ -20,6 +20,7 @@ from tests.reference.released_windows import released_points
 
 ROUNDING = 5e-7
 """Of a few operations in float32."""
+ZERO = torch.zeros(1, 2)
 
 
 def test_golden_grids(golden) -> None:
@@ -53,12 +54,25 @@ def test_shifts_compose_and_are_undone_by_the_inverse(u: float, s: float, t: flo
     assert torch.allclose(levels.shift(levels.shift(x, s), 1 / s), x, rtol=0, atol=1e-12)
 
 
-@given(st.integers(1, 8), st.integers(0, 10), st.integers(0, 10), st.integers(0, 2**31), st.integers(0, 1000))
-def test_a_window_is_never_empty_and_lies_inside(size: int, low: int, extra: int, seed: int, iteration: int) -> None:
+@given(
+    st.integers(1, 8),
+    st.integers(0, 10),
+    st.integers(0, 12),
+    st.integers(0, 2**31),
+    st.integers(0, 1000),
+    st.integers(1, 5),
+)
+def test_windows_are_always_full_and_lie_inside(size, low, extra, seed, iteration, every) -> None:
+    """Drawn ones, and those that move, by a step at most."""
     high = low + size + extra
-    window = window_steps(size, low, high, seed=seed, iteration=iteration)
-    assert len(window) == size and low <= window[0] and window[-1] < high
-    assert window == window_steps(size, low, high, seed=seed, iteration=iteration)
+    drawn = window_steps(size, low, high, seed=seed, iteration=iteration)
+    moving = plan.moving_window(size, low, high, iteration=iteration, every=every)
+    for window in (drawn, moving):
+        assert len(window) == size and low <= window[0] and window[-1] < high
+    assert drawn == window_steps(size, low, high, seed=seed, iteration=iteration)
+    if iteration:
+        before = plan.moving_window(size, low, high, iteration=iteration - 1, every=every).start
+        assert 0 <= moving.start - before <= 1
 
 
 def test_early_starts_of_a_geometric_window_are_more_likely() -> None:
@@ -87,43 +101,44 @@ def test_a_compressed_tail_begins_where_it_is_told_and_ends_at_0(factor: float |
             levels.compressed_tail(grid, start, wrong, factor=factor)
 
 
-@pytest.mark.parametrize(("size", "low", "high"), [(0, 0, 5), (6, 0, 5), (2, 4, 5), (1, -1, 5)])
-def test_a_window_that_does_not_fit_is_refused(size: int, low: int, high: int) -> None:
-    for schedule in (
-        partial(window_steps, seed=0),
-        partial(geometric_window, ratio=0.5, seed=0),
-        partial(plan.moving_window, every=3),
-    ):
-        with pytest.raises(ValueError, match="do not fit"):
-            schedule(size, low, high, iteration=0)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (lambda schedule=schedule, window=window: schedule(*window, iteration=0), "do not fit")
+            for schedule in (
+                partial(window_steps, seed=0),
+                partial(geometric_window, ratio=0.5, seed=0),
+                partial(plan.moving_window, every=3),
+            )
+            for window in ((0, 0, 5), (6, 0, 5), (2, 4, 5), (1, -1, 5))
+        ),
+        (lambda: plan.geometric_start_probabilities(0, 0.5), "at least one start"),
+        (lambda: plan.geometric_start_probabilities(3, 0.0), "at least one start"),
+        (lambda: plan.geometric_start_probabilities(3, 1.1), "at least one start"),
+        (
+            lambda: plan.backward_interval(10, shortest=4, longest=11, stages=5, stage=0),
+            "1 <= shortest <= longest",
+        ),
+        (lambda: levels.logit_normal_draws(0, torch.Generator()), "at least one draw"),
+        (lambda: levels.stratified_steps(2, 3, 1, torch.Generator()), "2 steps cannot be chosen from 3 .. 1"),
+        *(
+            (lambda times=times: dpm_solver(ZERO, ZERO, *times), "smaller sigma_next")
+            for times in ((0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1))
+        ),
+        (lambda: dpm_solver(ZERO, ZERO, 0.5, 0.4, [Prediction(ZERO, 0.7)] * 2, stochastic=True), "history of 2"),
+        (lambda: ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 21), "cannot be taken"),
+        (lambda: ddpm.fine_tuned(torch.arange(5), 5, 6), "fine-tuned"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
-# -- Windows that move, and the laws of those that are drawn: full at every iteration, where they should be
-@given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 12), st.integers(1, 5), st.integers(0, 200))
-def test_a_moving_window_is_always_full(size: int, low: int, extra: int, every: int, iteration: int) -> None:
-    high = low + size + extra
-    window = plan.moving_window(size, low, high, iteration=iteration, every=every)
-    assert len(window) == size and low <= window[0] and window[-1] < high
-    if iteration:
-        before = plan.moving_window(size, low, high, iteration=iteration - 1, every=every).start
-        assert 0 <= window.start - before <= 1
-
-
-def test_a_draw_near_1_is_the_last_start() -> None:
+def test_ends_of_intervals_and_of_growing_noise() -> None:
     assert plan.draw_start([0.25] * 4, 1.0 - 1e-17) == 3
-    for starts, ratio in ((0, 0.5), (3, 0.0), (3, 1.1)):
-        with pytest.raises(ValueError, match="at least one start"):
-            plan.geometric_start_probabilities(starts, ratio)
-
-
-def test_the_backward_interval_stays_at_the_longest() -> None:
-    interval = plan.backward_interval(20, shortest=14, longest=18, stages=10, stage=14)
-    assert interval == range(2, 20)
-    with pytest.raises(ValueError, match="1 <= shortest <= longest <= steps"):
-        plan.backward_interval(10, shortest=4, longest=11, stages=5, stage=0)
-
-
-def test_the_noise_of_one_depth_does_not_grow() -> None:
+    assert plan.backward_interval(20, shortest=14, longest=18, stages=10, stage=14) == range(2, 20)
     assert plan.growing_noise(0.7, 0.5, 1) == (0.7,)
     assert plan.growing_noise(1.0, 0.5, 3) == (1.0, 1.25, 1.5)
 
@@ -218,14 +233,6 @@ def test_steps_ascend_inside_their_range(count: int, first: int, length: int, se
         assert ((steps - first) // part).tolist() == list(range(count))
 
 
-def test_no_draw_is_refused() -> None:
-    source = torch.Generator()
-    with pytest.raises(ValueError, match="at least one draw"):
-        levels.logit_normal_draws(0, source)
-    with pytest.raises(ValueError, match="2 steps cannot be chosen from 3 .. 1"):
-        levels.stratified_steps(2, 3, 1, source)
-
-
 # -- The multistep solver: golden samplers_ode_dpm; what it and DPPO's grids refuse
 Errors = dict[str, tuple[float, float]]
 
@@ -288,16 +295,3 @@ def test_golden_trajectories(golden) -> None:
         return case.params["kind"] in ("euler_ode_trajectory", "flow_ddim")
 
     check_all(golden("samplers_ode_dpm"), check, left_out)
-
-
-def test_solvers_and_grids_that_cannot_be_are_refused() -> None:
-    x = torch.zeros(1, 2)
-    for sigma, sigma_next in ((0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1)):
-        with pytest.raises(ValueError, match="smaller sigma_next"):
-            dpm_solver(x, x, sigma, sigma_next)
-    with pytest.raises(ValueError, match="history of 2"):
-        dpm_solver(x, x, 0.5, 0.4, [Prediction(x, 0.7), Prediction(x, 0.6)], stochastic=True)
-    with pytest.raises(ValueError, match="cannot be taken"):
-        ddpm.ddim_grid(ddpm.cosine_alpha_bars(20), 21)
-    with pytest.raises(ValueError, match="fine-tuned"):
-        ddpm.fine_tuned(torch.arange(5), 5, 6)

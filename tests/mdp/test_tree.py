@@ -172,7 +172,7 @@ def test_a_compressed_tail_keeps_the_window_and_what_it_is_compared_with() -> No
 def test_what_cannot_be_is_refused_by_the_name_of_the_field() -> None:
     ok = {"roots": 1, "branching": (2, 1), "noise_levels": (0.7, None)}
     assert SamplingPlan(**ok).leaves == 2
-    wrong = {
+    for message, change in {
         "roots: a plan without": {"roots": 0},
         "branching: a plan needs": {"branching": (), "noise_levels": ()},
         "noise_levels: 1 levels for the 2 steps": {"noise_levels": (0.7,)},
@@ -183,26 +183,31 @@ def test_what_cannot_be_is_refused_by_the_name_of_the_field() -> None:
         "spread: must be above 0": {"spread": 0.0},
         "tail: 3 of 2 steps": {"tail": Tail(3, 4)},
         "tail: the steps of the solver are deterministic": {"tail": Tail(2, 4)},
-    }
-    for message, change in wrong.items():
+    }.items():
         with pytest.raises(ValueError, match=message):
             SamplingPlan(**(ok | change))
-    with pytest.raises(ValueError, match=r"noise: steps \[9\] are outside the schedule's 0 .. 4"):
-        make_plan(5, noise={9: 0.7})
-    with pytest.raises(ValueError, match=r"splits: steps \[-1\]"):
-        make_plan(5, noise={0: 0.7}, splits={-1: 2})
-    with pytest.raises(ValueError, match="ratio: .* above 0"):
-        compress_tail(SamplingPlan(**ok), 0.0)
-    with pytest.raises(ValueError, match="no tail to compress"):
-        compress_tail(make_plan(3, noise=levels(3)), 0.5)
-    with pytest.raises(ValueError, match=r"steps \[1, 7\] are deterministic or outside"):
-        SamplingPlan(**ok).trained_edges({0, 1, 7})
-
-
-def test_pruning_that_leaves_nothing_is_refused_before_anything_is_run() -> None:
     assert unpruned_steps(range(20), range(15, 20)) == (*range(14), 19)
-    with pytest.raises(ValueError, match="depths: pruning the edges into depths"):
-        unpruned_steps((3, 4), (4, 5))
+    for call, message in (
+        (lambda: make_plan(5, noise={9: 0.7}), r"noise: steps \[9\] are outside the schedule's 0 .. 4"),
+        (lambda: make_plan(5, noise={0: 0.7}, splits={-1: 2}), r"splits: steps \[-1\]"),
+        (lambda: compress_tail(SamplingPlan(**ok), 0.0), "ratio: .* above 0"),
+        (lambda: compress_tail(make_plan(3, noise=levels(3)), 0.5), "no tail to compress"),
+        (lambda: SamplingPlan(**ok).trained_edges({0, 1, 7}), r"steps \[1, 7\] are deterministic or outside"),
+        (lambda: unpruned_steps((3, 4), (4, 5)), "depths: pruning the edges into depths"),
+        (lambda: sliding_depths((), iteration=0, interval=1, stop=0), "consecutive depths"),
+        (lambda: sliding_depths((3, 5), iteration=0, interval=1, stop=0), "consecutive depths"),
+        (lambda: early_exit.shortcut_sigmas(linspace_grid(10), 0, 2), "must be in 1 .. 10"),
+        (lambda: early_exit.shortcut_sigmas(linspace_grid(10), 11, 2), "must be in 1 .. 10"),
+        (lambda: early_exit.shortcut_sigmas(linspace_grid(10), 4, 0), "at least one step, got 0"),
+        (lambda: early_exit.shortcut_sigmas(linspace_grid(10), 10, 2), "no shortcut, got 2"),
+        (lambda: early_exit.exit_variance(torch.zeros(3, 4)), r"\[prompts, exit steps, samples\]"),
+        (lambda: truncation.last_steps(5, 0), "1 to 5 of 5 steps"),
+        (lambda: truncation.last_steps(5, 6), "1 to 5 of 5 steps"),
+        (lambda: truncation.random_truncation(5, low=3, high=2, seed=0, update=0), "chosen from 1 .. 5, got 3 .. 2"),
+        (lambda: truncation.random_late_step(5, low=5, seed=0, update=0), "chosen from 0 .. 4, got 5 .. 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_the_text_has_the_numbers_of_the_plan() -> None:
@@ -238,12 +243,6 @@ def test_sliding_depths_keep_their_number_and_stop(iteration: int, interval: int
     assert window.start == max(stop, 15 - iteration // interval)
 
 
-@pytest.mark.parametrize("base", [(), (3, 5)])
-def test_depths_with_gaps_do_not_slide(base: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="consecutive depths"):
-        sliding_depths(base, iteration=0, interval=1, stop=0)
-
-
 # -- Talk2Move's steps: golden talk2move_rewards (its exit step and call counts; the rewards are tested with theirs)
 NAN = float("nan")
 
@@ -258,31 +257,14 @@ def test_golden_exit_step_and_calls(golden) -> None:
         grid = linspace_grid(length)
         assert len(early_exit.shortcut_sigmas(grid, exit_step, shortcut)) - 1 == calls - exit_step
     a.all_used("(exit|active)_.*")
-
-
-def test_missing_scores_are_left_out() -> None:
+    # Missing scores are left out
     rewards = torch.tensor([[[1.0, 3.0, NAN], [5.0, NAN, NAN]], [[NAN, NAN, NAN], [2.0, 2.0, 2.0]]])
     assert early_exit.exit_variance(rewards).tolist() == [1.0, 0.0]
     assert early_exit.exit_step(torch.full((1, 3, 2), NAN)) == 0
-
-
-def test_the_shortcut_goes_evenly_to_no_noise() -> None:
+    # The shortcut goes evenly to no noise
     grid = shifted_grid(10, 3.0)
     path = early_exit.shortcut_sigmas(grid, 4, 2)
     assert path[0] == grid[4] and path[-1] == 0 and torch.allclose(path.diff(), -grid[4] / 2)
-
-
-def test_impossible_exits_are_refused() -> None:
-    grid = linspace_grid(10)
-    for exit_step in (0, 11):
-        with pytest.raises(ValueError, match="must be in 1 .. 10"):
-            early_exit.shortcut_sigmas(grid, exit_step, 2)
-    with pytest.raises(ValueError, match="at least one step, got 0"):
-        early_exit.shortcut_sigmas(grid, 4, 0)
-    with pytest.raises(ValueError, match="no shortcut, got 2"):
-        early_exit.shortcut_sigmas(grid, 10, 2)
-    with pytest.raises(ValueError, match=r"\[prompts, exit steps, samples\]"):
-        early_exit.exit_variance(torch.zeros(3, 4))
 
 
 # -- Which steps a reward's gradient reaches
@@ -304,13 +286,3 @@ def test_lengths_and_steps_are_drawn_evenly() -> None:
     counts = torch.bincount(steps, minlength=10)
     assert counts[:6].sum() == 0 and (counts[6:] - 500).abs().max() < 5 * 20
     assert {truncation.random_late_step(10, low=6, high=7, seed=s, update=0) for s in range(9)} == {6}
-
-
-def test_ranges_that_do_not_exist_are_refused() -> None:
-    for k in (0, 6):
-        with pytest.raises(ValueError, match="1 to 5 of 5 steps"):
-            truncation.last_steps(5, k)
-    with pytest.raises(ValueError, match="chosen from 1 .. 5, got 3 .. 2"):
-        truncation.random_truncation(5, low=3, high=2, seed=0, update=0)
-    with pytest.raises(ValueError, match="chosen from 0 .. 4, got 5 .. 4"):
-        truncation.random_late_step(5, low=5, seed=0, update=0)

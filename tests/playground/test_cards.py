@@ -89,28 +89,19 @@ def test_what_is_not_allowed_changes_nothing() -> None:
         assert (np.asarray(picture) == seen).all()
 
 
-def test_the_end_of_the_line_and_the_limit() -> None:
+def test_the_end_of_the_line_and_the_limit_and_what_is_refused() -> None:
     one = opened("numberline", limit=3)
     one.current, one.target = 0, 5
     assert [one.step(say("-"))[1:4] for _ in range(3)] == [(-1.0, False, False)] * 2 + [(-1.0, False, True)]
-    assert one.current == 0
-
-
-@pytest.mark.parametrize("formula", ["", "1+", "(1", "2**3", "1//1", "-1", "1/0", "1.5", "a", "1 1", "True"])
-def test_what_is_no_formula_is_worth_nothing(formula: str) -> None:
-    assert cards.worth(formula) is None
-
-
-def test_refused() -> None:
-    assert get_args(Game) == GAMES
+    assert one.current == 0 and get_args(Game) == GAMES
+    for formula in ("", "1+", "(1", "2**3", "1//1", "-1", "1/0", "1.5", "a", "1 1", "True"):
+        assert cards.worth(formula) is None
     for options, text in (({"game": "poker"}, "one of numberline"), ({"game": "blackjack", "limit": 0}, "1 or more")):
         with pytest.raises(ValueError, match=text):
             Cards(**options)  # type: ignore[arg-type]
 
 
 # -- An expert's walks as an environment: what is paid, what stands in the history, when an episode ends
-
-
 CLICK = {"action": "click", "box": [10, 20, 30, 60]}
 ACTIONS: list[Any] = [CLICK, {"action": "type", "text": "7:30"}, "back", {"action": "wait"}]
 

@@ -103,9 +103,9 @@ class TestSearch:
         one = opened("search", pages=3, turns=9)
         assert pictures(one.start) == []
         texts = " ".join(f"{thing.colour} {thing.shape}" for thing in one.things)
-        for _ in range(3):
-            seen, *_ = one.step(f"<search> {texts} </search>")
-            assert pictures(seen) == [crop.shown(one.things[one.fetched[-1]]).tobytes()]
+        for _ in range(3):  # of a turn the first action counts
+            seen, _, ended, *_ = one.step(f"<search> {texts} </search> <answer> {one.answer} </answer>")
+            assert pictures(seen) == [crop.shown(one.things[one.fetched[-1]]).tobytes()] and not ended
         assert sorted(one.fetched) == [0, 1, 2]
         seen, *_, info = one.step(f"<search> {texts} </search>")
         assert "no other page" in seen[0] and not info["valid"] and len(one.fetched) == 3
@@ -118,11 +118,6 @@ class TestSearch:
         assert one.fetched == [one.gold]
         seen, *_ = one.step(corners(one.thing))
         assert (np.asarray(seen[0])[16:32, 16:32] == crop.PALETTE[one.answer]).all() and one.looked
-
-    def test_the_first_action_of_a_turn_counts(self) -> None:
-        one = opened("search")
-        assert not one.step(f"<search> {one.thing.colour} </search> <answer> {one.answer} </answer>")[2]
-        assert len(one.fetched) == 1
 
     def test_the_reward_is_the_mixture_of_answer_rule_and_gain(self) -> None:
         one = opened("search")
@@ -162,21 +157,19 @@ class TestWatch:
 
     def test_conan_is_paid_for_scores_requests_and_form(self) -> None:
         one = opened("watch", rule="conan")
+        scores = "<score> " + " ".join(str(1 + 4 * (k in one.relevant)) for k in one.shown) + " </score> "
+        right = f"<answer> {one.answer} </answer>"
         one.relevant, one.shown, one.seen = frozenset({2, 3}), [1, 3, 5, 7], {1, 3, 5, 7}
         one.step("<score> 5 5 1 1 </score> <think> so </think> <clip>[1,3]</clip>")  # IoU 1/2; the third frame is new
-        _, reward, ended, _, info = one.step(f"<score> 1 1 4 </score> <answer> {one.answer} </answer>")  # IoU 1
+        _, reward, ended, _, info = one.step(f"<score> 1 1 4 </score> {right}")  # IoU 1
         assert ended and info["parts"]["clue"] == pytest.approx(0.75) and info["parts"]["action"] == 1
         assert reward == pytest.approx(1 + 0.75 + 1 + 0.5)
-
-    def test_conan_without_a_request_or_with_both_or_a_wrong_answer(self) -> None:
-        one = opened("watch", rule="conan")
-        right = f"<answer> {one.answer} </answer>"
-        scores = "<score> " + " ".join(str(1 + 4 * (k in one.relevant)) for k in one.shown) + " </score> "
-        assert one.step(scores + right)[1] == pytest.approx(1 + 1 + 1 + 0.5)  # the action is worth the clue
-        one = opened("watch", rule="conan")
-        assert one.step(scores + "<clip>[1,2]</clip>" + right)[1] == pytest.approx(1 + 1 + 1)  # not of the form
-        one = opened("watch", rule="conan")
-        assert one.step(scores + "<answer> no </answer>")[1] == 0.5
+        for text, worth in (
+            (scores + right, 1 + 1 + 1 + 0.5),  # the action is worth the clue
+            (scores + "<clip>[1,2]</clip>" + right, 1 + 1 + 1),  # not of the form
+            (scores + "<answer> no </answer>", 0.5),
+        ):
+            assert opened("watch", rule="conan").step(text)[1] == pytest.approx(worth)
 
 
 class TestSubAgents:
@@ -199,15 +192,14 @@ class TestSubAgents:
         assert pictures(second.parts) == [frame.tobytes() for frame in one.frames[1:5]]
         assert info["valid"] and one.asked[0][0] == frozenset(range(5)) and len(one.asked) == 1
 
-    def test_an_episode_is_worth_what_it_is_without_them(self) -> None:
-        for name, call in (("crop", "<bbox>[0,0,16,16]</bbox>"), ("watch", "<clip>[1,2]</clip>")):
-            worth = []
-            for agents in (False, True):
-                one = opened(name, rule="para_grpo", agents=agents)
-                one.step(f"<think> i look closer </think> {call}")
-                worth.append(one.step(f"<think> it is it </think> <answer> {one.answer} </answer>")[1:])
-            assert worth[0] == worth[1]
-            assert name == "crop" or worth[0][0] == pytest.approx(1 + 1 + 0.8)
+    @pytest.mark.parametrize(("name", "call"), [("crop", "<bbox>[0,0,16,16]</bbox>"), ("watch", "<clip>[1,2]</clip>")])
+    def test_an_episode_is_worth_what_it_is_without_them(self, name: str, call: str) -> None:
+        worth = []
+        for agents in (False, True):
+            one = opened(name, rule="para_grpo", agents=agents)
+            one.step(f"<think> i look closer </think> {call}")
+            worth.append(one.step(f"<think> it is it </think> <answer> {one.answer} </answer>")[1:])
+        assert worth[0] == worth[1] and (name == "crop" or worth[0][0] == pytest.approx(1 + 1 + 0.8))
 
 
 @pytest.mark.parametrize(

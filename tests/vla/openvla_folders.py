@@ -1,8 +1,4 @@
-"""Tiny OpenVLA-OFT folders in the published layout, written from a list of the published names.
-
-The list is the check that ours is that layout: names as in openvla/openvla-7b, with the shapes of its architecture as
-functions of a few sizes.
-"""
+"""Tiny OpenVLA-OFT folders in the published layout, of names as in openvla/openvla-7b."""
 
 import json
 from pathlib import Path
@@ -13,87 +9,29 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.vla.published import Shapes, decoder_shapes, random_weights
+from tests.vla.published import Shapes, layout, random_weights
 
 WORDS = "in what action should the robot take to put the red green blue block left right far zone touch ? : out".split()
 
 TINY = Sizes(
-    vocabulary=256 + 64, padded=64, width=48, layers=2, mlp=96, heads=4,
-    dino=Sizes(name="dummy_dinov2", width=48, depth=3, mlp=96, patch=8, registers=4),
-    siglip=Sizes(name="dummy_siglip", width=32, depth=3, mlp=64, patch=8, registers=None), side=32,
+    vocabulary=256 + 64, padded=64, words=384, width=48, layers=2, mlp=96, heads=4, side=32, seen=80,
+    dino=Sizes(name="dummy_dinov2", width=48, depth=3, mlp=96, patch=8, patches=16, registers=4),
+    siglip=Sizes(name="dummy_siglip", width=32, depth=3, mlp=64, patch=8, patches=16, registers=None),
 )  # fmt: skip
+DINO, SIGLIP = "vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"
 REAL = Sizes(
-    vocabulary=32000, padded=64, width=4096, layers=32, mlp=11008, heads=32,
-    dino=Sizes(name="vit_large_patch14_reg4_dinov2.lvd142m", width=1024, depth=24, mlp=4096, patch=14, registers=4),
-    siglip=Sizes(name="vit_so400m_patch14_siglip_224", width=1152, depth=27, mlp=4304, patch=14, registers=None),
-    side=224,
+    vocabulary=32000, padded=64, words=32064, width=4096, layers=32, mlp=11008, heads=32, side=224, seen=2176,
+    dino=Sizes(name=DINO, width=1024, depth=24, mlp=4096, patch=14, patches=256, registers=4),
+    siglip=Sizes(name=SIGLIP, width=1152, depth=27, mlp=4304, patch=14, patches=256, registers=None),
 )  # fmt: skip
-
-
-def vit_shapes(s: Sizes, side: int) -> Shapes:
-    """Names and shapes of timm's model; its layer scales are called scale_factor, as prismatic saves them."""
-    found, width = Shapes({"pos_embed": (1, (side // s.patch) ** 2, s.width)}), s.width
-    found.affine("patch_embed.proj", width, 3, s.patch, s.patch)
-    found.affine("norm", width)
-    for block in (f"blocks.{n}." for n in range(s.depth)):
-        found.affine(block + "norm1", width)
-        found.affine(block + "norm2", width)
-        found.affine(block + "attn.qkv", 3 * width, width)
-        found.affine(block + "attn.proj", width, width)
-        found.affine(block + "mlp.fc1", s.mlp, width)
-        found.affine(block + "mlp.fc2", width, s.mlp)
-        if s.registers is not None:
-            found |= {f"{block}ls1.scale_factor": (width,), f"{block}ls2.scale_factor": (width,)}
-    if s.registers is not None:
-        found |= {"cls_token": (1, 1, width), "reg_token": (1, s.registers, width)}
-        return found
-    found["attn_pool.latent"] = (1, 1, width)
-    found.affine("attn_pool.q", width, width)
-    found.affine("attn_pool.kv", 2 * width, width)
-    found.affine("attn_pool.proj", width, width)
-    found.affine("attn_pool.mlp.fc1", s.mlp, width)
-    found.affine("attn_pool.mlp.fc2", width, s.mlp)
-    found.affine("attn_pool.norm", width)
-    return found
 
 
 def shapes(s: Sizes) -> Shapes:
     """Names and shapes of openvla/openvla-7b."""
-    found = Shapes()
-    for tower, size in (("featurizer", s.dino), ("fused_featurizer", s.siglip)):
-        found |= {f"vision_backbone.{tower}.{name}": shape for name, shape in vit_shapes(size, s.side).items()}
-    seen = s.dino.width + s.siglip.width
-    found.affine("projector.fc1", 4 * seen, seen)
-    found.affine("projector.fc2", s.width, 4 * seen)
-    found.affine("projector.fc3", s.width, s.width)
-    model, words = "language_model.model.", s.vocabulary + s.padded
-    found |= {f"{model}embed_tokens.weight": (words, s.width), "language_model.lm_head.weight": (words, s.width)}
-    found[f"{model}norm.weight"] = (s.width,)
-    for layer in (f"{model}layers.{n}." for n in range(s.layers)):
-        found |= decoder_shapes(layer, s.width, s.mlp, s.width, s.width)
-        found |= {f"{layer}{norm}_layernorm.weight": (s.width,) for norm in ("input", "post_attention")}
-    return found
-
-
-def head_shapes(width: int, numbers: int) -> Shapes:
-    """action_head--*_checkpoint.pt of OFT, whose keys distributed training has put module. before."""
-    found, model = Shapes(), "module.model."
-    found.affine(model + "layer_norm1", numbers * width)
-    found.affine(model + "fc1", width, numbers * width)
-    for n in range(2):
-        found.affine(f"{model}mlp_resnet_blocks.{n}.ffn.0", width)
-        found.affine(f"{model}mlp_resnet_blocks.{n}.ffn.1", width, width)
-    found.affine(model + "layer_norm2", width)
-    found.affine(model + "fc2", numbers, width)
-    return found
-
-
-def proprio_shapes(width: int, numbers: int) -> Shapes:
-    """proprio_projector--*_checkpoint.pt of OFT."""
-    found = Shapes()
-    found.affine("module.fc1", width, numbers)
-    found.affine("module.fc2", width, width)
-    return found
+    towers: Shapes = {}
+    for tower, kind, size in (("featurizer", "dinov2", s.dino), ("fused_featurizer", "siglip", s.siglip)):
+        towers |= {f"vision_backbone.{tower}.{name}": shape for name, shape in layout(kind, size).items()}
+    return towers | layout("openvla", s)
 
 
 def config(s: Sizes, stats: dict[str, Any] | None) -> dict[str, Any]:
@@ -161,10 +99,11 @@ def write(
     tokenizer(folder)
     width = len(next(iter(stats.values()))["action"]["q01"])
     if head:
-        torch.save(random_weights(head_shapes(sizes.width, width), 1, dtype), folder / "action_head--150_checkpoint.pt")
+        held = random_weights(layout("action_head", Sizes(width=sizes.width, numbers=width)), 1, dtype)
+        torch.save(held, folder / "action_head--150_checkpoint.pt")
     if proprio:
         numbers = len(next(iter(stats.values()))["proprio"]["q01"])
-        own = random_weights(proprio_shapes(sizes.width, numbers), 2, dtype)
+        own = random_weights(layout("proprio_projector", Sizes(width=sizes.width, numbers=numbers)), 2, dtype)
         torch.save(own, folder / "proprio_projector--150_checkpoint.pt")
     return weights
 

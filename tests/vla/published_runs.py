@@ -1,5 +1,7 @@
 """Tiny published policies and OpenVLA-OFTs that see MiniTable, and runs of them."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,7 @@ def made(kind: str, folder: Path, values: int = 1, **settings: Any) -> Any:
     camera, side = ("camera0", 36) if kind == "diffusion" else ("base_0_rgb", 32)
     camera, picture = f"observation.images.{camera}", {"type": "VISUAL", "shape": [3, side, side]}
     features: dict[str, Any] = {"observation.state": {"type": "STATE", "shape": [3]}, camera: picture}
-    if kind == "diffusion":
-        diffusion_folder(folder, input_features=features, state=3, **settings)
-    elif kind == "groot":
-        groot_folder(folder, input_features=features, **settings)
-    elif kind == "smolvla":
-        smol_folder(folder, input_features=features, **settings)
-    else:
-        pi_folder(folder, adaptive=kind == "pi05", input_features=features, **settings)
+    MADE[kind](folder, input_features=features, **settings)
     numbers = ("observation.state", "action")
     stats = {name: {key: torch.zeros(3) + value for key, value in STATS.items()} for name in numbers}
     stats[camera] = {"mean": torch.full((3,), 0.5), "std": torch.full((3,), 0.25)}
@@ -37,6 +32,8 @@ def made(kind: str, folder: Path, values: int = 1, **settings: Any) -> Any:
     return policy.with_heads(critic=values, noise_head="none", seed=0)
 
 
+MADE: dict[str, Callable[..., Any]] = {"pi0": pi_folder, "pi05": partial(pi_folder, adaptive=True)}
+MADE |= {"smolvla": smol_folder, "groot": groot_folder, "diffusion": partial(diffusion_folder, state=3)}
 STATS = {"mean": 0.0, "std": 0.5, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}
 
 

@@ -27,6 +27,8 @@ from genrl.vla.setup import export, load_trained, sampler_of
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import open_environment
 from tests.vla import vla_runs
+from tests.vla.frail import FINE, RAISE
+from tests.vla.simulators.test_vla_workers import Walker, opened
 from tests.vla.tiny_policies import frames
 
 
@@ -54,6 +56,10 @@ def test_the_episodes_are_those_of_the_seed_however_many_run_side_by_side() -> N
     for first, episodes in ((0, 5), (5, 7), (11, 1), (3, 0)):
         assert facts(judged(4, first=first, episodes=episodes)) == whole[first : first + episodes]
     assert facts(judged(seed=6)) != whole
+    # A round of slow simulators may take longer than a watchdog waits.
+    told: list[int] = []
+    evaluate(Acting(policy(), FlowSteps()), tables(3, max_steps=4), episodes=5, seed=1, advance=told.append)
+    assert told == [0, 3, 0, 2]
 
 
 def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
@@ -63,13 +69,6 @@ def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
     one, other = (evaluate(each, tables(6), episodes=6, seed=5) for each in acting)
     assert facts(one) == facts(other) and vla_runs.moved(who, before) == set()
     assert torch.equal(torch.get_rng_state(), state) and all(p.grad is None for p in who.parameters())
-
-
-def test_it_tells_of_every_decision_and_of_every_episode() -> None:
-    """A round of slow simulators may take longer than a watchdog waits."""
-    told: list[int] = []
-    evaluate(Acting(policy(), FlowSteps()), tables(3, max_steps=4), episodes=5, seed=1, advance=told.append)
-    assert told == [0, 3, 0, 2]
 
 
 def test_films_have_a_picture_for_every_decision_and_one_of_the_end() -> None:
@@ -96,27 +95,7 @@ def test_films_are_half_of_each_as_far_as_there_are(flags: list[bool], most: int
     assert abs(good - bad) <= 1 or left[good < bad] == 0  # only where the fewer are used up
 
 
-class Losing:
-    """Tables whose simulator is lost in the second decision of slot 1."""
-
-    def __init__(self, env: Environment) -> None:
-        self.env, self.decision = env, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.env, name)
-
-    def step(self, actions: Any) -> Any:
-        observation, reward, terminated, truncated, info = self.env.step(actions)
-        self.decision += 1
-        if self.decision == 2:
-            truncated = truncated.copy()
-            truncated[1] = True
-            lost = np.arange(len(truncated)) == 1
-            info = info | {"is_success": info["is_success"] & ~lost, "dropped": lost}
-        return observation, reward, terminated, truncated, info
-
-
-def test_figures() -> None:
+def test_figures_names_of_instructions_and_a_policy_that_does_not_act_alone(tmp_path: Path) -> None:
     found = Judged(["b", "a!", "b", "b"], [True, False, False, True], [3, 16, 16, 5], [1.0, 0.0, 0.0, 1.0], [])
     (low, high), row = wilson(2, 4), {"length_mean": 10.0, "return_mean": 0.5, "lost": 0.0}
     row |= {"success_mean": 0.5, "success_low": low, "success_high": high}
@@ -126,11 +105,11 @@ def test_figures() -> None:
     both = found.joined(found)
     assert both.steps == [3, 16, 16, 5] * 2
     assert by_task(both) == {"a!": (0.0, 2), "b": (pytest.approx(2 / 3), 6)}
-
-
-def test_names_of_instructions() -> None:
     assert slug("Put the RED disc, in zone 2!") == "put_the_red_disc_in_zone_2"
     assert len({slug(text) for text in INSTRUCTIONS}) == len(INSTRUCTIONS)
+    lone = vla_runs.config(tmp_path).model_copy(update={"trainer": DiWA()})
+    with Progress(1, enabled=False) as progress, pytest.raises(ValueError, match="its world model.*metrics.jsonl"):
+        train.judge_policy(lone, tmp_path / "none", progress)
 
 
 def test_when_a_run_is_evaluated_and_what_that_leaves(tmp_path: Path) -> None:
@@ -194,19 +173,16 @@ def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
     assert VLARun.keeps_features.func(one)
 
 
-def test_a_policy_that_does_not_act_alone_is_refused(tmp_path: Path) -> None:
-    lone = vla_runs.config(tmp_path).model_copy(update={"trainer": DiWA()})
-    with Progress(1, enabled=False) as progress, pytest.raises(ValueError, match="its world model.*metrics.jsonl"):
-        train.judge_policy(lone, tmp_path / "none", progress)
-
-
 def test_a_lost_episode_is_no_failure() -> None:
-    """It leaves the others as they are, and nobody saw it end."""
-    whole, losing = facts(judged(12)), Losing(tables(12))
-    found = evaluate(Acting(policy(), FlowSteps()), losing, episodes=12, seed=5)  # type: ignore[arg-type]
-    rates = success_rates(found)
-    assert facts(found) == whole[:1] + whole[2:] and 0 < sum(found.success) < 11
-    assert (rates["eval/success_mean"], rates["eval/lost"]) == (pytest.approx(sum(found.success) / 11), 1.0)
+    """It leaves the others as they are, and nobody saw it end. All walks succeed but that one's."""
+    found = []
+    for modes in ([], [(FINE, RAISE, FINE, FINE)]):
+        with opened() as env:
+            found.append(evaluate(Acting(Walker(modes, move=0.35), FlowSteps()), env, episodes=4, seed=5))
+    whole, less = (facts(each) for each in found)
+    rates = success_rates(found[1])
+    assert less == whole[:1] + whole[2:] and all(found[0].success)
+    assert (rates["eval/success_mean"], rates["eval/lost"]) == (1.0, 1.0)
     with pytest.raises(RuntimeError, match="all 8 episodes .* were lost"):
         success_rates(Judged([], [], [], [], [], 8))
 

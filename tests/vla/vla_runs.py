@@ -1,5 +1,6 @@
 """Tiny whole runs of policies on the CPU: eight tables, a policy of a second's imitation that sometimes succeeds."""
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 @cache
 def _policies() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="genrl-policies-")
+    return tempfile.TemporaryDirectory(prefix="genrl-policies-", dir=os.environ.get("GENRL_TESTS_BASE"))
 
 
 @cache

@@ -178,7 +178,6 @@ def resolve(file: LoRAFile, networks: Mapping[str, nn.Module], denoiser: str) ->
     layers: dict[str, Layers] = {}
     unknown: list[str] = []
     for key, value in file.tensors.items():
-        # The old names are brought to the newer spelling first, so that one expression reads both.
         match = KEY.fullmatch(OLD.sub(lambda m: f".{m[1]}{'.0' if m[1] == 'to_out' else ''}.lora.{m[2]}.", key))
         place = _place(match["layer"], modules, flat, denoiser) if match else None
         if match is None or place is None:
@@ -200,7 +199,6 @@ def resolve(file: LoRAFile, networks: Mapping[str, nn.Module], denoiser: str) ->
     for component, adapter in layers.items():
         _require_pairs(component, adapter, modules[component])
         header = {k.removeprefix(f"{component}."): v for k, v in file.header.items() if k.startswith(f"{component}.")}
-        # The settings of a second component may stand under the name of the first.
         prefix = component.removesuffix("_2")
         header = header or {
             k.removeprefix(f"{prefix}."): v for k, v in file.header.items() if k.startswith(f"{prefix}.")
@@ -229,7 +227,6 @@ def _place(
                 for inner in (suffix, suffix.removeprefix("text_model.")):
                     if inner in modules[name]:
                         return name, inner
-        # Many trainers write the denoiser's own names, without saying that they mean it.
         if layer in modules[denoiser]:
             return denoiser, layer
         wrapper = next((prefix_wrapper for prefix_wrapper in WRAPPERS if layer.startswith(prefix_wrapper)), None)
@@ -310,7 +307,6 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
     if odd:
         raise ValueError(f"the alpha of {first(odd)} is {alphas[odd[0]]:g}: it is finite and not 0")
     alphas = {layer: alphas.get(layer, float(rank)) for layer, rank in ranks.items()}
-    # peft has one rank and alpha, and exceptions by layer: the most frequent makes the fewest exceptions.
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
     settings = {

@@ -118,6 +118,12 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
         if missing and name == "name":  # data may have its answers in messages
             asks = f"{key} asks for the column {missing[0]}; columns of every row: {', '.join(names)}"
             yield ("task", name), f"{asks}.{nearest(missing[0], names)}"
+    rescue = config.rescue
+    for column in () if rescue is None else filter(None, (*rescue.hints, rescue.demonstration)):
+        for name, names in columns:
+            if column not in names and name != "eval":
+                text = f"rescue reads the column {column}; columns of every row: {', '.join(names)}"
+                yield ("task", name), f"{text}.{nearest(column, names)}"
     for name, names in columns if config.augmentation is not None else ():
         if "answer" not in names:
             asks = "augmentation tells hard questions their answer, from the column answer"

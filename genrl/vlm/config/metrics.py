@@ -40,6 +40,17 @@ LANGUAGE = {
         "Falls to 0 as all answers become right: there is nothing left to learn.",
         "share 0..1",
     ),
+    "rescue/failed": MetricDoc(
+        "groups that no answer was right of, after the warm-up / groups",
+        "Falls as the model learns by itself. Stays: hints are too weak, or lead to what it cannot say alone.",
+        "share 0..1",
+    ),
+    "rescue/rescued": MetricDoc(
+        "of these, those for which help brought a right answer / all of them", "Low: give stronger hints.", "share 0..1"
+    ),
+    "rescue/level": MetricDoc(
+        "mean number of the hint that brought it, 1 = the first", "Falls as weaker hints are enough.", "from 1"
+    ),
     "synthesis/drawn": MetricDoc(
         "descriptions that passed the check and were rendered / descriptions, of those that became due",
         "The rest are worth 0. Falls: the model writes what the check cannot read.",

@@ -21,7 +21,7 @@ OF_BUILT_IN = ("vlm.kernels", "vlm.quantize", "distributed.fsdp")
 OF_TEXT = (
     *OF_BUILT_IN,
     *("vlm.gradient_checkpointing", "vlm.packing", "vlm.prefix_attention", "environment"),
-    *("task.min_pixels", "task.max_pixels", "task.video", "stages", "augmentation", "synthesis"),
+    *("task.min_pixels", "task.max_pixels", "task.video", "stages", "augmentation", "rescue", "synthesis"),
 )
 """What no model has that makes something else than text."""
 UNSHARED = ("vlm.gradient_checkpointing", "vlm.packing", "distributed.fsdp", "environment")
@@ -31,7 +31,7 @@ UNSHARED = ("vlm.gradient_checkpointing", "vlm.packing", "distributed.fsdp", "en
 def problems(config: VLMConfig) -> Iterator[Finding]:
     """Everything that cannot work together."""
     yield from _questions(config) if config.environment is None else _episodes(config)
-    for rule in (_outputs, _quantized, _generation, _strategies, _shards, _staleness, _economy):
+    for rule in (_outputs, _quantized, _generation, _strategies, _rescue, _shards, _staleness, _economy):
         yield from rule(config)
 
 
@@ -149,7 +149,7 @@ def _staleness(config: VLMConfig) -> Iterator[Finding]:
         return
     if "older_samples" not in trainer.takes:
         yield (at, "trainer.algorithm"), f"{trainer.algorithm} learns from samples of the present weights; write 0"
-    for name in ("stages", "synthesis"):
+    for name in ("stages", "rescue", "synthesis"):
         if getattr(config, name):
             yield (name, at), "was not tried with it; leave it out, or write 0"
     if config.generation.answers_ahead:
@@ -172,7 +172,7 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         total = sum(stage.iterations for stage in config.stages)
         if total != config.iterations:
             yield ("iterations", "stages"), f"the stages have {total} iterations together; write iterations: {total}"
-    for name in ("stages", "augmentation", "synthesis"):
+    for name in ("stages", "augmentation", "rescue", "synthesis"):
         if getattr(config, name) and config.environment is not None:
             yield (name, "environment"), "is for answers to questions; leave it out"
     if config.augmentation is not None and sorted(re.findall(r"{.*?}", config.augmentation.truth)) != [
@@ -184,6 +184,37 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         yield ("synthesis", "trainer.resample"), "questions are answered once; write resample: 0, augmentation: null"
     if config.synthesis is not None and config.generation.group_size < 2:
         yield ("synthesis", "generation.group_size"), "one answer has no diversity; write 2 or more"
+
+
+HIDDEN = {"masked_image", "degraded", "divergence", "reference_probability"}
+"""What is read of the question, where an answer may be one to the question with a hint."""
+
+
+def _rescue(config: VLMConfig) -> Iterator[Finding]:
+    rescue, trainer = config.rescue, config.trainer
+    if rescue is None:
+        return
+    if "rescued" not in trainer.takes:
+        text = f"{trainer.algorithm} takes the model's own answers alone; write algorithm: answers, or leave it out"
+        yield ("rescue", "trainer.algorithm"), text
+        return
+    if bool(rescue.hints) == (rescue.demonstration is not None):
+        yield ("rescue.hints", "rescue.demonstration"), "write one of them: columns with hints, or one with an answer"
+    if sorted(re.findall(r"{.*?}", rescue.prompt)) != ["{hint}", "{question}"]:
+        yield ("rescue.prompt",), "write the places {question} and {hint} in it, and no others"
+    if rescue.demonstration and rescue.plain:
+        yield ("rescue.plain", "rescue.demonstration"), "a demonstration is trained so in any case; leave it out"
+    if read := sorted(trainer.reads & HIDDEN):
+        yield ("rescue", "trainer.preset"), f"the preset reads {read[0]} of the question alone; nearest: grpo"
+    preset = trainer.recipe(config)
+    if preset.surrogate is None or preset.surrogate.one_ratio:
+        text = "the answer that help brings has a loss of its own tokens, which this one lacks; nearest: clip"
+        yield ("rescue", "trainer.preset"), text
+    if config.generation.vllm is not None:
+        yield ("rescue", "generation.vllm"), "was not tried with it; leave out one"
+    if config.synthesis is not None or config.augmentation is not None:
+        other = "synthesis" if config.synthesis is not None else "augmentation"
+        yield ("rescue", other), "both change questions that are hard; leave out one"
 
 
 def _economy(config: VLMConfig) -> Iterator[Finding]:

@@ -24,6 +24,7 @@ from genrl.vlm.config.sections import (
     Augmentation,
     Environment,
     Generation,
+    Rescue,
     Synthesis,
     Task,
     VLMEvaluation,
@@ -212,6 +213,8 @@ class VLMConfig(RunConfig):
     """Parts of the run one after the other (LMM-R1), whose iterations add up to `iterations`; [] = one."""
     augmentation: Augmentation | None = None
     """Questions changed by their difficulty (Reg-GRPO); null = asked as they are."""
+    rescue: Rescue | None = None
+    """Help with questions that no answer is right to; null = they teach nothing."""
     synthesis: Synthesis | None = None
     """New pictures during the run (Syn-GRPO); null = none."""
     optimizer: VLMOptimizer = VLMOptimizer()

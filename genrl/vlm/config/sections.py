@@ -224,6 +224,26 @@ class Augmentation(Section):
     """How a hard question is asked with its answer, from the column `answer`."""
 
 
+class Rescue(Section):
+    """Help with questions that no answer of the group is right to (the first reward below evaluation.right_at): a right
+    one takes the place of the first, before advantages are made. It is found with a hint, or given."""
+
+    shaping: ClassVar[float] = 0.1
+    """ICPO, LUFFY: what the probability of a token is compared with."""
+
+    hints: tuple[Text, ...] = ()
+    """Columns with hints, the least first: with each of them one answer is tried, until one is right (Scaf-GRPO)."""
+    demonstration: Text | None = None
+    """In place of hints: the column with a right answer, written as the model would write it (LUFFY)."""
+    prompt: Text = "{question}\n{hint}"
+    """How a question is asked with a hint."""
+    warmup: Whole = 50
+    """Iterations without help: what the model learns by itself needs none (Scaf-GRPO: 50)."""
+    plain: Flag = False
+    """Train an answer that a hint found as one to the question alone, like a demonstration: by A p / (p + 0.1), without
+    ratio or clip (ICPO). false: as one to the question with the hint, which the model did sample."""
+
+
 class Synthesis(Section):
     """Pictures made during the run from descriptions that the model writes (Syn-GRPO): group_size of one question in
     every iteration."""

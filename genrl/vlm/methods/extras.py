@@ -84,15 +84,17 @@ def changed_prompts(policy: Policy, answers: Answers, change: Change, *keys: int
 @torch.no_grad()
 def replayed(
     policy: Policy,
-    prompts: Sequence[Encoded],
     answers: Answers,
     parts: Sequence[Tensor],
     temperature: float,
     *,
+    prompts: Sequence[Encoded] | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(log-probabilities, entropies) of all answers, [B, T] on the CPU, computed part by part (int64 rows); as wide as
-    the policy's log-probabilities are, which may be estimates of a bound (BGPO)."""
+    the policy's log-probabilities are, which may be estimates of a bound (BGPO). prompts: others than those that the
+    answers are trained under, one for each question."""
+    prompts, of_row = answers.asked if prompts is None else (prompts, answers.group)
     width = policy.samples or answers.tokens.shape[1]
     log_probs = torch.zeros(len(answers.tokens), width)
     entropies = torch.zeros(log_probs.shape) if entropy else None
@@ -102,7 +104,7 @@ def replayed(
                 prompts,
                 answers.tokens[rows],
                 answers.mask[rows],
-                group=answers.group[rows],
+                group=of_row[rows],
                 temperature=temperature,
                 entropy=entropy,
             )
@@ -126,23 +128,23 @@ def computed(
     `TokenBatch.extra`."""
     temperature, tensors = config.generation.temperature, dict[str, Tensor]()
     if reads & {"old", "entropy"}:
-        old, entropy = replayed(policy, answers.prompts, answers, parts, temperature, entropy="entropy" in reads)
+        old, entropy = replayed(policy, answers, parts, temperature, entropy="entropy" in reads)
         tensors = {"old": old} | ({} if entropy is None else {"entropy": entropy})
     if "ref" in reads:
         if reference is not None:
-            tensors["ref"] = replayed(reference, answers.prompts, answers, parts, temperature)[0]
+            tensors["ref"] = replayed(reference, answers, parts, temperature)[0]
         else:
             with policy.reference():
-                tensors["ref"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
+                tensors["ref"] = replayed(policy, answers, parts, temperature)[0]
     if "proxy" in reads:
         tensors["proxy"] = without_noise(policy, answers, parts, temperature)
     if "masked_image" in reads:
         change = masked(MASKED, PATCH)
         changed = changed_prompts(policy, answers, change, config.seed, "masked", iteration)
-        tensors["masked_image"] = replayed(policy, changed, answers, parts, temperature)[0]
+        tensors["masked_image"] = replayed(policy, answers, parts, temperature, prompts=changed)[0]
     if "ema" in reads and average is not None:
         with average.weights():
-            tensors["ema"] = replayed(policy, answers.prompts, answers, parts, temperature)[0]
+            tensors["ema"] = replayed(policy, answers, parts, temperature)[0]
         tokens = zip(answers.tokens, answers.mask, strict=True)
         tensors["answer_mask"] = torch.stack([answer_tokens(policy, *row) for row in tokens])
         tensors["accuracy"] = answers.scores[config.reward_labels[0]].nan_to_num(nan=0.0)
@@ -195,13 +197,11 @@ def counted(answers: Answers, reads: Set[str], config: VLMConfig, iteration: int
 def without_noise(policy: Policy, answers: Answers, parts: Sequence[Tensor], temperature: float) -> Tensor:
     """Log-probabilities [B, T] of the answers' tokens under the policy without its least likely tokens: Lp-Reg."""
     log_probs = torch.zeros(answers.mask.shape)
-    head = policy.model.get_output_embeddings()
+    head, (prompts, of_row) = policy.model.get_output_embeddings(), answers.asked
     with gathered(policy):
         for rows in parts:
             mask = answers.mask[rows]
-            replay = policy.log_probs(
-                answers.prompts, answers.tokens[rows], mask, group=answers.group[rows], temperature=temperature
-            )
+            replay = policy.log_probs(prompts, answers.tokens[rows], mask, group=of_row[rows], temperature=temperature)
             states, tokens = (
                 replay.states[mask.to(replay.states.device)],
                 answers.tokens[rows][mask].to(replay.states.device),

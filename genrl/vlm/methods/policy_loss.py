@@ -22,8 +22,10 @@ from genrl.objectives.groups import group_statistics
 from genrl.objectives.policy_losses import SurrogateOutput, kl_k3
 from genrl.objectives.token_advantages import Visits
 from genrl.objectives.token_regularisers import sampled_entropy
-from genrl.objectives.tokens import aggregate, log_ratio, masked, token_mean
+from genrl.objectives.token_surrogates import unsampled_loss
+from genrl.objectives.tokens import aggregate, log_ratio, masked, per_token, token_mean
 from genrl.runtime.loop.recorded import Recorded
+from genrl.vlm.config.sections import Rescue
 from genrl.vlm.methods.updates import token_batch
 from genrl.vlm.recipe.advantages import WhitenedReturns
 from genrl.vlm.recipe.losses import GroupLoss
@@ -72,7 +74,13 @@ def policy_loss(preset: Preset, batch: TokenBatch) -> PolicyLoss:
     parts: dict[str, Tensor] = {}
     if preset.surrogate is not None:
         term = preset.surrogate.loss(batch)
-        parts["policy"] = aggregated(term.loss if batch.weight is None else batch.weight * term.loss)
+        of_tokens = term.loss if batch.weight is None else batch.weight * term.loss
+        if "unsampled" in batch.extra:
+            others = unsampled_loss(
+                log_prob, per_token(batch.read("advantage", "the loss"), batch.mask), shaping=Rescue.shaping
+            )
+            of_tokens = torch.where(batch.extra["unsampled"][:, None], masked(others, batch.mask), of_tokens)
+        parts["policy"] = aggregated(of_tokens)
         # of a group loss there is no ratio to tell of
         metrics |= _ratio_metrics(term, batch.mask)
     elif preset.group_loss is not None:

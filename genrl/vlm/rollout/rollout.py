@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,8 @@ class Answers:
 
     rows, prompts: P. tokens int64 [B, T], mask bool [B, T], sampler_log_prob float32 [B, T]; texts: B;
     cut bool [B]: ended by `max_new_tokens`. scores: float64 [B] by the reward's label, NaN = none. failures: by the
-    label of a reward that raised.
+    label of a reward that raised. rescued: rows that help brought, with the prompt that they are trained under, None =
+    the question alone, under which the model did not sample them.
     """
 
     rows: list[Row]
@@ -50,6 +52,7 @@ class Answers:
     cut: Tensor
     scores: dict[str, Tensor]
     failures: dict[str, tuple[Failure, ...]] = field(default_factory=dict)
+    rescued: Mapping[int, Encoded | None] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -60,6 +63,22 @@ class Answers:
     def group(self) -> Tensor:
         """int64 [B]: which question, 0 to P - 1."""
         return torch.arange(len(self.rows)).repeat_interleave(self.size)
+
+    @property
+    def asked(self) -> tuple[list[Encoded], Tensor]:
+        """Prompts, and which of them each answer [B] is trained under: its question, or that with a hint."""
+        prompts, of_row = list(self.prompts), self.group
+        for row, prompt in self.rescued.items():
+            if prompt is not None:
+                of_row[row] = len(prompts)
+                prompts.append(prompt)
+        return prompts, of_row
+
+    @property
+    def unsampled(self) -> Tensor:
+        """bool [B]: answers that the model did not sample under the prompt that they are trained under."""
+        rows = [row for row, prompt in self.rescued.items() if prompt is None]
+        return torch.zeros(len(self.texts), dtype=torch.bool).index_fill(0, torch.tensor(rows, dtype=torch.int64), True)
 
     def chosen(self, groups: Sequence[int]) -> Answers:
         """Some of the groups, in this order."""
@@ -84,6 +103,7 @@ class Answers:
             self.cut[at],
             {label: values[at] for label, values in self.scores.items()},
             self.failures,
+            {place: self.rescued[row] for place, row in enumerate(index) if row in self.rescued},
         )
 
 
@@ -94,6 +114,7 @@ def joined(parts: Sequence[Answers]) -> Answers:
     def together(name: str) -> Tensor:
         return torch.cat([padded(getattr(part, name), longest) for part in parts])
 
+    firsts = accumulate((len(part.texts) for part in parts), initial=0)
     return Answers(
         [row for part in parts for row in part.rows],
         [prompt for part in parts for prompt in part.prompts],
@@ -104,6 +125,7 @@ def joined(parts: Sequence[Answers]) -> Answers:
         torch.cat([part.cut for part in parts]),
         {label: torch.cat([part.scores[label] for part in parts]) for label in parts[0].scores},
         failures_of([part.failures for part in parts]),
+        {first + k: prompt for first, part in zip(firsts, parts, strict=False) for k, prompt in part.rescued.items()},
     )
 
 

@@ -205,6 +205,18 @@ def test_lp_reg(golden: Any) -> None:
     data.all_used("lpreg_.*")
 
 
+def test_icpo(golden: Any) -> None:
+    data = Arrays(golden("small_presets"))
+    new, old = data.given("icpo_new_logp").requires_grad_(), data.given("icpo_old_logp")
+    advantage, mask = data.given("hapo_advantage_in"), data.given("rein_mask")
+    found = token_surrogates.clip_surrogate(new, old, advantage, mask, low=0.2, high=0.2).loss
+    others = token_surrogates.unsampled_loss(new, advantage, shaping=0.1)
+    loss = aggregate(torch.where(data.given("icpo_hinted").bool()[:, None], others, found), mask, "token_mean_global")
+    data.check("icpo_loss", loss.detach())
+    data.check("icpo_grad", torch.autograd.grad(loss, new)[0])
+    data.all_used("icpo_.*")
+
+
 def test_lp_reg_without_a_share_is_ppo_between_0_and_10() -> None:
     generator = torch.Generator().manual_seed(0)
     new, old, advantage = (torch.randn(3, 6, generator=generator, dtype=torch.float64) for _ in range(3))

@@ -18,7 +18,7 @@ from genrl.vla.config.schema import VLAConfig
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.setup import choose_trained
 from tests.cli.commands import run
-from tests.vla.published import pi_folder, smol_folder
+from tests.vla.published_runs import MADE
 
 TABLE = "environment={name: minitable, num_envs: 64, chunk: 5, max_steps: 5, group_size: 8}"
 CAMERA = {"input_features": {"observation.images.image": {"type": "VISUAL"}}}
@@ -49,10 +49,7 @@ def test_every_policy_that_a_recipe_names_is_known_by_its_size() -> None:
 @pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla"])
 def test_what_is_trained_is_what_the_class_trains(kind: str, lora: str, tmp_path: Path) -> None:
     """Numbers and bytes, of the tiny policies in the published layout."""
-    if kind == "smolvla":
-        smol_folder(tmp_path)
-    else:
-        pi_folder(tmp_path, adaptive=kind == "pi05")
+    MADE[kind](tmp_path)
     config = recipe("pi0_libero", f"policy.path={tmp_path}", f"policy.lora={lora}", "policy.dtype=bfloat16")
     policy, found = load_policy(tmp_path), in_folder(tmp_path)
     choose_trained(config, policy)
@@ -66,22 +63,19 @@ def test_what_is_trained_is_what_the_class_trains(kind: str, lora: str, tmp_path
     assert parts["weights that are not trained"] == held
 
 
-def test_measured_peaks(root: Path) -> None:
+def test_measured_peaks_and_that_the_stored_estimate_is_the_present_one(root: Path) -> None:
     """Stored by benchmarks/full_size_policies.py: one iteration each in a process of its own, within 15 %."""
     measured = json.loads((root / "benchmarks/results/full_size_policies.json").read_text())["found"]
     rows = {name: row for name, row in measured.items() if "estimate_bytes" in row}
     assert rows.keys() >= {"smolvla", "pi05"}
     for name, row in rows.items():
         assert row["estimate_bytes"] == pytest.approx(row["peak_bytes"], rel=0.15), name
-
-
-def test_the_stored_estimate_is_the_present_one(root: Path) -> None:
-    row = json.loads((root / "benchmarks/results/full_size_policies.json").read_text())["found"]["smolvla"]
     small = [f"trainer.{key}=2" for key in ("minibatch", "microbatch")] + ["policy.dtype=float32", "evaluation.every=0"]
     config = recipe("smolvla_libero", TABLE, "environment.num_envs=2", "environment.group_size=1", *small)
     policy = known(config)
     one = replace(policy, settings=policy.settings | CAMERA | {"tokenizer_max_length": 12})
-    assert sum(size for _, size in memory(config, one)) == pytest.approx(row["estimate_bytes"], rel=0.01)
+    estimate = sum(size for _, size in memory(config, one))
+    assert estimate == pytest.approx(rows["smolvla"]["estimate_bytes"], rel=0.01)
 
 
 def test_each_change_saves_and_shards_leave_the_whole_that_acts() -> None:
@@ -102,17 +96,15 @@ def test_each_change_saves_and_shards_leave_the_whole_that_acts() -> None:
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("pi05", 40), ("pi0", 40), ("smolvla", 12), ("openvla_oft", 24)])
 def test_check_names_cards_without_a_policy_on_the_machine(name: str, gigabytes: int, monkeypatch: Any) -> None:
+    """And why there are none, and which keys to change."""
     monkeypatch.setenv("COLUMNS", "200")
-    text = run("check", str(recipes.find(f"{name}_libero").file), TABLE)
+    file = str(recipes.find(f"{name}_libero").file)
+    text = run("check", file, TABLE)
     assert re.search(rf"│ {gigabytes} GB .* yes", text) and "weights that are not trained" in text
     assert "not checked: weights and licence of" in text and "; memory" not in text.partition("\nnot checked: ")[2]
-
-
-def test_check_says_why_there_is_none_and_which_keys_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    file = str(recipes.find("pi05_libero").file)
-    unknown = run("check", file, TABLE, "policy.path=org/unknown")
-    assert "memory: not estimated, because org/unknown is not on this machine" in unknown
-    assert "; memory;" in unknown.partition("\nnot checked: ")[2]
-    told = run("check", file, TABLE, "--memory", "24GB")
-    assert "policy.dtype=bfloat16" in told and "it fits with the change above" in told
+    if name == "pi05":
+        unknown = run("check", file, TABLE, "policy.path=org/unknown")
+        assert "memory: not estimated, because org/unknown is not on this machine" in unknown
+        assert "; memory;" in unknown.partition("\nnot checked: ")[2]
+        told = run("check", file, TABLE, "--memory", "24GB")
+        assert "policy.dtype=bfloat16" in told and "it fits with the change above" in told

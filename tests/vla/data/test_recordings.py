@@ -106,42 +106,36 @@ def refused(words: str, path: Path, success_key: str | None = None, cost_key: st
         read_steps(path, success_key=success_key, cost_key=cost_key)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"costs": None, "cost": np.zeros(7)}, r"some.hdf5: /costs is missing \(the nearest is 'cost'\)"),
-        ({"rewards": np.zeros(6)}, r"some.hdf5: rewards is \[6\], with 7 observations"),
-        ({"timeouts": np.zeros((7, 2))}, r"some.hdf5: timeouts is \[7, 2\], with 7 observations"),
-        ({"terminals": np.full(7, 0.3)}, "some.hdf5: a value of terminals is 0.3.*, and it is true or false"),
-        ({"actions": np.where(np.arange(7) == 4, np.nan, 0.0)[:, None]}, "some.hdf5: actions is not finite in row 4"),
-    ],
-)
-def test_a_broken_file_is_refused_by_key_and_row(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    refused(message, dsrl(tmp_path / "some.hdf5", **changes))
-
-
-def test_what_else_is_refused(tmp_path: Path) -> None:
+def test_a_broken_file_is_refused_by_key_and_row(tmp_path: Path) -> None:
+    for changes, message in (
+        ({"costs": None, "cost": np.zeros(7)}, r"/costs is missing \(the nearest is 'cost'\)"),
+        ({"rewards": np.zeros(6)}, r"rewards is \[6\], with 7 observations"),
+        ({"timeouts": np.zeros((7, 2))}, r"timeouts is \[7, 2\], with 7 observations"),
+        ({"terminals": np.full(7, 0.3)}, "a value of terminals is 0.3.*, and it is true or false"),
+        ({"actions": np.where(np.arange(7) == 4, np.nan, 0.0)[:, None]}, "actions is not finite in row 4"),
+    ):
+        refused(f"some.hdf5: {message}", dsrl(tmp_path / "some.hdf5", **changes))
     refused("says nothing of success .*write null", dsrl(tmp_path / "some.hdf5"), success_key="is_success")
     refused("there is no such file", tmp_path / "none.hdf5")
     folder = minari(tmp_path / "made")
-    with h5py.File(folder / "data" / "main_data.hdf5", "a") as file:
+    main = folder / "data" / "main_data.hdf5"
+    with h5py.File(main, "a") as file:
         told = file["episode_0/infos/cost"][()]
         file["episode_0/infos/unsure"] = np.where(np.arange(len(told)) == 1, np.nan, told)
     refused("episode_0, a value of unsure is nan, and it is true or false", folder, success_key="unsure")
     refused(r"/episode_0/infos/costs is missing \(the nearest is 'cost'\)", folder, cost_key="costs")
     refused("Minari's format 'arrow'", minari(tmp_path / "arrow", data_format="arrow"))
-    main = folder / "data" / "main_data.hdf5"
-    with h5py.File(main, "a") as file:
-        del file["episode_1/observations"]
-        file["episode_1/observations"] = np.zeros((5, 8, 8, 3), np.uint8)
-    refused("episode_1/observations are not vectors; pictures", main)
-    with h5py.File(main, "a") as file:
-        del file["episode_1/observations"]
-        file["episode_1/observations"] = np.zeros((4, 2))
-    refused("episode_1 has 4 actions, so 5 observations, but 4 are there", main)
+    for seen, message in (
+        (np.zeros((5, 8, 8, 3), np.uint8), "episode_1/observations are not vectors; pictures"),
+        (np.zeros((4, 2)), "episode_1 has 4 actions, so 5 observations, but 4 are there"),
+    ):
+        with h5py.File(main, "a") as file:
+            del file["episode_1/observations"]
+            file["episode_1/observations"] = seen
+        refused(message, main)
 
 
-def test_a_decision_from_every_step(tmp_path: Path) -> None:
+def test_a_decision_from_every_step_and_frames_to_imitate_are_the_same_chunks(tmp_path: Path) -> None:
     steps = read_steps(dsrl(tmp_path / "some.hdf5"), success_key=None, cost_key=None)
     env = Environment(name="Some-v0", instruction="go on", proprioception=1)
     data = from_steps(steps, Words(("go", "on")), env, horizon=3, executed=2, gamma=0.5)
@@ -155,9 +149,6 @@ def test_a_decision_from_every_step(tmp_path: Path) -> None:
     assert data.observation[TOKENS].tolist() == [[1, 2]] * 7
     actions = torch.from_numpy(steps.action)
     assert torch.equal(data.action[1], actions[[1, 2, 2]]) and torch.equal(data.action[3], actions[[3, 4, 5]])
-
-
-def test_frames_to_imitate_are_the_same_chunks(tmp_path: Path) -> None:
     steps = read_steps(dsrl(tmp_path / "some.hdf5"), success_key=None, cost_key=None)
     reads = Words(("go",))
     episodes = episodes_of(steps, instruction="go", proprioception=2)

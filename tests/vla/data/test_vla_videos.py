@@ -37,10 +37,16 @@ def test_frames_have_their_caption_above_and_their_outcome_around(success: bool,
     assert (captioned(clip(success=success, text="touch it"), 128)[0, :27] != words[0]).any()
 
 
-def test_long_instructions_wrap_and_large_frames_shrink() -> None:
+def test_long_instructions_wrap_large_frames_shrink_and_what_is_no_clip_is_refused() -> None:
     short, long = (captioned(clip(1, text=text), 128) for text in ("go", "put the red block away and " * 4))
     assert long.shape[1] > short.shape[1] + 3 * 15 and long.shape[2] == short.shape[2]
     assert captioned(clip(1, size=400), 128).shape[1:] == captioned(clip(1, size=32), 128).shape[1:]
+    for frames in (np.zeros((0, 8, 8, 3), np.uint8), np.zeros((2, 8, 8, 3)), np.zeros((8, 8, 3), np.uint8)):
+        for shown in (lambda clip: captioned(clip), lambda clip: contact_sheet([clip])):
+            with pytest.raises(ValueError, match="the clip of 'go' must be uint8"):
+                shown(Clip(frames, "go", True))
+    with pytest.raises(ValueError, match="a clip and two moments"):
+        contact_sheet([])
 
 
 def test_a_gif_shows_every_frame_and_holds_the_last(tmp_path: Path) -> None:
@@ -88,12 +94,3 @@ def test_the_first_successes_and_failures_are_written(tmp_path: Path, monkeypatc
     alone = write_gif(tmp_path / "alone.gif", captioned(clips[2]._replace(success=False)), 10)
     assert (tmp_path / "clips/failure-01.gif").read_bytes() == alone.read_bytes()
     assert write_clips(tmp_path / "none", [], fps=10) == []
-
-
-def test_what_is_no_clip_is_refused() -> None:
-    for frames in (np.zeros((0, 8, 8, 3), np.uint8), np.zeros((2, 8, 8, 3)), np.zeros((8, 8, 3), np.uint8)):
-        for shown in (lambda clip: captioned(clip), lambda clip: contact_sheet([clip])):
-            with pytest.raises(ValueError, match="the clip of 'go' must be uint8"):
-                shown(Clip(frames, "go", True))
-    with pytest.raises(ValueError, match="a clip and two moments"):
-        contact_sheet([])

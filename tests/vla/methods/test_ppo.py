@@ -12,7 +12,6 @@ from torch import Tensor
 from genrl.runtime.show import sheet
 from genrl.vla.evaluate import sheet_of_rollout
 from genrl.vla.methods.grpo import train as grpo
-from genrl.vla.methods.ppo import train as gae
 from genrl.vla.methods.ppo import train as ppo
 from genrl.vla.rollout.collect import ChunkRollout, episode_returns
 from genrl.vla.run import VLARun
@@ -32,10 +31,11 @@ def trained(run: VLARun) -> list[dict[str, Any]]:
     return vla_runs.rows(run.loop.process.run.folder)
 
 
-@pytest.mark.parametrize(("staleness", "alone"), [(0, 1), (1, 2)])
-def test_warm_up_is_the_critics_alone(staleness: int, alone: int, opened: Opened) -> None:
-    """To the bit: neither decay nor momentum moves the policy. It learns from values of a critic that had it."""
+@pytest.mark.parametrize(("staleness", "alone", "freeze"), [(0, 1, "encoder"), (1, 2, "nothing")])
+def test_warm_up_is_the_critics_alone(staleness: int, alone: int, freeze: str, opened: Opened) -> None:
+    """To the bit: neither decay nor momentum moves the policy. An encoder that is not frozen is trained and saved."""
     changes: dict[str, Any] = {"trainer": {"critic_warmup": 1}, "environment": {"staleness": staleness}}
+    changes["policy"] = {"freeze": freeze}
     with opened(optimizer={"weight_decay": 0.1}, iterations=alone + 1 + staleness, **changes) as run:
         seen, finish = [vla_runs.weights(run.policy)], run.loop.finish
 
@@ -50,19 +50,13 @@ def test_warm_up_is_the_critics_alone(staleness: int, alone: int, opened: Opened
         for before, after in zip(seen, seen[1:], strict=False)
     ]
     assert changed[:alone] == [{"value_head"}] * alone
-    assert changed[alone:] == [{"value_head", "prefix", "expert", "norm", "out"}] * (1 + staleness)
+    trains = {"value_head", "prefix", "expert", "norm", "out"} | ({"encoder"} if freeze == "nothing" else set())
+    assert changed[alone:] == [trains] * (1 + staleness)
+    saved = vla_runs.last_state(run.loop.process.run.folder).tensors["weights"]
+    assert {name.split(".")[0] for name in saved} == trains
     for row in rows[:alone]:
         assert "loss/policy" not in row and "grad_norm/policy" not in row and row["grad_norm/critic"] > 0
     assert all({"loss/policy", "kl/updates", "grad_norm/policy"} <= row.keys() for row in rows[alone:])
-
-
-def test_an_encoder_that_is_not_frozen_is_trained_and_saved(opened: Opened) -> None:
-    with opened(policy={"freeze": "nothing"}) as run:
-        before = vla_runs.weights(run.policy)
-        trained(run)
-        saved = vla_runs.last_state(run.loop.process.run.folder).tensors["weights"]
-        for names in (saved, vla_runs.moved(run.policy, before)):
-            assert any(name.startswith("encoder.") for name in names)
 
 
 def test_the_divergence_ends_them(tmp_path: Path, opened: Opened) -> None:
@@ -122,7 +116,7 @@ def settings(tmp_path: Path, **trainer: Any) -> Any:
 def test_returns_by_hand(how: dict[str, Any], rollout: ChunkRollout, tmp_path: Path) -> None:
     """A time limit is bootstrapped and success is not. Discounted per chunk, or per executed action; actions after an
     end have no return."""
-    found, partial, cut = gae.estimate(rollout, settings(tmp_path, **how, gamma=0.9, lam=1.0)), 0, 0
+    found, partial, cut = ppo.estimate(rollout, settings(tmp_path, **how, gamma=0.9, lam=1.0)), 0, 0
     for slot in range(8):
         last = int(rollout.valid[:, slot].sum()) - 1
         assert rollout.done[last, slot]
@@ -147,12 +141,12 @@ def test_every_episode_may_weigh_the_same(how: dict[str, Any], rollout: ChunkRol
     even, plain = (settings(tmp_path, **how, weighting=name) for name in ("episodes", "decisions"))
     valid = rollout.valid.clone()
     valid[:, :3] = False
-    kept = gae.estimated(rollout, valid, even)
+    kept = ppo.estimated(rollout, valid, even)
     assert len(set(valid.sum(0).tolist())) > 2
     assert int(kept.sum()) == int((rollout.n_executed * valid if how else valid).sum())
-    weight = gae.weights(rollout, kept, even)
+    weight = ppo.weights(rollout, kept, even)
     assert weight.view(*valid.shape, -1).sum((0, 2)).tolist() == pytest.approx([0.0] * 3 + [1.0] * 5)
-    assert not weight[~kept].any() and torch.equal(gae.weights(rollout, kept, plain), kept.double())
+    assert not weight[~kept].any() and torch.equal(ppo.weights(rollout, kept, plain), kept.double())
 
 
 def test_the_mean_weight_of_what_is_trained_on_is_one(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +167,9 @@ def test_advantages_are_normalised_and_returns_explained_by_what_is_kept(rollout
     with opened() as run:
         torch.testing.assert_close(run.normalised(advantage, kept), (advantage - own.mean()) / (own.std() + 1e-5))
         assert not run.normalised(advantage, torch.zeros_like(kept)).any()
-        found = gae.estimate(rollout, run.settings)
+        found = ppo.estimate(rollout, run.settings)
         for advantages, wanted in ((0 * found.returns, 1.0), (found.returns, 0.0)):  # values that are returns; or 0
-            told = gae.explained_variance(run, found._replace(advantages=advantages), rollout.valid)
+            told = ppo.explained_variance(run, found._replace(advantages=advantages), rollout.valid)
             assert told["critic/explained_variance"] == pytest.approx(wanted)
 
 
@@ -213,8 +207,6 @@ def test_the_row_says_what_the_rollout_was(opened: Opened, monkeypatch: pytest.M
 
 
 # -- GRPO on chunks: the advantage of an episode within its group, and what has none
-
-
 def with_rewards(run: VLARun, rewards: Tensor, lost: tuple[int, ...] = ()) -> None:
     """Every rollout is as if its episodes had these returns; those of some slots were lost."""
     collect = run.collect

@@ -23,6 +23,7 @@ from tests.vla.published_runs import config
 
 
 def test_the_numbers_of_the_released_trainer(golden: Callable[[str], Any]) -> None:
+    """Returns, advantages and their bound; the critic; who is told what."""
     told = golden("recap")
     names = sorted(name for name in told if name.startswith("episode") and name.count("_") == 0)
     lengths, success = (torch.tensor([int(told[name][k]) for name in names]) for k in (0, 1))
@@ -36,9 +37,6 @@ def test_the_numbers_of_the_released_trainer(golden: Callable[[str], Any]) -> No
     assert float(bound) == pytest.approx(float(told["threshold_top30"]), abs=1e-7)
     assert torch.equal(found >= bound, torch.from_numpy(told["positive"]))
 
-
-def test_the_critic_of_the_released_trainer(golden: Callable[[str], Any]) -> None:
-    told = golden("recap")
     logits = torch.tensor(told["value_logits"], requires_grad=True)
     found = recap.value_loss(logits, torch.from_numpy(told["value_target"]))
     np.testing.assert_allclose(found.detach().numpy(), told["value_loss"], rtol=1e-5)
@@ -46,10 +44,6 @@ def test_the_critic_of_the_released_trainer(golden: Callable[[str], Any]) -> Non
     assert logits.grad is not None
     np.testing.assert_allclose(logits.grad.numpy(), told["value_grad"], atol=1e-6)
     np.testing.assert_allclose(recap.expected(logits).detach().numpy(), told["value_mean"], atol=1e-6)
-
-
-def test_who_is_told_what(golden: Callable[[str], Any]) -> None:
-    told = golden("recap")
     positive, uniform = (torch.from_numpy(told[key]) for key in ("positive", "route_uniform"))
     which = recap.told_of(positive, uniform, float(told["route_drop"])).numpy()
     for place, part in enumerate(("positive_conditional", "negative_conditional")):

@@ -79,6 +79,16 @@ def test_a_time_limit_truncates_and_the_next_decision_begins_anew() -> None:
         assert not terminated.any() and not rewards.any() and truncated.all() == (step == 2)
     assert executed == [4, 4, 2, 0]
     assert all(any(np.array_equal(row, start) for start in STARTS) for row in shown["agent_pos"])
+    with pytest.raises(RuntimeError, match="reset"):
+        dreams().step(noise(0))
+    env = dreams()
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="must have shape"):
+        env.step(np.zeros((6, 2, 3), dtype=np.float32))
+    with pytest.raises(ValueError, match="one each"):
+        two = Latent(torch.zeros(2, 12), torch.zeros(2, 6))
+        Dream(world(), Says(0), Starts(two, ["a"]), num_envs=1, chunk=1, max_steps=1, draw=TableWorld().draw)
+    assert env.render([0, 2]).shape == (2, 128, 128, 3)
 
 
 def test_the_judge_ends_a_dream_in_the_middle_of_a_chunk() -> None:
@@ -94,19 +104,6 @@ def test_the_judge_ends_a_dream_in_the_middle_of_a_chunk() -> None:
             ended = terminated
         elif step == 1:
             assert (info["n_executed"][ended] == 0).all() and (info["n_executed"][~ended] > 0).all()
-
-
-def test_what_a_dream_cannot_be() -> None:
-    with pytest.raises(RuntimeError, match="reset"):
-        dreams().step(noise(0))
-    env = dreams()
-    env.reset(seed=0)
-    with pytest.raises(ValueError, match="must have shape"):
-        env.step(np.zeros((6, 2, 3), dtype=np.float32))
-    with pytest.raises(ValueError, match="one each"):
-        two = Latent(torch.zeros(2, 12), torch.zeros(2, 6))
-        Dream(world(), Says(0), Starts(two, ["a"]), num_envs=1, chunk=1, max_steps=1, draw=TableWorld().draw)
-    assert env.render([0, 2]).shape == (2, 128, 128, 3)
 
 
 def test_the_real_table_in_chunks_is_the_one_in_steps() -> None:
@@ -209,8 +206,6 @@ def test_what_a_table_fulfils_can_be_read_from_what_it_shows() -> None:
 
 
 # -- The world model: its divergence against torch's, whose gradients move what, and that it learns what a move does
-
-
 def gaussians(seed: int) -> tuple[Normal, Normal]:
     draw = [keyed_noise((5, 4), seed, place) for place in range(4)]
     return Normal(draw[0], draw[1].exp()), Normal(draw[2], draw[3].exp())
@@ -218,23 +213,20 @@ def gaussians(seed: int) -> tuple[Normal, Normal]:
 
 @settings(max_examples=15)
 @given(st.integers(0, 1000), st.floats(0, 1))
-def test_the_divergence_is_torchs_whatever_the_balance(seed: int, balance: float) -> None:
-    q, p = gaussians(seed)
-    expected = kl_divergence(q, p).sum(-1)
-    torch.testing.assert_close(balanced_kl(q, p, balance=balance), expected, rtol=1e-4, atol=1e-4)
+def test_the_divergence_is_torchs_and_the_balance_shares_out_its_gradient(seed: int, balance: float) -> None:
+    q, p = (Normal(g.mean.requires_grad_(), g.stddev) for g in gaussians(seed))
+    expected, found = kl_divergence(q, p).sum(-1), balanced_kl(q, p, balance=balance)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    plain, shared = (torch.autograd.grad(each.sum(), (q.loc, p.loc)) for each in (expected, found))
+    torch.testing.assert_close(shared[0], (1 - balance) * plain[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(shared[1], balance * plain[1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_balance_shares_out_the_gradient() -> None:
-    q, p = (Normal(g.mean.requires_grad_(), g.stddev.detach().requires_grad_()) for g in gaussians(3))
-    plain = torch.autograd.grad(kl_divergence(q, p).sum(), (q.loc, p.loc))
-    shared = torch.autograd.grad(balanced_kl(q, p, balance=0.8).sum(), (q.loc, p.loc))
-    torch.testing.assert_close(shared[0], 0.2 * plain[0])
-    torch.testing.assert_close(shared[1], 0.8 * plain[1])
-
-
-def toys(tables: int = 40, length: int = 24, seed: int = 0):
-    found = play(tables, length, seed=seed)
-    return torch.from_numpy(found.observations), torch.from_numpy(found.actions)
+def toys(tables: int, length: int = 24) -> tuple[Tensor, Tensor, WorldModel]:
+    found = play(tables, length, seed=0)
+    torch.manual_seed(0)
+    shown = torch.from_numpy(found.observations), torch.from_numpy(found.actions)
+    return *shown, WorldModel(*shown, deterministic=16, stochastic=4)
 
 
 def test_play_follows_the_table_and_is_a_function_of_its_seed() -> None:
@@ -250,9 +242,7 @@ def test_play_follows_the_table_and_is_a_function_of_its_seed() -> None:
 
 
 def test_imagination_and_looking_differ_in_what_they_know() -> None:
-    observations, actions = toys(4)
-    torch.manual_seed(0)
-    world = WorldModel(observations, actions, deterministic=16, stochastic=4)
+    observations, actions, world = toys(4)
     latent = world.first(observations[:, 0])
     dreamt = world.imagine(latent, actions[:, 0], torch.zeros(4, 4))
     looked = world.look(latent, actions[:, 0], observations[:, 1])
@@ -263,11 +253,9 @@ def test_imagination_and_looking_differ_in_what_they_know() -> None:
     assert world.decode(looked).shape == (4, 9) and looked.rows(torch.tensor([2])).h.shape == (1, 16)
 
 
-def test_the_loss_is_reconstruction_and_divergence() -> None:
+def test_the_loss_is_reconstruction_and_divergence_and_updates_lower_it() -> None:
     """Nothing foretells the first observation. Without noise the model has looked at both."""
-    observations, actions = toys(3, 4)
-    torch.manual_seed(0)
-    world = WorldModel(observations, actions, deterministic=16, stochastic=4)
+    observations, actions, world = toys(3, 4)
     noise = torch.zeros(3, 2, 4)
     found = world_loss(world, observations[:, :2], actions[:, :1], noise, balance=0.8, kl_scale=0.5)
     first = world.first(observations[:, 0])
@@ -278,12 +266,7 @@ def test_the_loss_is_reconstruction_and_divergence() -> None:
     errors = (both - observations[:, :2]) / world.observation_std
     torch.testing.assert_close(found.reconstruction, 0.5 * errors.square().sum(-1).mean(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(found.loss, found.reconstruction + 0.5 * found.kl)
-
-
-def test_updates_lower_the_loss() -> None:
-    observations, actions = toys(8)
-    torch.manual_seed(0)
-    world = WorldModel(observations, actions, deterministic=16, stochastic=4)
+    observations, actions, world = toys(8)
     optimiser, how = torch.optim.Adam(world.parameters(), lr=1e-2), {"length": 6, "batch_size": 4, "seed": 0}
     losses = [float(world_step(world, optimiser, observations, actions, step=0, **how).loss) for _ in range(20)]
     assert losses[-1] < 0.7 * losses[0]

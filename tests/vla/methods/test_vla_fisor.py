@@ -41,16 +41,7 @@ def nets(data: Transitions, width: int = 32) -> fisor.Fisor:
     return fisor.Fisor(DiffusionMLP(config, frame_statistics(frames_of(data))), width=width)
 
 
-def test_other_discs_are_hazards_and_the_named_one_is_not() -> None:
-    discs = np.array([[[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]], dtype=np.float32).repeat(3, 0)
-    gripper = np.array([[0.05, 0.0], [0.5, 0.19], [0.3, 0.3]], dtype=np.float32)
-    for number, expected in ((9, [False, True, False]), (10, [True, False, False]), (0, [False, True, False])):
-        state = task.State(gripper, discs, np.full(3, -1), np.full(3, number))
-        assert in_hazard(state).tolist() == expected
-    assert HAZARD > task.GRASP and HAZARD < 0.36 - task.GRASP  # a disc can be touched from where it is safe
-
-
-def test_costs_of_a_chunk_are_those_of_its_actions() -> None:
+def test_other_discs_are_hazards_and_costs_of_a_chunk_are_those_of_its_actions() -> None:
     rng = np.random.default_rng(0)
     actions = rng.uniform(-1, 1, (12, 32, 3)).astype(np.float32)
     actions[..., 1] = np.abs(actions[..., 1])
@@ -61,6 +52,12 @@ def test_costs_of_a_chunk_are_those_of_its_actions() -> None:
     found = np.concatenate([part[-1]["costs"] for part in parts], 1)
     alive = ~np.stack([part[2] for part in parts]).any(0)  # tables without a success: their steps coincide
     assert alive.sum() > 8 and np.array_equal(found[alive], seen[alive]) and found[alive].sum() > 0
+    discs = np.array([[[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]], dtype=np.float32).repeat(3, 0)
+    gripper = np.array([[0.05, 0.0], [0.5, 0.19], [0.3, 0.3]], dtype=np.float32)
+    for number, expected in ((9, [False, True, False]), (10, [True, False, False]), (0, [False, True, False])):
+        state = task.State(gripper, discs, np.full(3, -1), np.full(3, number))
+        assert in_hazard(state).tolist() == expected
+    assert HAZARD > task.GRASP and HAZARD < 0.36 - task.GRASP  # a disc can be touched from where it is safe
 
 
 def with_risks(data: Transitions, std: float, bias: float = 0.0) -> fisor.Fisor:

@@ -152,8 +152,6 @@ def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, case: dict[str,
 
 
 # -- What a policy's run logs is what the catalogue documents, both ways
-
-
 CRITIC = set(PPO.metrics)
 OWN = set(by_heading()["Policies in simulation"]) | CRITIC
 SHARED = {"loss/policy", "ratio/mean", "lr", "updates", "timing/train_s", "timing/eval_s", "timing/iteration_s"}
@@ -259,7 +257,16 @@ def test_rl100_begins_with_a_files_steps(root: Path, tmp_path: Path) -> None:
     assert kept[-1]["eval/return_mean"] != 0
 
 
-def test_a_file_of_another_environment_is_refused(root: Path, tmp_path: Path) -> None:
+def test_a_files_rewards_are_scaled_and_one_that_does_not_fit_is_refused(
+    root: Path, tmp_path: Path, monkeypatch
+) -> None:
+    given = of_file(root, "fisor_bullet", line_file(tmp_path / "line.hdf5"), tmp_path)
+    steps = recorded(given)
+    assert steps is not None
+    data = fisor.file_data(given, Words(("go", "on")), steps)
+    returns = torch.zeros(40).index_add(0, data.episode, data.reward)
+    assert float(returns.max() - returns.min()) == pytest.approx(LIMIT, rel=1e-5)
+    assert np.allclose(data.cost, steps.cost) and data.action.shape == (len(steps.done), 1, 1)
     path = line_file(tmp_path / "line.hdf5", 2)
     with pytest.importorskip("h5py").File(path, "a") as file:
         wider = {key: np.repeat(file[key][()], 2, 1) for key in ("observations", "next_observations")}
@@ -268,19 +275,6 @@ def test_a_file_of_another_environment_is_refused(root: Path, tmp_path: Path) ->
             file[key] = values
     with pytest.raises(ValueError, match="actions of 4 and 1 numbers, those of environment.name: .*Line have 2 and 1"):
         train(of_file(root, "fisor_bullet", path, tmp_path / "run", *STEPS_FISOR))
-
-
-def test_rewards_are_scaled_to_the_longest_episode(root: Path, tmp_path: Path) -> None:
-    given = of_file(root, "fisor_bullet", line_file(tmp_path / "line.hdf5"), tmp_path)
-    steps = recorded(given)
-    assert steps is not None
-    data = fisor.file_data(given, Words(("go", "on")), steps)
-    returns = torch.zeros(40).index_add(0, data.episode, data.reward)
-    assert float(returns.max() - returns.min()) == pytest.approx(LIMIT, rel=1e-5)
-    assert np.allclose(data.cost, steps.cost) and data.action.shape == (len(steps.done), 1, 1)
-
-
-def test_files_are_looked_for_before_anything_is_loaded(root: Path, tmp_path: Path, monkeypatch) -> None:
     path = line_file(tmp_path / "ball_circle.hdf5", 2)
     assert check_files(of_file(root, "fisor_bullet", path, tmp_path / "run")) != []  # the file's code will run
     with pytest.raises(ConfigError, match="there is no file .*circle.hdf5; did you mean .*ball_circle.hdf5"):

@@ -124,7 +124,7 @@ def ensemble(members: int = 3) -> preferences.RewardEnsemble:
     return nets
 
 
-def test_the_most_disputed_pairs_are_chosen() -> None:
+def test_the_most_disputed_pairs_are_chosen_and_those_without_a_preference_teach_nothing() -> None:
     nets, shown = ensemble(), {k: v for k, v in frames().items() if k != ACTION}
     candidates = draw_pairs(["x"] * len(shown[STATE]), 40, seed=0, round_number=0)
     share = preferences.preference_logits(nets, shown, candidates).sigmoid()
@@ -133,9 +133,6 @@ def test_the_most_disputed_pairs_are_chosen() -> None:
     disputed = [pairs.index(pair) for pair in zip(*(side.tolist() for side in chosen), strict=True)]
     rest = torch.tensor([p for p in range(40) if p not in disputed])
     assert spread[disputed].min() >= spread[rest].max()
-
-
-def test_pairs_without_a_preference_teach_nothing() -> None:
     shown = {k: v for k, v in frames().items() if k != ACTION}
     pairs = Pairs(torch.tensor([0, 2]), torch.tensor([1, 3]))
     how = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3, "seed": 0}

@@ -49,12 +49,15 @@ def scored_by(policy):
     return lambda recorded: rl100.loss(RL100(), Acting(policy, SAMPLER), recorded)
 
 
-def test_the_gate_moves_up_only_and_the_clip_range_decays_for_200_uses() -> None:
+def test_the_gate_the_clip_range_and_policies_that_are_refused() -> None:
     gate = rl100.Gate(1.0)
     assert [gate.admits(value) for value in (0.5, 1.0, 1.2, 1.1, 1.3)] == [False, False, True, False, True]
     assert (gate.best, gate.accepted, gate.refused) == (1.3, 2, 3)
     assert [rl100.decayed_clip(0.25, 0.96, uses) for uses in (0, 2)] == pytest.approx([0.25, 0.25 * 0.96**2])
     assert rl100.decayed_clip(0.25, 0.96, 5000) == rl100.decayed_clip(0.25, 0.96, 200) > 0
+    published = SimpleNamespace(config=SimpleNamespace())
+    with pytest.raises(ValueError, match="policy.path: rl100's critics .* a SimpleNamespace has inputs of its own"):
+        rl100.inputs_of(published)
 
 
 def test_every_denoising_step_is_an_update_of_its_own_and_the_first_is_on_policy() -> None:
@@ -182,9 +185,3 @@ def test_a_student_meets_its_teacher_in_one_step() -> None:
         assert (found - goal).square().mean() < 0.3 * (noise - goal).square().mean()
         sampled = LearnedNoise(steps=1).act(student, student.encode(shown), noise)  # how it is used afterwards
     torch.testing.assert_close(sampled, found)
-
-
-def test_a_policy_whose_worth_cannot_be_imagined_is_refused() -> None:
-    published = SimpleNamespace(config=SimpleNamespace())
-    with pytest.raises(ValueError, match="policy.path: rl100's critics .* a SimpleNamespace has inputs of its own"):
-        rl100.inputs_of(published)

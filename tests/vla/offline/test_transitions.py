@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.mdp import ddpm, levels
+from genrl.mdp import ddpm
 from genrl.mdp.levels import flow_times
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.playground.minitable import MiniTable, demonstrate, expert_chunk, task
@@ -77,29 +77,22 @@ def test_an_episode_that_a_simulator_lost_is_left_out() -> None:
     assert judged(data)["eval/length_mean"] == 6.0
 
 
-class Recording(MiniTable):
-    def __init__(self, *args, **how) -> None:
-        super().__init__(*args, **how)
-        self.sent: list[np.ndarray] = []
-
-    def step(self, actions):
-        self.sent.append(np.array(actions))
-        return super().step(actions)
-
-
-@pytest.mark.parametrize(
-    ("policy", "sampler"),
-    [(flow(), FlowSteps("flow_cps", 4, 0.7, "all")), (diffusion(), Diffusion(steps=5, ft_denoising_steps=5))],
-)
-def test_a_rollout_holds_what_was_sent(policy, sampler) -> None:
-    env = Recording(6, image_size=0, chunk=4, max_steps=12)
-    rollout = collect(env, policy, sampler, RolloutPlan(decisions=5, seed=0, iteration=0))
-    data = offline.from_rollout(rollout, policy, gamma=0.95)
-    sent = torch.from_numpy(np.stack(env.sent))[rollout.valid]
-    torch.testing.assert_close(data.action, sent, rtol=1e-5, atol=1e-5)
-    assert torch.equal(data.done, rollout.done[rollout.valid]) and len(data.reward) == int(rollout.valid.sum())
-    final = rollout.observations[STATE][1:][rollout.valid]
-    assert torch.equal(data.next_observation[STATE], final)
+def test_a_rollout_holds_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = MiniTable.step
+    for policy, sampler in (
+        (flow(), FlowSteps("flow_cps", 4, 0.7, "all")),
+        (diffusion(), Diffusion(steps=5, ft_denoising_steps=5)),
+    ):
+        sent: list[np.ndarray] = []
+        monkeypatch.setattr(MiniTable, "step", lambda env, a, to=sent: to.append(np.array(a)) or step(env, a))
+        env = MiniTable(6, image_size=0, chunk=4, max_steps=12)
+        rollout = collect(env, policy, sampler, RolloutPlan(decisions=5, seed=0, iteration=0))
+        data = offline.from_rollout(rollout, policy, gamma=0.95)
+        wanted = torch.from_numpy(np.stack(sent))[rollout.valid]
+        torch.testing.assert_close(data.action, wanted, rtol=1e-5, atol=1e-5)
+        assert torch.equal(data.done, rollout.done[rollout.valid]) and len(data.reward) == int(rollout.valid.sum())
+        final = rollout.observations[STATE][1:][rollout.valid]
+        assert torch.equal(data.next_observation[STATE], final)
     env = MiniTable(4, image_size=0)
     rollout = collect(env, flow(), FlowSteps(steps=6), RolloutPlan(decisions=3, seed=0, iteration=0))
     with pytest.raises(ValueError, match="does not hold its chunks"):
@@ -119,6 +112,7 @@ def test_sets_are_merged_and_cut() -> None:
 
 
 def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
+    """Whose formulas are those of tests/vla/methods/test_sft.py."""
     data, bars = expert_data(4, one_episode=True), ddpm.cosine_alpha_bars(20)
     observation, action = data.observation, data.action
     for policy in (flow(), diffusion()):
@@ -127,15 +121,9 @@ def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
         found = imitation.cloning_errors(policy, chunks)
         rng, actions = generator(7), policy.normalised(action)
         noise = torch.randn(action.shape, generator=rng)
-        context = policy.encode(observation)
-        if policy.__class__.__name__ == "TinyFlowVLA":
-            sigma = flow_times(len(action), rng)
-            x = levels.flow_sample(actions, noise, sigma)
-            error = policy.velocity(context, x, sigma) - (noise - actions)
-        else:
-            timestep = torch.randint(20, (len(action),), generator=rng)
-            x = levels.diffusion_sample(actions, noise, bars[timestep])
-            error = policy.noise(context, x, timestep) - noise
+        flows = policy.__class__.__name__ == "TinyFlowVLA"
+        level = flow_times(len(action), rng) if flows else torch.randint(20, (len(action),), generator=rng)
+        error = imitation.matching_error(policy, policy.encode(observation), actions, noise, level, bars)
         torch.testing.assert_close(found, error.square().mean((1, 2)))
 
 
@@ -190,8 +178,6 @@ def test_the_losses_of_iql_by_hand() -> None:
 
 
 # -- Demonstrations as frames, supervised losses, and that training is a function of its seed
-
-
 def test_frames_are_what_the_environment_shows_and_what_the_expert_does() -> None:
     keys, tasks, row = task.episode_keys(0, np.arange(4), np.zeros(4)), (0, 4), 0
     seen = minitable_frames(demonstrate(keys, tasks), image_size=32)
@@ -210,14 +196,11 @@ def test_frames_are_what_the_environment_shows_and_what_the_expert_does() -> Non
     assert {len(value) for value in seen.values()} == {row}
 
 
-def test_statistics_have_a_floor_for_states_only() -> None:
+def test_statistics_have_a_floor_and_a_loss_that_is_not_finite_says_its_step() -> None:
     still = {STATE: torch.zeros(5, 2), ACTION: torch.zeros(5, 3), TOKENS: torch.ones(5, 2, dtype=torch.int64)}
     found = frame_statistics(still)
     assert set(found) == {STATE, ACTION}
     assert found[STATE]["std"].tolist() == pytest.approx([STD_FLOOR] * 2) and found[ACTION]["std"].abs().max() == 0
-
-
-def test_a_loss_that_is_not_finite_says_its_step() -> None:
     spoilt = frames() | {STATE: frames()[STATE] * torch.nan}
     with pytest.raises(FloatingPointError, match="step 0"):
         next(imitate(flow(TOLD), spoilt, seed=1, steps=6, batch_size=8, learning_rate=1e-3))

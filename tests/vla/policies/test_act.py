@@ -47,12 +47,10 @@ RUN: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    found = {}
-    for prefix, settings in KINDS.items():
-        found[prefix] = tmp_path_factory.mktemp("act")
-        published.act_folder(found[prefix], **settings)
-    return found
+def act(tmp_path_factory) -> Path:
+    path: Path = tmp_path_factory.mktemp("act")
+    published.act_folder(path)
+    return path
 
 
 def config(place: Path, **changes: Any) -> Any:
@@ -63,23 +61,23 @@ def config(place: Path, **changes: Any) -> Any:
     return load(path)
 
 
-def test_the_layout_is_the_published_one(folders) -> None:
+def test_the_layout_is_the_published_one(act) -> None:
     """LeRobot counts 51,613,582 parameters of an ACT with its default sizes, one camera and fourteen joints; its frozen
     batch norms and the places of the VAE's tokens are no parameters."""
     listed = published.act_shapes(ACT_REAL)
     assert len(listed) == 234
     buffers = [k for k in listed if k.endswith("pos_enc") or (".backbone." in k and len(listed[k]) == 1)]
     assert sum(math.prod(shape) for key, shape in listed.items() if key not in buffers) == 51_613_582
-    robot = load_policy(folders[""]).robot
+    robot = load_policy(act).robot
     robot.widths, robot.action_dim = {STATE: 14}, 14
     with torch.device("meta"):
         real = ACT(ACTConfig(), robot)
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == listed
 
 
-def of_lerobot(prefix: str) -> dict[str, Tensor]:
+def of_lerobot(kind: str, prefix: str = "") -> dict[str, Tensor]:
     """What LeRobot 0.6.1 did with the same folder (tests/fixtures/lerobot_reference.py)."""
-    with np.load(LEROBOT / "act.npz") as arrays:
+    with np.load(LEROBOT / f"{kind}.npz") as arrays:
         return {name.removeprefix(prefix): torch.from_numpy(arrays[name]) for name in arrays if name.startswith(prefix)}
 
 
@@ -87,7 +85,7 @@ def of_lerobot(prefix: str) -> dict[str, Tensor]:
 def test_it_acts_and_its_loss_is_as_lerobots_own(prefix: str, tmp_path) -> None:
     """The loss on a batch of which a part is padding, with LeRobot's noise in the latent."""
     published.act_folder(tmp_path, dropout=0.0, **KINDS[prefix])
-    policy, given = load_policy(tmp_path), of_lerobot(prefix)
+    policy, given = load_policy(tmp_path), of_lerobot("act", prefix)
     with torch.no_grad():
         chunk = Regression().act(policy, policy.encode(published.act_observation()), torch.zeros(3, 8, 3))
     assert given["chunk"].std(0).mean() > 0.05 and given["chunk"].std(1).mean() > 0.05  # of rows, and of actions
@@ -126,8 +124,8 @@ def test_the_parts_of_the_processes_add_up(tmp_path) -> None:
             assert sum(loss(slice(k, None, processes)) for k in range(processes)) == pytest.approx(whole, rel=1e-5)
 
 
-def test_dropout_is_of_the_recorded_seed_and_of_training_alone(folders) -> None:
-    policy = load_policy(folders[""])
+def test_dropout_is_of_the_recorded_seed_and_of_training_alone(act) -> None:
+    policy = load_policy(act)
     shown = published.act_observation() | {ACTION: torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(0))}
     first = recorded_frames(policy, shown, torch.arange(3), generator(0, "x"), torch.ones(1))
     other = replace(first, tensors=first.tensors | {"noise/dropout": first["noise/dropout"] + 1})
@@ -197,13 +195,13 @@ def test_settings_of_a_new_policy_are_refused(args: dict[str, Any], match: str, 
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["run.lock"]
 
 
-def test_reinforcement_refuses_it(folders, tmp_path) -> None:
-    trainer, path = {"algorithm": "ppo"}, {"path": str(folders[""])}
+def test_reinforcement_refuses_it(act, tmp_path) -> None:
+    trainer, path = {"algorithm": "ppo"}, {"path": str(act)}
     plain = {"demonstrations": None, "policy": path | {"new": None}}
     with pytest.raises(ConfigError, match="ppo cannot train a policy that predicts actions.*no likelihood; take sft"):
         config(tmp_path, trainer=trainer, **plain)
     found = config(tmp_path, trainer=trainer, sampler="flow_sde", **plain)
-    policy = load_policy(folders[""])
+    policy = load_policy(act)
     with pytest.raises(ValueError, match="predicts velocity; for this one write regression"):
         sampler_of(found, policy)
     with pytest.raises(ValueError, match="no likelihood, so nothing can reinforce it: use sft"):
@@ -236,25 +234,10 @@ def test_the_layout_of_diffusion_policy_is_the_published_one(folder) -> None:
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == listed
 
 
-def test_a_policy_that_predicts_actions_predicts_their_noise(folder, tmp_path) -> None:
-    published.diffusion_folder(tmp_path, prediction_type="sample")
-    policy, told = load_policy(tmp_path), load_policy(folder)
-    context = policy.encode(observation())
-    noise, action = policy.noise(context, chunk(), TIMES), told.noise(context, chunk(), TIMES)
-    bar = ddpm.cosine_alpha_bars(100)[TIMES].float()[:, None, None]
-    torch.testing.assert_close(bar.sqrt() * action + (1 - bar).sqrt() * noise, chunk(), rtol=1e-4, atol=1e-4)
-
-
-def chains_of_lerobot() -> dict[str, Tensor]:
-    """What LeRobot 0.6.1 did with the same folder (tests/fixtures/lerobot_reference.py)."""
-    with np.load(LEROBOT / "diffusion.npz") as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-
-
 def test_the_whole_chain_is_lerobots_own(folder) -> None:
     """100 steps of DDPM with LeRobot's noise, its pictures and states prepared by its own processors; the chain of
     LeRobot begins one action earlier, and it returns the four that it executes."""
-    policy, given = load_policy(folder), chains_of_lerobot()
+    policy, given = load_policy(folder), of_lerobot("diffusion")
     noise = given["noise"].float().roll(-1, 2).transpose(0, 1)
     sampler = Diffusion(100, 100, 100, floor=1e-12, noise_clip=1e9)
     with torch.no_grad():
@@ -267,7 +250,7 @@ def test_the_whole_chain_is_lerobots_own(folder) -> None:
 
 def test_a_ddim_chain_is_lerobots_but_for_the_noise_of_a_clipped_action(folder) -> None:
     """LeRobot goes on with the noise that was predicted, DPPO (and `act`) with that of the action after its clip."""
-    policy, given = load_policy(folder), chains_of_lerobot()
+    policy, given = load_policy(folder), of_lerobot("diffusion")
     start, grid = given["noise"][0].float().roll(-1, 1), ddpm.ddim_grid(ddpm.cosine_alpha_bars(100), 10)
     with torch.no_grad():
         context, x = policy.encode(observation()), start
@@ -281,7 +264,7 @@ def test_a_ddim_chain_is_lerobots_but_for_the_noise_of_a_clipped_action(folder) 
     assert (own[:, :4] - given["ddim_chunk"]).abs().max() > 0.1  # random weights clip at nearly every step
 
 
-def test_pictures_are_resized_as_pillow_does(tmp_path) -> None:
+def test_pictures_are_resized_as_pillow_does_and_predicted_actions_are_noise(tmp_path, folder) -> None:
     published.diffusion_folder(tmp_path, resize_shape=[40, 37])
     policy = load_policy(tmp_path)
     policy.robot.modes[CAMERA] = "IDENTITY"
@@ -289,9 +272,15 @@ def test_pictures_are_resized_as_pillow_does(tmp_path) -> None:
     ours = policy._framed(policy.robot.picture({CAMERA: seen}, CAMERA, torch.device("cpu")))
     red = Image.fromarray(seen[0, :, :, 0].float().numpy() / 255.0).resize((37, 40), Image.Resampling.BILINEAR)
     torch.testing.assert_close(ours[0, 0], torch.from_numpy(np.array(red))[3:37, 0:36], rtol=1e-4, atol=1e-4)
+    published.diffusion_folder(tmp_path, prediction_type="sample")
+    policy, told = load_policy(tmp_path), load_policy(folder)
+    context = policy.encode(observation())
+    noise, action = policy.noise(context, chunk(), TIMES), told.noise(context, chunk(), TIMES)
+    bar = ddpm.cosine_alpha_bars(100)[TIMES].float()[:, None, None]
+    torch.testing.assert_close(bar.sqrt() * action + (1 - bar).sqrt() * noise, chunk(), rtol=1e-4, atol=1e-4)
 
 
-def test_one_observation_stands_for_the_history(folder) -> None:
+def test_one_observation_stands_for_the_history_and_what_does_not_fit_is_refused(folder) -> None:
     policy, one = load_policy(folder), observation(history=None)
     twice = {name: torch.stack([value, value], 1) for name, value in one.items()}
     assert torch.equal(policy.encode(one)["features"], policy.encode(twice)["features"])
@@ -300,6 +289,12 @@ def test_one_observation_stands_for_the_history(folder) -> None:
     assert not torch.equal(policy.encode(one)["features"], policy.encode(moved)["features"])
     with pytest.raises(ValueError, match="reads 2 observations"):
         policy.encode({name: value[:, :1] for name, value in twice.items()})
+    with pytest.raises(ValueError, match="noise"):
+        load_policy(folder).with_heads(critic=0, noise_head="expert", seed=0)
+    with pytest.raises(ValueError, match="has no critic"):
+        load_policy(folder).value({})
+    with pytest.raises(ValueError, match="takes no Adapt|rename names"):
+        load_policy(folder, adapt=Adapt(rename={"observation.image": "observation.images.wrong"}))
 
 
 def test_replay_is_the_sample_and_the_loss_moves_everything(folder) -> None:
@@ -325,12 +320,3 @@ def test_replay_is_the_sample_and_the_loss_moves_everything(folder) -> None:
     policy.zero_grad()
     policy.value(policy.encode(seen)).sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in policy.diffusion.parameters())
-
-
-def test_what_does_not_fit_is_refused(folder) -> None:
-    with pytest.raises(ValueError, match="noise"):
-        load_policy(folder).with_heads(critic=0, noise_head="expert", seed=0)
-    with pytest.raises(ValueError, match="has no critic"):
-        load_policy(folder).value({})
-    with pytest.raises(ValueError, match="takes no Adapt|rename names"):
-        load_policy(folder, adapt=Adapt(rename={"observation.image": "observation.images.wrong"}))

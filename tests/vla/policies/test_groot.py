@@ -87,16 +87,6 @@ def test_it_acts_and_learns_as_lerobots_own(kind: str, tmp_path) -> None:
     torch.testing.assert_close(errors.sum() / given["valid"].sum(), theirs["loss"], rtol=1e-4, atol=0)
 
 
-def test_noise_levels_are_those_of_flows_and_parts_are_trained_as_the_folder_says(folder, tmp_path) -> None:
-    drawn = load_policy(folder).loss_noise(3, torch.Generator().manual_seed(0))
-    assert torch.equal(drawn["level"], flow_times(3, _after_noise()))
-    groot_folder(tmp_path, tune_projector=False, tune_vlln=False, tune_top_llm_layers=1, tune_visual=True)
-    policy = load_policy(tmp_path)
-    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    begins = ("backbone.visual.", "backbone.language_model.layers.2.", "action_head.model.")
-    assert trained == {name for name, _ in policy.named_parameters() if name.startswith(begins)}
-
-
 def _after_noise() -> torch.Generator:
     rng = torch.Generator().manual_seed(0)
     torch.randn(3, 8, 12, generator=rng)
@@ -128,7 +118,7 @@ def test_adapters_are_in_the_head_and_layers_are_computed_again(folder, tmp_path
     assert (ours - before).abs().max() > 1e-3
 
 
-def test_only_what_a_robot_was_taught_is_imitated(tmp_path) -> None:
+def test_what_is_imitated_with_which_noise_and_which_parts_are_trained(tmp_path, folder) -> None:
     groot_folder(tmp_path, chunk_size=4)
     policy = load_policy(tmp_path)
     actions, drawn = policy.normalised(torch.randn(3, 8, 3)), policy.loss_noise(3, torch.Generator().manual_seed(0))
@@ -137,6 +127,13 @@ def test_only_what_a_robot_was_taught_is_imitated(tmp_path) -> None:
         found = policy.errors(context, actions, whole, drawn).actions
         other = policy.errors(context, actions + (torch.arange(8) >= 4)[:, None], whole, drawn).actions
     assert torch.equal(found, other) and not found[:, 4:].any() and found[:, :4].all()
+    drawn = load_policy(folder).loss_noise(3, torch.Generator().manual_seed(0))
+    assert torch.equal(drawn["level"], flow_times(3, _after_noise()))
+    groot_folder(tmp_path, tune_projector=False, tune_vlln=False, tune_top_llm_layers=1, tune_visual=True)
+    policy = load_policy(tmp_path)
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    begins = ("backbone.visual.", "backbone.language_model.layers.2.", "action_head.model.")
+    assert trained == {name for name, _ in policy.named_parameters() if name.startswith(begins)}
 
 
 def test_units_cameras_and_words(folder, tmp_path) -> None:

@@ -27,7 +27,7 @@ def changed(path, **settings) -> None:
     file.write_text(json.dumps(content))
 
 
-def test_instructions_are_padded_to_one_length_and_cut_as_the_folder_says(tmp_path) -> None:
+def test_instructions_are_padded_and_cut_as_the_folder_says_and_its_tokenizer_is_asked_for(tmp_path) -> None:
     smol_folder(tmp_path)
     policy = load_policy(tmp_path)
     tokens = policy.tokenise(["touch the blue block", "put the red block in the far zone put the red block in"])
@@ -38,9 +38,6 @@ def test_instructions_are_padded_to_one_length_and_cut_as_the_folder_says(tmp_pa
     changed(tmp_path, truncation=False)
     with pytest.raises(ValueError, match="has 14 tokens, the policy takes 12"):
         load_policy(tmp_path).tokenise(["put the red block in the far zone put the red block in"])
-
-
-def test_a_tokenizer_that_is_nowhere_is_asked_for(tmp_path) -> None:
     pi_folder(tmp_path)
     (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
     with pytest.raises(OSError, match=r"'google/paligemma-3b-pt-224'.*put its files into .*tokenizer"):
@@ -80,8 +77,6 @@ def test_a_white_picture_fills_its_part_of_the_square(height: int, width: int, p
 
 
 # -- LeRobot's normalisation modes and their inverses
-
-
 MODES = ["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 
 
@@ -100,7 +95,7 @@ def test_the_inverse_brings_actions_back(mode, seed: int) -> None:
     torch.testing.assert_close(back, values.double(), rtol=1e-9, atol=1e-9)
 
 
-def test_what_a_mode_promises() -> None:
+def test_statistics_by_hand_and_what_a_mode_promises() -> None:
     values = demonstrations()
     stats = statistics(values)
     moving = values[:, :3]
@@ -114,17 +109,11 @@ def test_what_a_mode_promises() -> None:
         inside = normalise(moving, {k: v[:3] for k, v in stats.items() if k != "count"}, mode).abs() <= 1 + 1e-4
         assert inside.float().mean(0).sub(share).abs().max() < 0.02
     assert all(normalise(values, stats, mode).isfinite().all() for mode in MODES)  # the last number never moved
-
-
-def test_statistics_by_hand() -> None:
     values = torch.arange(101.0)[:, None].repeat(1, 2).view(101, 1, 2)
     stats = statistics(values)
     assert stats["count"].item() == 101 and stats["mean"].tolist() == [50.0, 50.0]
     wanted = {"min": 0, "q01": 1, "q10": 10, "q50": 50, "q90": 90, "q99": 99, "max": 100}
     assert {name: stats[name][0].item() for name in wanted} == pytest.approx(wanted)
-
-
-def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not finite: \[1\]"):
         statistics(torch.tensor([[1.0], [torch.nan]]))
     with pytest.raises(KeyError, match="q01"):
@@ -134,8 +123,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 # -- Saved policies: the same one back, LeRobot's files, and what is refused
-
-
 POLICIES = {
     "flow": lambda: flow(SEES, critic=1, noise_head="context"),
     "flow from states": lambda: flow(TOLD),
@@ -159,7 +146,7 @@ def test_a_saved_policy_is_the_same_policy(name: str, tmp_path) -> None:
     assert not list((tmp_path / "policy").glob("*.partial"))
 
 
-def test_the_files_are_lerobots(tmp_path) -> None:
+def test_the_files_are_lerobots_and_what_is_not_such_a_folder_is_refused(tmp_path) -> None:
     policy = flow(SEES)
     save_policy(policy, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -173,9 +160,6 @@ def test_the_files_are_lerobots(tmp_path) -> None:
     stats = load_file(tmp_path / processor["steps"][0]["state_file"])
     assert torch.equal(stats["action.max"], policy.stats[ACTION]["max"])
     assert set(load_file(tmp_path / "model.safetensors")) == set(policy.state_dict())
-
-
-def test_what_is_not_such_a_folder_is_refused(tmp_path) -> None:
     save_policy(flow(SEES), tmp_path)
     good = json.loads((tmp_path / "config.json").read_text())
 

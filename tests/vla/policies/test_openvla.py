@@ -19,9 +19,8 @@ from genrl.vla.policies.transformer import VITS, Featurizer
 from genrl.vla.rollout.sampling import Regression, Tokens
 from tests.vla import openvla_folders
 from tests.vla.openvla_folders import REAL, TINY, bounds, observation
-from tests.vla.published import pi_folder
+from tests.vla.published import LINES, pi_folder
 
-LINES = ["put the red block in the far zone", "touch the blue block", "touch the green block"]
 LIBERO = {"action": bounds([-0.5] * 7, [1.5] * 7, [True] * 6 + [False]), "proprio": bounds([-1.0] * 8, [1.0] * 8)}
 
 
@@ -178,18 +177,15 @@ def robot(folder: Path, stats: dict[str, Any], **settings: Any) -> openvla_folde
     return openvla_folder.Robot(openvla_folder.read(folder, oft(**settings)))
 
 
-def test_actions_are_mapped_by_the_quantiles_and_the_mask(tmp_path: Path) -> None:
+def test_actions_are_mapped_by_quantiles_and_mask_grippers_opened_and_data_sets_chosen_by_name(tmp_path: Path) -> None:
+    """LIBERO's data sets have 1 for open, 0 for closed; robosuite's action is -1 and 1."""
     units = robot(tmp_path, {"bridge": {"action": bounds([-0.5, 0.0, 0.0], [1.5, 2.0, 9.0], [True, True, False])}})
     chunk = torch.tensor([[-1.0, 0.0, 0.25], [1.0, 1.0, 1.0]])
     torch.testing.assert_close(units.actions(chunk), torch.tensor([[-0.5, 1.0, 0.25], [1.5, 2.0, 1.0]]))
     torch.testing.assert_close(units.normalised(units.actions(chunk), 3), chunk)
     beyond = units.normalised(torch.tensor([[9.0, -9.0, 0.5]]), 3)
     torch.testing.assert_close(beyond, torch.tensor([[1.0, -1.0, 0.5]]))
-
-
-def test_the_gripper_of_libero_opens_at_minus_one(tmp_path: Path) -> None:
-    """Its data sets have 1 for open, 0 for closed; robosuite's action is -1 and 1."""
-    units = robot(tmp_path, {"libero_10_no_noops": LIBERO}, unnorm_key="libero_10")
+    units = robot(tmp_path / "libero", {"libero_10_no_noops": LIBERO}, unnorm_key="libero_10")
     chunk = torch.zeros(4, 7)
     chunk[:, 6] = torch.tensor([0.0, 0.49, 0.51, 1.0])
     assert units.actions(chunk)[:, 6].tolist() == [1.0, 1.0, -1.0, -1.0]
@@ -197,14 +193,27 @@ def test_the_gripper_of_libero_opens_at_minus_one(tmp_path: Path) -> None:
     shown = torch.zeros(2, 7)
     shown[:, 6] = torch.tensor([-1.0, 1.0])
     assert units.normalised(shown, 7)[:, 6].tolist() == [1.0, 0.0]
+    every = {f"libero_{suite}_no_noops": LIBERO for suite in ("10", "goal", "spatial")} | {"bridge_orig": LIBERO}
+    assert robot(tmp_path, every, unnorm_key="libero_goal").data_set == "libero_goal_no_noops"
+    text = "policy.oft.unnorm_key: must name one of the 4 data sets .* found 'libero_gaol'; the nearest: libero_goal_no"
+    with pytest.raises(ValueError, match=text):
+        robot(tmp_path, every, unnorm_key="libero_gaol")
+    with pytest.raises(ValueError, match="nothing is written; the nearest: bridge_orig, libero_10_no_noops, libero_g"):
+        robot(tmp_path, every)
+    (tmp_path / "dataset_statistics.json").write_text(json.dumps({"mine": LIBERO}))
+    assert robot(tmp_path, every, unnorm_key="mine").data_set == "mine"
 
 
-def test_a_state_is_clipped_to_its_range(tmp_path: Path) -> None:
+def test_a_state_is_clipped_to_its_range_and_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path, proprio=True)
     units = openvla_folder.Robot(openvla_folder.read(tmp_path, oft()))
     found = units.state({"observation.state": torch.tensor([[0.5, -7.0, 0.75]])}, torch.device("cpu"))
     assert found.tolist() == [[0.5, -1.0, 0.5]] and units.stats.keys() == {"action", "observation.state"}
     assert units.inputs == ("observation.state", "observation.image")
+    units = robot(tmp_path / "other", {"a": openvla_folders.TABLE}, centre_crop=False)
+    given = {"observation.image": torch.full((2, 64, 64, 3), 51, dtype=torch.uint8)}
+    found = units.pictures(given, torch.device("cpu"))
+    assert found.shape == (2, 3, 32, 32) and torch.equal(found, torch.full_like(found, 0.2))
 
 
 def test_the_central_crop_is_tensorflows() -> None:
@@ -220,13 +229,6 @@ def test_the_central_crop_is_tensorflows() -> None:
     found = openvla_folder.central(pictures)[0].numpy()
     assert np.abs(found - steps).max() < 1e-6 or (np.abs(found - steps) > 1e-6).mean() < 0.01
     assert np.abs(found - both).max() < 1 / 255 + 1e-6
-
-
-def test_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
-    units = robot(tmp_path, {"a": openvla_folders.TABLE}, centre_crop=False)
-    given = {"observation.image": torch.full((2, 64, 64, 3), 51, dtype=torch.uint8)}
-    found = units.pictures(given, torch.device("cpu"))
-    assert found.shape == (2, 3, 32, 32) and torch.equal(found, torch.full_like(found, 0.2))
 
 
 @pytest.mark.parametrize("old", [(40, 56), (20, 24), (28, 40)])
@@ -245,19 +247,7 @@ def test_resizing_is_tensorflows_lanczos(old: tuple[int, int]) -> None:
     assert np.abs(openvla_folder.lanczos(pictures, (28, 28)).numpy() - wanted).max() < 1e-5
 
 
-def test_data_sets_are_chosen_by_name(tmp_path: Path) -> None:
-    every = {f"libero_{suite}_no_noops": LIBERO for suite in ("10", "goal", "spatial")} | {"bridge_orig": LIBERO}
-    assert robot(tmp_path, every, unnorm_key="libero_goal").data_set == "libero_goal_no_noops"
-    text = "policy.oft.unnorm_key: must name one of the 4 data sets .* found 'libero_gaol'; the nearest: libero_goal_no"
-    with pytest.raises(ValueError, match=text):
-        robot(tmp_path, every, unnorm_key="libero_gaol")
-    with pytest.raises(ValueError, match="nothing is written; the nearest: bridge_orig, libero_10_no_noops, libero_g"):
-        robot(tmp_path, every)
-    (tmp_path / "dataset_statistics.json").write_text(json.dumps({"mine": LIBERO}))
-    assert robot(tmp_path, every, unnorm_key="mine").data_set == "mine"
-
-
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_and_incomplete_folders_are_refused(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path, proprio=True)
     with pytest.raises(ValueError, match="holds an OpenVLA: write policy.oft, not policy.rename"):
         load_policy(tmp_path, adapt=Adapt(rename={"observation.image": "observation.images.top"}))
@@ -271,9 +261,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     pi_folder(tmp_path / "pi")
     with pytest.raises(ValueError, match="policy.oft is of an OpenVLA, and this is pi0"):
         load_policy(tmp_path / "pi", adapt=oft())
-
-
-def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path, head=True)
     head, other = (tmp_path / f"action_head--{steps}_checkpoint.pt" for steps in (150, 300))
     other.write_bytes(head.read_bytes())

@@ -28,10 +28,9 @@ BOTH = pytest.mark.parametrize("adaptive", [False, True], ids=["pi0", "pi05"])
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {}
-    for adaptive in (False, True):
-        path = tmp_path_factory.mktemp("pi")
-        made[adaptive] = path, published.pi_folder(path, adaptive=adaptive)
+    made = {adaptive: tmp_path_factory.mktemp("pi") for adaptive in (False, True)}
+    for adaptive, path in made.items():
+        published.pi_folder(path, adaptive=adaptive)
     return made
 
 
@@ -66,7 +65,7 @@ def test_the_layout_is_the_published_one(adaptive: bool, folders) -> None:
         sizes = {key: math.prod(shape) for key, shape in listed.items()}
         assert sum(sizes.values()) == 3_616_757_520
         assert sum(size for key, size in sizes.items() if ".paligemma." not in key) == 693_422_112
-    policy = load_policy(folders[adaptive][0])
+    policy = load_policy(folders[adaptive])
     real = pi0.PI0(pi0.PI0Config(adaptive), policy.robot, policy.prompts, 257152)
     wanted = {pi0.own_name(key): shape for key, shape in listed.items() if "gemma_expert.lm_head" not in key}
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == wanted
@@ -97,15 +96,6 @@ def test_the_state_falls_into_numpys_bins(state: list[float]) -> None:
     assert pi0.discretised(torch.tensor([state]))[0].tolist() == wanted.tolist()
 
 
-def test_pi05_writes_the_state_into_the_prompt(folders) -> None:
-    policy = load_policy(folders[True][0])
-    told = pi0._prompts(policy.tokenise(["put_the red\nblock "]), torch.tensor([[-2.0, -1.0, 0.0, 0.9999, 1.0]]))
-    assert told == ["Task: put the red block, State: -1 0 128 255 255;\nAction: "]
-    texts = ["touch the blue block", "légère"]
-    told = pi0._prompts(policy.tokenise(texts), torch.zeros(2, 1))
-    assert [text.split(",")[0] for text in told] == [f"Task: {text}" for text in texts]
-
-
 def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_path, monkeypatch) -> None:
     """Five; with padded_state as many as the model is wide. The choice goes with the policy that is saved."""
     told: list[str] = []
@@ -118,28 +108,34 @@ def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_p
             policy.encode(observation(policy))
         return told[0].split("State: ")[1].removesuffix(";\nAction: ").split()
 
-    own = numbers(load_policy(folders[True][0]))
-    padded = load_policy(folders[True][0], adapt=Adapt(padded_state=True))
+    own = numbers(load_policy(folders[True]))
+    padded = load_policy(folders[True], adapt=Adapt(padded_state=True))
     assert len(own) == 5 and numbers(padded) == [*own, *["128"] * 27]
     padded.save(tmp_path / "again")
     assert numbers(load_policy(tmp_path / "again")) == [*own, *["128"] * 27]
     assert numbers(load_policy(tmp_path / "again", adapt=Adapt(padded_state=False))) == own
     with pytest.raises(ValueError, match="policy.padded_state is of type pi05, and this is pi0"):
-        load_policy(folders[False][0], adapt=Adapt(padded_state=True))
+        load_policy(folders[False], adapt=Adapt(padded_state=True))
+    policy = load_policy(folders[True])
+    told = pi0._prompts(policy.tokenise(["put_the red\nblock "]), torch.tensor([[-2.0, -1.0, 0.0, 0.9999, 1.0]]))
+    assert told == ["Task: put the red block, State: -1 0 128 255 255;\nAction: "]
+    texts = ["touch the blue block", "légère"]
+    told = pi0._prompts(policy.tokenise(texts), torch.zeros(2, 1))
+    assert [text.split(",")[0] for text in told] == [f"Task: {text}" for text in texts]
 
 
 @BOTH
 def test_they_act_as_lerobots_own(adaptive: bool, folders) -> None:
     """As LeRobot 0.6.1 acts with the same folder (tests/fixtures/lerobot_reference.py), prompt and pictures being made
     by its own processors."""
-    policy = load_policy(folders[adaptive][0])
+    policy = load_policy(folders[adaptive])
     with np.load(LEROBOT / ("pi05.npz" if adaptive else "pi0.npz")) as arrays:
         acts_as(policy, observation(policy), {name: torch.from_numpy(arrays[name]) for name in arrays.files})
 
 
 @BOTH
 def test_gradients_reach_a_language_model_that_is_trained(adaptive: bool, folders, tmp_path) -> None:
-    frozen = load_policy(folders[adaptive][0])
+    frozen = load_policy(folders[adaptive])
     seen = observation(frozen)
     assert not any(value.requires_grad for value in frozen.encode(seen).values())
     published.pi_folder(tmp_path, adaptive=adaptive, train_expert_only=False, freeze_vision_encoder=True)
@@ -154,7 +150,7 @@ def test_gradients_reach_a_language_model_that_is_trained(adaptive: bool, folder
 
 
 def test_heads_can_be_changed_and_taken_away(folders, tmp_path) -> None:
-    first = load_policy(folders[False][0]).with_heads(critic=1, noise_head="expert", seed=0)
+    first = load_policy(folders[False]).with_heads(critic=1, noise_head="expert", seed=0)
     kept = first.value_head[0].weight.clone()
     assert torch.equal(first.with_heads(critic=1, noise_head="none", seed=5).value_head[0].weight, kept)
     weight = first.with_heads(critic=6, noise_head="none", seed=5).value_head[0].weight
@@ -168,8 +164,8 @@ def test_heads_can_be_changed_and_taken_away(folders, tmp_path) -> None:
         first.with_heads(critic=0, noise_head="context", seed=0)
 
 
-def test_cameras_can_be_renamed_and_left_out(folders) -> None:
-    path, _ = folders[False]
+def test_cameras_can_be_renamed_and_left_out_and_what_an_observation_lacks_is_named(folders) -> None:
+    path = folders[False]
     policy = load_policy(path, adapt=Adapt(rename={"observation.image": "observation.images.left_wrist_0_rgb"}))
     assert policy.inputs == ("observation.state", "observation.image", TOKENS)
     seen = observation(policy)
@@ -177,6 +173,16 @@ def test_cameras_can_be_renamed_and_left_out(folders) -> None:
     assert policy.encode(one)["valid"].sum(1).tolist() == [4 + 9, 4 + 5, 4 + 5]
     with pytest.raises(ValueError, match="nearest one is 'observation.images.left_wrist_0_rgb'"):
         load_policy(path, adapt=Adapt(rename={"observation.image": "observation.images.left_wrist"}))
+    policy = load_policy(folders[False])
+    seen = observation(policy)
+    with pytest.raises(KeyError, match="base_0_rgb"):
+        policy.encode({key: value for key, value in seen.items() if "base" not in key})
+    with pytest.raises(ValueError, match="observation.state has 4 numbers"):
+        policy.encode(seen | {STATE: seen[STATE][:, :4]})
+    with pytest.raises(ValueError, match="uint8"):
+        policy.encode(seen | {"observation.images.base_0_rgb": seen["observation.images.base_0_rgb"].float()})
+    with pytest.raises(ValueError, match="row 1 has no instruction"):
+        policy.tokenise(["touch the blue block", " "])
 
 
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
@@ -223,22 +229,7 @@ def test_a_base_model_needs_statistics_and_keeps_those_it_is_given(tmp_path) -> 
         torch.testing.assert_close(found.normalised(torch.full((1, 6, 3), 8.0))[..., :3], torch.full((1, 6, 3), 2.0))
 
 
-def test_what_an_observation_lacks_is_named(folders) -> None:
-    policy = load_policy(folders[False][0])
-    seen = observation(policy)
-    with pytest.raises(KeyError, match="base_0_rgb"):
-        policy.encode({key: value for key, value in seen.items() if "base" not in key})
-    with pytest.raises(ValueError, match="observation.state has 4 numbers"):
-        policy.encode(seen | {STATE: seen[STATE][:, :4]})
-    with pytest.raises(ValueError, match="uint8"):
-        policy.encode(seen | {"observation.images.base_0_rgb": seen["observation.images.base_0_rgb"].float()})
-    with pytest.raises(ValueError, match="row 1 has no instruction"):
-        policy.tokenise(["touch the blue block", " "])
-
-
 # -- SmolVLA: the published layout, LeRobot's own actions, replay, freezing, what is refused
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("smol")

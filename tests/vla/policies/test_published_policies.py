@@ -45,14 +45,8 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {
     "openvla, a head": lambda path: openvla_folders.write(path, shards=3, dtype=HALF, head=True, proprio=True),
 }
 """As they are published: bfloat16 where it can be."""
-FLOWS: dict[str, tuple[Callable[[Path], Any], tuple[int, int]]] = {
-    "pi0": (published.pi_folder, (6, 32)),
-    "pi05": (lambda path: published.pi_folder(path, adaptive=True), (6, 32)),
-    "smolvla": (published.smol_folder, (6, 32)),
-    "groot": (groot_folder, (8, 12)),
-}
+FLOWS = {"pi0": (6, 32), "pi05": (6, 32), "smolvla": (6, 32), "groot": (8, 12)}
 """Those that predict velocities, and the shape of their chunks."""
-
 
 PALIGEMMA = "paligemma_with_expert.paligemma."
 STAYS = {"pi0": PALIGEMMA, "pi05": PALIGEMMA, "smolvla": "vlm_with_expert.vlm.", "groot": "backbone."}
@@ -64,7 +58,7 @@ STAYS["diffusion"] = "diffusion.rgb_encoder."
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {kind: tmp_path_factory.mktemp(kind) for kind in FLOWS}
     for kind, path in found.items():
-        FLOWS[kind][0](path)
+        published_runs.MADE[kind](path)
     return found
 
 
@@ -107,36 +101,10 @@ def test_a_folder_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
     assert contexts[0] and all(torch.equal(value, contexts[1][name]) for name, value in contexts[0].items())
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        ("act", {"temporal_ensemble_coeff": 0.01}, "temporal_ensemble_coeff must be null, found 0.01: it averages"),
-        ("act", {"feedforward_activation": "glu"}, "feedforward_activation must be relu or gelu"),
-        ("act", {"n_heads": 5}, "dim_model 32 must be a multiple of n_heads 5"),
-        ("act", {"latent_dim": 0}, "latent_dim must be a whole number from 1 on, found 0"),
-        ("act", {"kl_weight": -1.0}, "kl_weight must be a number from 0 on"),
-        ("act", {"dropout": 1.0}, "dropout must be below 1"),
-        ("act", {"chunk_size": 9}, r"shape \[8, 32\], it needs \[9, 32\]"),
-        ("diffusion", {"vision_backbone": "resnet50"}, "vision_backbone must be one of"),
-        ("diffusion", {"beta_schedule": "linear"}, "beta_schedule must be"),
-        ("diffusion", {"horizon": 6}, "horizon 6 must be a multiple of 4"),
-        ("diffusion", {"n_obs_steps": 3}, "cond_encoder.1.weight has shape"),
-        ("groot", {"use_relative_actions": True}, "use_relative_actions must be false"),
-        ("groot", {"base_model_path": "someone/else"}, r"base model 'someone/else' into .*base_model_path: ./base"),
-        ("openvla", {"timm_model_ids": ["dummy_dinov", "dummy_siglip"]}, "nearest one is 'dummy_dinov2'"),
-        ("openvla", {"n_action_bins": 128}, "n_action_bins must be 256, found 128"),
-        ("openvla", {"text_config": {"model_type": "phi"}}, "text_config must be a llama's with a rope_theta of 10000"),
-        ("openvla", {"image_sizes": [64, 64]}, r"pos_embed has shape \[1, 16, 48\], it needs \[1, 64, 48\]"),
-        ("pi0", {"paligemma_variant": "gemma_7b"}, "paligemma_variant must be one of .*found 'gemma_7b'"),
-        ("pi0", {"output_features": {"action": {"type": "ACTION", "shape": [4]}}}, r"\{3\} numbers, not 4"),
-        ("pi0", {"input_features": {"observation.state": {"type": "STATE", "shape": [5]}}}, "needs a picture"),
-        ("smolvla", {"num_vlm_layers": 2}, "has 4 layers, bigger than the 2"),
-        ("smolvla", {"add_image_special_tokens": True}, "must be false"),
-        ("smolvla", {"num_expert_layers": 2}, "num_expert_layers must be that of the backbone"),
-        ("smolvla", {"expert_width_multiplier": 0.5}, r"has shape \[.*it needs"),
-        ("smolvla", {"vlm_model_name": "no/such-backbone"}, "put the config.json of the backbone 'no/such-backbone'"),
-    ],
-)
+OTHERS = yaml.safe_load((published.FILES / "other_architectures.yaml").read_text())
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), OTHERS)
 def test_another_architecture_is_refused(kind: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     FOLDERS[kind](tmp_path)
     file = tmp_path / "config.json"
@@ -148,7 +116,7 @@ def test_another_architecture_is_refused(kind: str, change: dict[str, Any], mess
 @pytest.mark.parametrize("kind", FLOWS)
 def test_rows_are_independent_and_every_input_matters(kind: str, folders: dict[str, Path]) -> None:
     policy = load_policy(folders[kind]).with_heads(critic=1, noise_head="none", seed=0)
-    seen, chunk = observation(kind, policy), keyed_noise((3, *FLOWS[kind][1]), 0)
+    seen, chunk = observation(kind, policy), keyed_noise((3, *FLOWS[kind]), 0)
     context = policy.encode(seen)
     together, values = policy.velocity(context, chunk, SIGMA), policy.value(context)
     one = torch.tensor([1])  # whose line is shorter than that of row 0
@@ -168,7 +136,7 @@ def test_rows_are_independent_and_every_input_matters(kind: str, folders: dict[s
 @pytest.mark.parametrize("kind", FLOWS)
 def test_replay_is_the_sample_and_heads_are_saved_beside(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
     policy = load_policy(folders[kind]).with_heads(critic=1, noise_head="expert", seed=0)
-    seen, (horizon, width) = observation(kind, policy), FLOWS[kind][1]
+    seen, (horizon, width) = observation(kind, policy), FLOWS[kind]
     with torch.no_grad():
         context = policy.encode(seen)
     for sampler in (FlowSteps(steps=3), LearnedNoise(steps=3)):
@@ -190,7 +158,7 @@ def test_replay_is_the_sample_and_heads_are_saved_beside(kind: str, folders: dic
 
 @pytest.mark.parametrize("kind", FLOWS)
 def test_gradients_reach_the_expert_and_not_what_is_frozen(kind: str, folders: dict[str, Path]) -> None:
-    policy, shape = load_policy(folders[kind]).with_heads(critic=1, noise_head="none", seed=0), FLOWS[kind][1]
+    policy, shape = load_policy(folders[kind]).with_heads(critic=1, noise_head="none", seed=0), FLOWS[kind]
     actions = policy.normalised(torch.randn(3, shape[0], 3))
     assert actions.shape == (3, *shape) and not actions[..., 3:].any()
     context = policy.encode(observation(kind, policy))
@@ -203,8 +171,6 @@ def test_gradients_reach_the_expert_and_not_what_is_frozen(kind: str, folders: d
 
 
 # -- Low-rank adapters of published policies: what they train, how a run goes on, the folder in which they are merged
-
-
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
 FROZEN: dict[str, Any] = {"freeze": "encoder"}
 MERGED = 2e-5
@@ -262,13 +228,6 @@ def test_a_run_of_adapters_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert any(map(is_adapter, average))
 
 
-def test_a_frozen_encoder_has_none(tmp_path: Path) -> None:
-    policy = open_policy(published_runs.config(tmp_path, "pi0", policy={**LORA, **FROZEN}))[0]
-    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
-    adapted = {name.split(".layers.")[0] for name in trained if is_adapter(name)}
-    assert adapted == {"paligemma_with_expert.gemma_expert.model"}
-
-
 def test_a_policy_that_has_changed_is_not_merged_with(tmp_path: Path) -> None:
     run = train(published_runs.config(tmp_path, "pi0", policy=LORA))
     file = tmp_path / "base" / "model.safetensors"
@@ -279,7 +238,7 @@ def test_a_policy_that_has_changed_is_not_merged_with(tmp_path: Path) -> None:
         load_trained(run)
 
 
-def test_what_takes_no_adapters_is_refused(tmp_path: Path) -> None:
+def test_what_takes_no_adapters_is_refused_and_a_frozen_encoder_has_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="policy.lora: .* a TinyFlowVLA has none; leave it out"):
         open_policy(vla_runs.config(tmp_path, policy=LORA))
     with pytest.raises(ValueError, match="policy.gradient_checkpointing: .* a TinyFlowVLA has none; leave it out"):
@@ -287,6 +246,10 @@ def test_what_takes_no_adapters_is_refused(tmp_path: Path) -> None:
     targets = {"lora": {"targets": ["q_prj"]}}
     with pytest.raises(ValueError, match=r"policy.lora.targets: no layer .* named \['q_prj'\]; there are .*'q_proj'"):
         open_policy(published_runs.config(tmp_path, "smolvla", policy=targets))
+    policy = open_policy(published_runs.config(tmp_path / "pi0", "pi0", policy={**LORA, **FROZEN}))[0]
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    adapted = {name.split(".layers.")[0] for name in trained if is_adapter(name)}
+    assert adapted == {"paligemma_with_expert.gemma_expert.model"}
 
 
 @pytest.mark.parametrize(
@@ -311,7 +274,6 @@ SFT = {"algorithm": "sft", "steps_per_iteration": 2, "batch_size": 4}
 PPO = {"algorithm": "ppo", "epochs": 1, "minibatch": 8, "critic_warmup": 0, "kl_stop": None}
 SDE, NOISE = {"kind": "flow_sde", "steps": 2}, {"kind": "flow_noise", "steps": 2}
 DPPO = {"kind": "diffusion", "steps": 3, "ft_denoising_steps": 3}
-
 
 REINFORCED = {"pi05": (NOISE, "chunk"), "smolvla": (NOISE, "action"), "groot": (SDE, "chunk"), "pi0": (SDE, "action")}
 REINFORCED["diffusion"] = DPPO, "chunk"

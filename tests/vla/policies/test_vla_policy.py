@@ -22,7 +22,7 @@ from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import train
 from tests.vla import published_runs, vla_runs
-from tests.vla.published import LINES, pi_folder, pi_observation, smol_folder
+from tests.vla.published import LINES, pi_observation
 from tests.vla.tiny_policies import FEELS, SEES, WORDS, diffusion, flow, frames
 
 
@@ -80,19 +80,7 @@ def test_the_critic_leaves_the_encoder_alone_and_begins_at_zero() -> None:
         flow().value({})
 
 
-def test_time_and_context_change_the_velocity() -> None:
-    policy = flow(SEES)
-    context, x = policy.encode(observation()), keyed_noise((5, 4, 3), 0)
-    now = policy.velocity(context, x, torch.full((5,), 0.5))
-    assert now.shape == x.shape
-    assert (policy.velocity(context, x, torch.full((5,), 0.75)) - now).abs().max() > 1e-3
-    mixed = {name: value.flip(0) for name, value in context.items()}
-    assert (policy.velocity(mixed, x, torch.full((5,), 0.5)) - now).abs().max() > 1e-3
-    with pytest.raises(ValueError, match="no noise head"):
-        policy.velocity_and_noise(context, x, torch.full((5,), 0.5))
-
-
-def test_a_context_noise_head_does_not_see_the_chunk_and_an_expert_one_does() -> None:
+def test_time_and_context_change_the_velocity_and_a_context_noise_head_does_not_see_the_chunk() -> None:
     """ReinFlow's std is a function of (observation, time), Flow-Noise's of the expert's state."""
     x, sigma = keyed_noise((5, 4, 3), 0), torch.full((5,), 0.5)
     for head, sees in (("context", False), ("expert", True)):
@@ -100,10 +88,26 @@ def test_a_context_noise_head_does_not_see_the_chunk_and_an_expert_one_does() ->
         context = policy.encode(observation())
         raw, other = (policy.velocity_and_noise(context, chunk, sigma)[1] for chunk in (x, x + 1.0))
         assert torch.equal(raw, other) != sees
-        assert torch.equal(policy.velocity_and_noise(context, x, sigma)[0], policy.velocity(context, x, sigma))
+        now = policy.velocity(context, x, sigma)
+        assert now.shape == x.shape and torch.equal(policy.velocity_and_noise(context, x, sigma)[0], now)
+        mixed = {name: value.flip(0) for name, value in context.items()}
+        for changed in (policy.velocity(context, x, 1.5 * sigma), policy.velocity(mixed, x, sigma)):
+            assert (changed - now).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="no noise head"):
+        flow(SEES).velocity_and_noise(context, x, sigma)
 
 
-def test_instructions_become_tokens_and_unknown_ones_are_refused() -> None:
+def test_instructions_become_tokens_and_what_does_not_fit_is_refused() -> None:
+    seen = observation()
+    with pytest.raises(KeyError, match="observation.image"):
+        flow(SEES).encode({name: value for name, value in seen.items() if name != IMAGE})
+    with pytest.raises(ValueError, match="uint8"):
+        flow(SEES).encode(seen | {IMAGE: seen[IMAGE].float()})
+    shown = rows(frames(points=14), torch.arange(2))
+    with pytest.raises(ValueError, match=r"environment_points must be \[B, 14, 3\], got \[2, 13, 3\]"):
+        flow(FEELS).encode(shown | {POINTS: shown[POINTS][:, 1:]})
+    with pytest.raises(ValueError, match=r"statistics of shape \[4\]"):
+        TinyFlowVLA(TinyFlowConfig(Inputs(state=4, vocabulary=WORDS), 3, 4), flow().stats)
     lines = ["put the red block in the far zone", "touch the blue block"]
     tokens = tokenise(lines, WORDS)
     assert tokens.shape == (2, 8)
@@ -115,27 +119,10 @@ def test_instructions_become_tokens_and_unknown_ones_are_refused() -> None:
         tokenise(["touch the gren block"], WORDS)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    seen = observation()
-    with pytest.raises(KeyError, match="observation.image"):
-        flow(SEES).encode({name: value for name, value in seen.items() if name != IMAGE})
-    with pytest.raises(ValueError, match="uint8"):
-        flow(SEES).encode(seen | {IMAGE: seen[IMAGE].float()})
-    shown = rows(frames(points=14), torch.arange(2))
-    with pytest.raises(ValueError, match=r"environment_points must be \[B, 14, 3\], got \[2, 13, 3\]"):
-        flow(FEELS).encode(shown | {POINTS: shown[POINTS][:, 1:]})
-    with pytest.raises(ValueError, match=r"statistics of shape \[4\]"):
-        TinyFlowVLA(TinyFlowConfig(Inputs(state=4, vocabulary=WORDS), 3, 4), flow().stats)
-
-
 # -- Policies of a file outside the package: trained, saved, loaded, evaluated and resumed as those that are built in
-
-
-SOURCE = '''
+SOURCE = """
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from torch import nn
 
 from genrl.vla.policies.embedded import EmbeddedConfig, EmbeddedPolicy
@@ -147,20 +134,14 @@ class WideConfig(EmbeddedConfig):
 
 
 class Wide(EmbeddedPolicy):
-    """As in the documentation of `genrl.vla.policies.policy`, with a setting."""
-
-    Config: ClassVar = WideConfig
+    Config = WideConfig
 
     def __init__(self, config, stats):
         super().__init__(config, stats)
-        numbers = config.horizon * config.action_dim
-        self.body = nn.Sequential(
-            nn.Linear(self.encoder.size + numbers + 1, config.width), nn.Mish(), nn.Linear(config.width, numbers)
-        )
+        self.body = nn.Linear(self.encoder.size, config.horizon * config.action_dim)
 
     def velocity(self, context, x, sigma):
-        told = torch.cat([context["features"], x.flatten(1), sigma[:, None]], 1)
-        return self.body(told).view(x.shape)
+        return self.body(context["features"]).view(x.shape)
 
 
 class Dreamer:
@@ -168,7 +149,7 @@ class Dreamer:
 
 
 number = 3
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +173,14 @@ def test_what_it_cannot_do_is_told_before_anything_is_written(file: Path, tmp_pa
         run = train(imitated(tmp_path, f"{file}:Wide"))
         train(vla_runs.config(tmp_path, sampler="reinflow", policy={"path": str(run)}, output=str(tmp_path / "b")))
     assert not (tmp_path / "b" / "policy").exists()
+    for name, message in (
+        (f"{file}:Dreamer", "Dreamer has no tokenise, normalised, actions, with_heads, save, load"),
+        (f"{file}:number", "number is no class"),
+        (f"{file}:Widde", "did you mean Wide"),
+        ("smol_vla", "did you mean smolvla"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            policy_class(name)
 
 
 def test_an_installed_policy_and_an_installed_simulator(
@@ -215,20 +204,7 @@ def test_an_installed_policy_and_an_installed_simulator(
     env.close()
 
 
-def test_classes_that_are_no_policies(file: Path) -> None:
-    with pytest.raises(ValueError, match="Dreamer has no tokenise, normalised, actions, with_heads, save, load"):
-        policy_class(f"{file}:Dreamer")
-    with pytest.raises(ValueError, match="number is no class"):
-        policy_class(f"{file}:number")
-    with pytest.raises(ValueError, match="did you mean Wide"):
-        policy_class(f"{file}:Widde")
-    with pytest.raises(ValueError, match="did you mean smolvla"):
-        policy_class("smol_vla")
-
-
 # -- Layers whose activations are computed again in the backward pass, and what is refused
-
-
 def passed(policy: Any) -> tuple[dict[str, Tensor], int]:
     """Outputs and gradients of an encoding, two denoising steps, the heads; bytes that the graph keeps."""
     held = {p.untyped_storage().data_ptr() for p in policy.parameters()}
@@ -259,10 +235,7 @@ def passed(policy: Any) -> tuple[dict[str, Tensor], int]:
 )
 def test_computing_again_gives_the_same_bits(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     settings = published_runs.ALL if dtype == torch.float32 else {"train_expert_only": True}
-    if kind == "smolvla":
-        smol_folder(tmp_path, dtype=dtype, **settings)
-    else:
-        pi_folder(tmp_path, adaptive=kind == "pi05", dtype=dtype, **settings)
+    published_runs.MADE[kind](tmp_path, dtype=dtype, **settings)
     found = []
     for again in (False, True):
         policy = load_policy(tmp_path).with_heads(critic=1, noise_head="expert", seed=0)

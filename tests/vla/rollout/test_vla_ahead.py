@@ -1,31 +1,64 @@
 """Rollouts of earlier weights: which, what is learned from them; and that it is one run, whoever acts."""
 
 import math
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from genrl.config import ConfigError
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import running
 from genrl.runtime.loop.loop import MemoryRanOut
-from genrl.vla.rollout import scores
+from genrl.vla.rollout import ray_rollout, scores
 from genrl.vla.rollout.collect import RolloutPlan, training_rows
 from genrl.vla.rollout.sampling import Acting
 from genrl.vla.rollout.scores import actor_loss, decisions, recorded_decisions, score, weighed
 from genrl.vla.run import VLARun
+from genrl.vla.simulators import ray_workers
+from genrl.vla.simulators.workers import Worker, WorkerLost, messages
 from genrl.vla.train import train
 from tests.run_folders import assert_one_run
 from tests.vla import vla_runs
-from tests.vla.rollout import far_here
 from tests.vla.test_resume import straight_and_stopped
+
+
+class Near(Worker):
+    """An acting actor without Ray: its host is here; what would cross the network is pickled."""
+
+    def start(self) -> None:
+        self.host: Any = None
+
+    def do(self, work: Any) -> Iterator[Any]:
+        if self.host is None:
+            self.host = self.description.host(len(self.slots))
+        for message in messages(self.host, pickle.loads(pickle.dumps(work))):  # noqa: S301
+            if self.host is None:
+                raise WorkerLost("it was killed")
+            yield pickle.loads(pickle.dumps(message))  # noqa: S301
+
+    def kill(self) -> None:
+        self.host = None
+
+    close = kill
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs with `environment.workers: ray` act, and are evaluated, by one of these."""
+    ray: Any = SimpleNamespace(get_gpu_ids=list, get=pickle.loads, put=pickle.dumps)
+    monkeypatch.setattr(ray_rollout, "connected", lambda: ray)
+    monkeypatch.setattr(ray_rollout, "room", lambda wanted: 1)
+    monkeypatch.setattr(ray_rollout, "Actor", Near)
+    monkeypatch.setattr(ray_workers, "actors", lambda wanted: 1)
+    monkeypatch.setattr(ray_workers, "Actor", Near)
+
 
 METHODS: dict[str, dict[str, Any]] = {
     "ppo": {},
@@ -47,7 +80,7 @@ def changes(name: str, staleness: int, **environment: Any) -> dict[str, Any]:
 )
 def test_one_run_whoever_acts_and_wherever_it_ends(tmp_path: Path, name: str, staleness: int, monkeypatch: Any) -> None:
     here = train(vla_runs.config(tmp_path, output=str(tmp_path / "here"), **changes(name, staleness)))
-    far_here.install(monkeypatch)
+    install(monkeypatch)
     far = train(vla_runs.config(tmp_path, output=str(tmp_path / "far"), **changes(name, staleness, workers="ray")))
     assert vla_runs.differences(here, far) == []
     rows = vla_runs.rows(far)
@@ -95,7 +128,7 @@ def begun(tmp_path: Path, **changes: Any) -> Iterator[VLARun]:
         yield run
 
 
-def test_a_loss_by_hand(tmp_path: Path) -> None:
+def test_a_loss_and_importance_by_hand(tmp_path: Path) -> None:
     """Two decisions: the surrogate is that of w A; one of weight 0 teaches nothing."""
     with begun(tmp_path) as run:
         settings, rollout = run.settings, run.collect(run.settings)
@@ -106,12 +139,7 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
         given = recorded_decisions(rollout._replace(importance=importance), chosen, total=2, policy=True, critic=False)
         found = actor_loss(settings, score(settings, Acting(run.policy, rollout.sampler), given), given)
         assert float(found.loss) == pytest.approx(-(0.5 + 0.0) / 2, abs=1e-5)  # -w A r, r = 1
-
-
-def test_importance_by_hand(tmp_path: Path) -> None:
-    """What acted had a log-probability higher by ln 2, and lower by ln 6: weights of 1/2, and of 1."""
-    with begun(tmp_path) as run:
-        rollout = run.collect(run.settings)
+        # what acted had a log-probability higher by ln 2, and lower by ln 6: weights of 1/2, and of 1
         shifted, first = rollout.log_prob.clone(), rollout.valid.flatten().nonzero()[:2, 0]
         flat = shifted.flatten(0, 1)
         flat[first[0], 0, 0, 0] += math.log(2)
@@ -147,17 +175,9 @@ def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 def test_stopped_while_it_waits_and_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    far_here.install(monkeypatch)
+    install(monkeypatch)
     monkeypatch.setattr(running, "POLL_S", 0.001)
     places = [("acting", 0), ("training", 1), ("training", 2)]
     runs = straight_and_stopped(tmp_path, monkeypatch, places, **changes("ppo", 1, workers="ray"))
     assert vla_runs.differences(*runs) == []
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ahead")]
-
-
-def test_refused(tmp_path: Path) -> None:
-    common = {"iterations": 4, "environment": {"staleness": 2}}
-    with pytest.raises(ConfigError, match="sft does not learn from rollouts of earlier weights; write 0"):
-        vla_runs.config(tmp_path, **common, **vla_runs.SFT)
-    with pytest.raises(ConfigError, match="samples of all 2 iterations would be of the first weights; write less"):
-        vla_runs.config(tmp_path, **common | {"iterations": 2})

@@ -54,13 +54,10 @@ def test_a_rollout_is_a_function_of_seed_iteration_and_slot() -> None:
         if value.is_floating_point():
             torch.testing.assert_close(value, tensors(first)[name][:, :4], rtol=1e-3, atol=1e-3)
 
-
-def test_noise_is_keyed_by_seed_iteration_decision_and_slot() -> None:
-    """The initial noise, which no observation has touched."""
-
     def noise(size: int, **other: int) -> torch.Tensor:
-        how = {"decisions": 2, "seed": 3, "iteration": 2} | other
-        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), RolloutPlan(**how)).states[:, :, 0]
+        """The initial one, which no observation has touched."""
+        plan = RolloutPlan(**how | {"decisions": 2} | other)
+        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), plan).states[:, :, 0]
 
     whole = noise(6)
     assert torch.equal(noise(2, first_slot=4), whole[:, 4:])
@@ -69,21 +66,20 @@ def test_noise_is_keyed_by_seed_iteration_decision_and_slot() -> None:
         assert not (noise(6, **other) == whole).any()
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_its_rows_replay_with_ratio_one(keep: bool) -> None:
+def test_its_rows_replay_with_ratio_one_from_what_was_seen() -> None:
+    """From features that were kept: test_scores.py."""
     policy = flow(SEES, critic=4)
-    plan = RolloutPlan(decisions=3, seed=0, iteration=0, keep_contexts=keep)
+    plan = RolloutPlan(decisions=3, seed=0, iteration=0, keep_contexts=False)
     rollout = collect(MiniTable(6), policy, FlowSteps(), plan)
     for t in range(3):  # the batches that were sampled: exactly
         part = training_rows(rollout, torch.arange(6) + 6 * t)
-        assert bool(part.context) is keep
-        context = policy.context(part.context["features"]) if keep else policy.encode(part.observation)
+        context = policy.encode(part.observation)
         again = FlowSteps().replay(policy, context, part.states, part.next_states, part.step_index)
-        assert torch.equal(again.log_prob.detach(), part.log_prob)
+        assert not part.context and torch.equal(again.log_prob.detach(), part.log_prob)
         assert torch.equal(policy.value(context).detach(), rollout.values[t])
 
 
-def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
+def test_the_experts_episodes_are_accounted_for_and_next_values_are_of_the_true_next_observation() -> None:
     env = told(16)
     rollout = collect(env, Expert(), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=12, seed=1, iteration=0))
     assert rollout.terminated.sum(0).min() >= 1 and not rollout.truncated.any()
@@ -102,12 +98,7 @@ def test_the_expert_succeeds_and_every_episode_is_accounted_for() -> None:
     key = task.episode_keys(rollout.env_seed, rollout.group[[slot]].numpy(), rollout.episode[t + 1, [slot]].numpy())
     begun = rollout.observations[STATE][t + 1, slot, :2].numpy()
     assert rollout.episode[t + 1, slot] == 1 and np.array_equal(task.initial_state(key, PUT).gripper[0], begun)
-
-
-def test_next_values_are_of_the_true_next_observation() -> None:
-    """The expert's value is the sum of the state: after a success it is that of the final state, not the next start."""
-    env = told(16)
-    rollout = collect(env, Expert(), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=8, seed=1, iteration=0))
+    # The expert's value is the sum of the state: after a success it is that of the final state, not the next start.
     state = rollout.observations[STATE]
     assert torch.equal(rollout.next_values, state[1:].sum(-1))
     end = int(rollout.terminated[:, 0].nonzero()[0, 0])
@@ -223,13 +214,22 @@ def test_the_ratio_is_exactly_one_before_an_update_and_not_after(name: str) -> N
     assert (moved.log_prob - out.log_prob).abs().max() > 1e-3
 
 
-def test_a_chunk_is_a_function_of_its_own_generator() -> None:
+def test_a_chunk_is_a_function_of_its_own_generator_and_of_a_sampler_that_fits() -> None:
     sampler, policy = FlowSteps(), flow()
     many, few = drawn(sampler, policy, 6), drawn(sampler, policy, 3)
     assert torch.equal(many.noise[:3], few.noise) and torch.equal(many.noisy[:3], few.noisy)
     assert len({tuple(row) for row in drawn(sampler, policy, 40).noisy.tolist()}) == 4
     per_batch = drawn(FlowSteps(selection="random_per_batch"), policy, 40).noisy
     assert (per_batch == per_batch[:1]).all()
+    with pytest.raises(ValueError, match="2 steps"):
+        FlowSteps(steps=1)
+    with pytest.raises(ValueError, match="ft_denoising_steps"):
+        Diffusion(ft_denoising_steps=21)
+    flows, diffuses = flow(SEES), diffusion(SEES)
+    index = torch.zeros(2, dtype=torch.int64)
+    for policy, sampler in ((flows, Diffusion()), (diffuses, FlowSteps()), (diffuses, LearnedNoise())):
+        with pytest.raises(TypeError, match="needs a policy"):
+            sampler.transition(policy, policy.encode(observation(2)), torch.zeros(2, 4, 3), index)
 
 
 def test_a_record_leads_to_the_chunk() -> None:
@@ -284,29 +284,3 @@ def test_acting_has_no_noise_but_the_first(sampler) -> None:
             x = x - 0.25 * policy.velocity(context, x, torch.full((5,), 1.0 - 0.25 * k))
         x = x.clamp(-1.0, 1.0) if sampler == REINFLOW else x
     torch.testing.assert_close(once, x, rtol=1e-4, atol=1e-4)
-
-
-def test_stds_are_those_of_the_settings() -> None:
-    """Flow-SDE's first step has a std of the noise level exactly; a learned one is bounded, DPPO's has a floor."""
-    fixed, learned, floored = FlowSteps(selection="all", noise_level=0.7), LearnedNoise(low=0.2, high=0.6), 0.15
-    stds = {}
-    for sampler in (fixed, learned, Diffusion(floor=floored)):
-        policy, out = sampled(sampler)
-        stds[type(sampler)] = sampler.replay(policy, policy.encode(observation(12)), *out[1:4]).stds
-    first = stds[FlowSteps][:, 0]
-    torch.testing.assert_close(first, torch.full_like(first, 0.7))
-    assert 0.2 <= stds[LearnedNoise].min() < stds[LearnedNoise].max() <= 0.6
-    assert stds[Diffusion].min().item() == pytest.approx(floored) and stds[Diffusion][:, 0].max() > floored
-    assert out.chunk.abs().max() <= 1.0
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 steps"):
-        FlowSteps(steps=1)
-    with pytest.raises(ValueError, match="ft_denoising_steps"):
-        Diffusion(ft_denoising_steps=21)
-    flows, diffuses = flow(SEES), diffusion(SEES)
-    index = torch.zeros(2, dtype=torch.int64)
-    for policy, sampler in ((flows, Diffusion()), (diffuses, FlowSteps()), (diffuses, LearnedNoise())):
-        with pytest.raises(TypeError, match="needs a policy"):
-            sampler.transition(policy, policy.encode(observation(2)), torch.zeros(2, 4, 3), index)

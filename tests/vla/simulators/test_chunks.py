@@ -56,12 +56,17 @@ def facts(outcome: Outcome) -> list[Any]:
     return [outcome.observation["agent_pos"].item(), bool(outcome.terminated[0]), bool(outcome.truncated[0])]
 
 
-def test_a_chunk_stops_where_the_episode_ends() -> None:
+def test_a_chunk_stops_where_the_episode_ends_or_at_a_limit_of_our_own() -> None:
     outcome = begun(4).execute(chunk(1, 1, 1, 1))
     assert facts(outcome) == [3.0, True, False] and outcome.success[0]
     assert outcome.n_executed[0] == 3 and outcome.rewards.tolist() == [[1, 1, 1, 0]] and outcome.action_dim == 1
     mask = executed_mask(torch.from_numpy(outcome.n_executed), 4)
     assert mask.tolist() == [[True, True, True, False]]
+    assert facts(begun(4, max_steps=2).execute(chunk(0, 0, 0, 0))) == [0.0, False, True]
+    outcome = begun(4, max_steps=3).execute(chunk(1, 1, 1, 1))
+    assert facts(outcome) == [3.0, True, False] and outcome.n_executed[0] == 3
+    outcome = begun(2).execute(chunk(9, -4))  # clipped to the box
+    assert facts(outcome) == [0.0, False, False] and outcome.rewards.tolist() == [[1.0, -1.0]]
 
 
 @pytest.mark.parametrize("limit", [None, 5, 9])
@@ -75,14 +80,6 @@ def test_a_time_limit_inside_a_chunk_truncates(limit: int | None) -> None:
     assert facts(simulator.execute(chunk(1, 1, 1))) == [3.0, True, False]
 
 
-def test_a_limit_of_our_own_comes_first_and_success_is_no_truncation() -> None:
-    assert facts(begun(4, max_steps=2).execute(chunk(0, 0, 0, 0))) == [0.0, False, True]
-    outcome = begun(4, max_steps=3).execute(chunk(1, 1, 1, 1))
-    assert facts(outcome) == [3.0, True, False] and outcome.n_executed[0] == 3
-    outcome = begun(2).execute(chunk(9, -4))  # clipped to the box
-    assert facts(outcome) == [0.0, False, False] and outcome.rewards.tolist() == [[1.0, -1.0]]
-
-
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(Misuse, match="set environment.success_key"):
         begun(2, success_key="success").execute(chunk(0, 0))
@@ -92,58 +89,38 @@ def test_what_cannot_be_is_refused() -> None:
         named({"agent_pos": ["1", "2"]}, 0, "mine")
 
 
-class Says(Walk):
-    """What its info says: `told` at the end, or in every step."""
+def said(info: dict[str, Any], *, always: bool = False, ends: Any = 0, **how: Any) -> Outcome:
+    """Of a walk that says this at the end, or in every step; ends: what it returns for the end, where that is not 0."""
 
-    def __init__(self, told: Any, *, always: bool = False) -> None:
-        super().__init__()
-        self.told, self.always = told, always
+    class Says(Walk):
+        def step(self, action: np.ndarray):
+            raw, reward, terminated, truncated, _ = super().step(action)
+            says = info if always or terminated or truncated else {}
+            return raw, reward, terminated if ends == 0 else ends, truncated, says
 
-    def step(self, action: np.ndarray):
-        *rest, info = super().step(action)
-        ended = bool(rest[2] or rest[3])
-        says = {"is_success": self.told} if ended or self.always else {}
-        return *rest, says
-
-
-def said(told: Any, *, always: bool = False, **how: Any) -> Outcome:
-    simulator = Simulator(Says(told, always=always), Reading(chunk=5, reward="environment", **how))
+    simulator = Simulator(Says(), Reading(chunk=5, reward="environment", **how))
     simulator.begin(0)
     return simulator.execute(chunk(1, 1, 1, 1, 1))
 
 
 @pytest.mark.parametrize(("told", "right"), [(True, True), (np.bool_(False), False), (1, True), (np.float32(0), False)])
 def test_success_may_be_said_at_the_end_alone(told: Any, right: bool) -> None:
-    assert said(told).success.tolist() == [right]
+    assert said({"is_success": told}).success.tolist() == [right]
 
 
 @pytest.mark.parametrize("told", [0.3, float("nan"), 2, "yes", [True, False], None])
 def test_what_is_no_success_is_not_cast(told: Any) -> None:
     """Nor the end of an episode."""
     with pytest.raises(Misuse, match="success is true or false|no finite number"):
-        said(told, always=True)
-
-    class Ends(Walk):
-        def step(self, action: np.ndarray):
-            raw, reward, _, truncated, info = super().step(action)
-            return raw, reward, told, truncated, info
-
-    simulator = Simulator(Ends(), Reading(chunk=5))
-    simulator.begin(0)
+        said({"is_success": told}, always=True)
     with pytest.raises(Misuse, match="fourth value that step returns is .* and it is true or false"):
-        simulator.execute(chunk(1, 1, 1, 1, 1))
+        said({"is_success": False}, always=True, ends=told)
 
 
 def test_an_end_that_says_nothing_is_no_failure() -> None:
-    class Silent(Walk):
-        def step(self, action: np.ndarray):
-            return *super().step(action)[:4], {"other": 1}
-
     for limit in (None, 2):
-        simulator = Simulator(Silent(), Reading(chunk=5, max_steps=limit))
-        simulator.begin(0)
         with pytest.raises(Misuse, match=r"only \['other'\]: set environment.success_key"):
-            simulator.execute(chunk(1, 1, 1, 1, 1))
+            said({"other": 1}, always=True, max_steps=limit)
 
 
 def test_a_function_that_takes_other_settings_is_named(tmp_path: Path) -> None:

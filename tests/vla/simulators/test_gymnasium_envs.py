@@ -1,6 +1,8 @@
-"""Other people's gymnasium environments by the same function: those that are installed, and how they are read."""
+"""Other people's gymnasium environments by the same function: those that are installed, how they are read, and what an
+expert would do from here: told in every slot, whatever process has it; nothing moves."""
 
 import importlib.util
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 from gymnasium import spaces
 
 from genrl.config import load
+from genrl.playground.minitable import MiniTable, expert_chunk
 from genrl.vla.simulators.contract import Environment, Misuse, Reading, Simulation
 from genrl.vla.simulators.simulator import Simulator, as_picture, find_registered, headless, is_function, named
 from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import train
 from tests.run_folders import rows
+from tests.vla.frail import Frail
 from tests.vla.simulators.test_vla_workers import same
 
 headless()
@@ -90,7 +94,7 @@ def test_gymnasiums_own() -> None:
             open_environment(Simulation(name, num_envs=1, chunk=2)).reset(seed=0)
 
 
-def test_how_observations_are_named() -> None:
+def test_how_observations_and_environments_are_named() -> None:
     vector, picture = np.arange(5.0), np.zeros((8, 8, 3), dtype=np.uint8)
     assert named(vector, 0, "x").keys() == {"agent_pos"} and named(vector, 0, "x")["agent_pos"].dtype == np.float32
     split = named(vector, 2, "x")
@@ -107,74 +111,50 @@ def test_how_observations_are_named() -> None:
         named(np.zeros((3, 3)), 0, "x")
     with pytest.raises(Misuse, match="proprioception: 9"):
         named(vector, 9, "x")
-
-
-class Blind(gymnasium.Env[np.ndarray, np.ndarray]):
-    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        return np.zeros(2), {}
-
-    def render(self):
-        return None
-
-
-class Unseeded(Blind):
-    def reset(self):  # type: ignore[override]
-        return np.zeros(2), {}
-
-
-def test_pictures_that_cannot_be_rendered_and_resets_without_a_seed_are_told() -> None:
-    with pytest.raises(Misuse, match="render_mode"):
-        Simulator(Blind(), Reading(chunk=1, image_size=32)).begin(0)
-    with pytest.raises(Misuse, match="not int"):
-        Simulator(3, Reading(chunk=1))  # type: ignore[arg-type]
-    with pytest.raises(Misuse, match=r"cannot be given a seed.*reset\(self, \*, seed=None, options=None\)"):
-        Simulator(Unseeded(), Reading(chunk=1))
-
-
-class Wide(Blind):
-    def __init__(self, by_itself: bool) -> None:
-        self.by_itself = by_itself
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        shown = {"agent_pos": np.zeros(2)}
-        return shown | ({"pixels": self.render()} if self.by_itself else {}), {}
-
-    def render(self):
-        return np.zeros((48, 64, 3), np.uint8)
-
-
-@pytest.mark.parametrize("by_itself", [True, False], ids=["observed", "rendered"])
-def test_a_policys_picture_is_not_squeezed(by_itself: bool) -> None:
-    """Its longer side is fitted, the policy pads it as it does those of its data; films may be squeezed."""
-    simulator = Simulator(Wide(by_itself), Reading(chunk=1, image_size=32))
-    assert simulator.begin(0).observation["pixels"].shape == (1, 24, 32, 3)
-    assert simulator.picture(32).shape == (32, 32, 3)
-    shown = as_picture(np.arange(480 * 640 * 3, dtype=np.uint8).reshape(480, 640, 3), 640, "it", squeezed=False)
-    assert shown.shape == (480, 640, 3), "what a policy of such pictures reads (ACT on ALOHA) is as it is"
-
-
-def test_names() -> None:
     assert is_function("a/b.py:make") and is_function("minitable")
     assert not any(map(is_function, ("gym_pusht/PushT-v0", "gym_pusht:gym_pusht/PushT-v0", "FetchReach-v4")))
 
 
-def test_the_example_of_the_documentation(root: Path) -> None:
-    how: dict[str, Any] = {"tasks": ("red", "blue"), "num_envs": 4, "chunk": 4, "image_size": 32, "max_steps": 30}
-    env = open_environment(Simulation(f"{root}/docs/example_simulator.py:make", workers=2, **how))
-    observation, _ = env.reset(seed=0)
-    assert sorted(env.task_description) == ["go to the blue corner"] * 2 + ["go to the red corner"] * 2
-    goals = np.array([[0.8 if "red" in line else -0.8, 0.8] for line in env.task_description])
-    done = np.zeros(4, dtype=bool)
-    for _ in range(4):
-        way = 5 * (goals - observation["agent_pos"])
-        observation, _, terminated, _, info = env.step(np.clip(way, -1, 1)[:, None].repeat(4, 1).astype(np.float32))
-        assert observation["pixels"].shape == (4, 32, 32, 3) and (observation["pixels"] == 0).all(-1).any((1, 2)).all()
-        done |= terminated & info["is_success"]
-    assert done.all()
-    env.close()
+class Shows(gymnasium.Env[Any, np.ndarray]):
+    """Nothing moves; it shows and draws what it is made with."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, shown: Any, picture: np.ndarray | None = None) -> None:
+        self.shown, self.drawn = shown, picture
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        return self.shown, {}
+
+    def render(self):
+        return self.drawn
+
+
+class Unseeded(Shows):
+    def reset(self):  # type: ignore[override]
+        return self.shown, {}
+
+
+def test_pictures_that_cannot_be_rendered_and_resets_without_a_seed_are_told() -> None:
+    for env, text in (
+        (Shows(np.zeros(2)), "render_mode"),
+        (3, "not int"),
+        (Unseeded(np.zeros(2)), r"cannot be given a seed.*reset\(self, \*, seed=None, options=None\)"),
+    ):
+        with pytest.raises(Misuse, match=text):
+            Simulator(env, Reading(chunk=1, image_size=32)).begin(0)  # type: ignore[arg-type]
+
+
+def test_a_policys_picture_is_not_squeezed() -> None:
+    """Its longer side is fitted, the policy pads it as it does those of its data; films may be squeezed."""
+    wide, place = np.zeros((48, 64, 3), np.uint8), {"agent_pos": np.zeros(2)}
+    for shown in (place, place | {"pixels": wide}):
+        simulator = Simulator(Shows(shown, wide), Reading(chunk=1, image_size=32))
+        assert simulator.begin(0).observation["pixels"].shape == (1, 24, 32, 3)
+        assert simulator.picture(32).shape == (32, 32, 3)
+    shown = as_picture(np.arange(480 * 640 * 3, dtype=np.uint8).reshape(480, 640, 3), 640, "it", squeezed=False)
+    assert shown.shape == (480, 640, 3), "what a policy of such pictures reads (ACT on ALOHA) is as it is"
 
 
 UNLIKE = """
@@ -207,3 +187,113 @@ def test_simulators_that_are_not_alike_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="all tasks of a run must show the same"):
         env.reset(seed=0)
     env.close()
+
+
+# -- Experts
+HERE = f"{__file__}"
+
+
+def test_the_chunks_are_those_of_the_tables_and_move_nothing() -> None:
+    env = MiniTable(5, chunk=4, image_size=0)
+    env.reset(seed=1)
+    done = np.zeros(5, dtype=np.bool_)
+    while not done.any():
+        before = env.state
+        told = env.expert_chunks(7)
+        assert told.shape == (5, 7, 3) and np.array_equal(told, expert_chunk(before, 7))
+        assert all(np.array_equal(a, b) for a, b in zip(before, env.state, strict=True))
+        done = env.step(told[:, :4])[4]["is_success"]
+    assert not done.all(), "nobody would be left to compare with"
+    told = env.expert_chunks(4)
+    assert not told[done].any() and told[~done].any((1, 2)).all()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_example_of_the_documentation_is_asked_in_its_process(workers: int, root: Path) -> None:
+    how: dict[str, Any] = {"tasks": ("red", "blue"), "image_size": 32, "max_steps": 30, "workers": workers}
+    env: Any = open_environment(Simulation(f"{root}/docs/example_simulator.py:make", num_envs=4, chunk=4, **how))
+    seen, _ = env.reset(seed=0)
+    assert sorted(env.task_description) == ["go to the blue corner"] * 2 + ["go to the red corner"] * 2
+    goal = np.array([[0.8 if "red" in text else -0.8, 0.8] for text in env.task_description])
+    done = np.zeros(4, dtype=bool)
+    for decision in range(4):
+        told = env.expert_chunks(5)
+        after, _, terminated, _, info = env.step(told[:, :4])
+        if decision == 0:
+            moved, going = seen["agent_pos"] + 0.2 * told[:, :4].sum(1), ~terminated
+            np.testing.assert_allclose(told[:, 0], np.clip((goal - seen["agent_pos"]) / 0.2, -1, 1), atol=1e-5)
+            np.testing.assert_allclose(after["agent_pos"][going], moved[going], atol=1e-5)
+            assert going.any()
+        assert after["pixels"].shape == (4, 32, 32, 3) and (after["pixels"] == 0).all(-1).any((1, 2)).all()
+        seen, done = after, done | (terminated & info["is_success"])
+    assert done.all()
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (":Frail", "has no expert; minitable, metaworld, libero, point_maze, fetch, reacher have one, .*expert_chunk"),
+        (":TooShort", r"expert_chunk\(3\) of .* must be finite numbers \[3, 2\], got \[2, 2\]"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_nobody_knows_it_is_said(name: str, message: str, workers: int) -> None:
+    env: Any = open_environment(Simulation(HERE + name, num_envs=2, chunk=2, workers=workers))
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=message):
+        env.expert_chunks(3)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_expert_that_raises_is_told_with_its_episode(workers: int) -> None:
+    """Seed and step are those at which it raises again."""
+    env: Any = open_environment(Simulation(HERE + ":Lost", num_envs=1, chunk=2, workers=workers))
+    env.reset(seed=0)
+    env.expert_chunks(3)
+    env.step(np.zeros((1, 2, 2), dtype=np.float32))
+    with pytest.raises(ValueError, match=r"expert_chunk\(3\) of <Lost instance> raised KeyError") as raised:
+        env.expert_chunks(3)
+    wanted = rf"{Path(__file__).name}, line \d+\): 'the way'.* after 2 actions .*seed=(\d+)"
+    found = re.search(wanted, str(raised.value))
+    assert found is not None, raised.value
+    again = Lost()
+    again.reset(seed=int(found[1]))
+    for _ in range(2):
+        again.step(np.zeros(2))
+    with pytest.raises(KeyError):
+        again.expert_chunk(3)
+    env.close()
+
+
+class Lost(Frail):
+    def expert_chunk(self, horizon: int) -> np.ndarray:
+        if self.time:
+            raise KeyError("the way")
+        return np.zeros((horizon, 2))
+
+
+class TooShort(Frail):
+    def expert_chunk(self, horizon: int) -> np.ndarray:
+        return np.zeros((horizon - 1, 2))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("metaworld") is None, reason="needs Meta-World")
+@pytest.mark.parametrize("task", ["push-v3", "drawer-open-v3", "assembly-v3"])
+def test_meta_worlds_expert_is_tried_on_a_copy(task: str) -> None:
+    """Its chunk is what it does when it is followed, and an episode that is asked about goes on as one that is not."""
+    from genrl.vla.simulators.metaworld import MetaWorldEnv
+
+    asked, silent = MetaWorldEnv(task), MetaWorldEnv(task)
+    seen = asked.reset(seed=4)[0]["environment_state"]
+    silent.reset(seed=4)
+    followed: list[np.ndarray] = []
+    for t in range(12):
+        if t in (0, 5):
+            chunk = asked.expert_chunk(6)
+            followed = list(chunk)
+        action = asked.expert_action(seen)
+        if followed:
+            np.testing.assert_array_equal(followed.pop(0), action)
+        seen = asked.step(action)[0]["environment_state"]
+        np.testing.assert_array_equal(seen, silent.step(action)[0]["environment_state"])

@@ -138,7 +138,7 @@ class Doubled(libero.LiberoEnv):
         self.closed += 1
 
 
-def test_an_episode() -> None:
+def test_an_episode_and_two_cameras_by_lerobots_names() -> None:
     simulator = Simulator(Doubled(), Reading(chunk=4, image_size=8))
     outcome = simulator.begin(3)
     assert outcome.observation["agent_pos"].shape == (1, 8) and outcome.instruction == ["push the hand forward"]
@@ -153,6 +153,12 @@ def test_an_episode() -> None:
     short = Simulator(Doubled(limit=2), Reading(chunk=4, max_steps=100))
     short.begin(0)
     assert short.execute(0 * chunk).truncated[0] and short.elapsed == 2, "the suite's own limit"
+    how = Reading(chunk=4, image_size=8, cameras=("image", "image2"))
+    shown = Simulator(Doubled(), how).begin(3).observation
+    assert set(shown) == {"agent_pos", "pixels/image", "pixels/image2"}
+    assert [int(shown[f"pixels/{name}"][0, 7, 7, 0]) for name in ("image", "image2")] == [255, 99]
+    with pytest.raises(Misuse, match=r"no camera 'image3'.*nearest is 'image2?'"):
+        Simulator(Doubled(), Reading(chunk=4, image_size=8, cameras=("image3",))).begin(3)
 
 
 def test_an_evaluation_visits_each_listed_start_once_in_order() -> None:
@@ -196,15 +202,6 @@ def test_there_is_one_environment_per_slot() -> None:
     made[3]._moved = None  # type: ignore[assignment]
     (fault,) = host.run(Run({}, {0: np.zeros((1, 7), dtype=np.float32)}))
     assert "NoneType" in fault.report and made[3].closed == 1  # type: ignore[union-attr]
-
-
-def test_two_cameras_by_lerobots_names() -> None:
-    how = Reading(chunk=4, image_size=8, cameras=("image", "image2"))
-    shown = Simulator(Doubled(), how).begin(3).observation
-    assert set(shown) == {"agent_pos", "pixels/image", "pixels/image2"}
-    assert [int(shown[f"pixels/{name}"][0, 7, 7, 0]) for name in ("image", "image2")] == [255, 99]
-    with pytest.raises(Misuse, match=r"no camera 'image3'.*nearest is 'image2?'"):
-        Simulator(Doubled(), Reading(chunk=4, image_size=8, cameras=("image3",))).begin(3)
 
 
 def test_each_of_several_in_a_process_draws_into_its_own_context() -> None:

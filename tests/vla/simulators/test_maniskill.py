@@ -73,9 +73,6 @@ def test_a_batch() -> None:
     pixels = third.observation["pixels"]
     assert pixels.shape == (4, 4, 4, 3) and pixels[2, 0, 0, 0] == int(np.clip(place[2], 0, 1) * 255)
     assert host.render([2], 8).shape == (1, 8, 8, 3)
-
-
-def test_sentences() -> None:
     assert sentence(Double(2), Reading(chunk=1)) == ["push cube"] * 2
     assert sentence(Double(1), Reading(chunk=1, instruction="go")) == ["go"]
     assert seed_of(3, Reading(chunk=1, goals=2)) == seed_of(5, Reading(chunk=1, goals=2)) < 2**31

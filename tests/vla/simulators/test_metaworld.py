@@ -13,7 +13,6 @@ from genrl.vla.simulators.tables import open_environment
 
 THREE = ("reach-v3", "push-v3", "pick-place-v3")
 
-
 headless()
 if importlib.util.find_spec("metaworld") is None:
     pytest.skip("needs Meta-World: pip install 'genrl-diffusion[metaworld]'", allow_module_level=True)

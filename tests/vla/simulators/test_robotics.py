@@ -76,16 +76,6 @@ def test_triton_can_be_imported_after_a_picture_was_drawn() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, capture_output=True)
 
 
-def test_a_shortest_way() -> None:
-    walls = tuple(tuple(cell == "#" for cell in row) for row in ("#####", "#...#", "###.#", "#...#", "#####"))
-    following = steps_to(walls, (3, 1))
-    way = [(1, 1)]
-    while way[-1] != (3, 1):
-        way.append(following[way[-1]])
-    assert way == [(1, 1), (1, 2), (1, 3), (2, 3), (3, 3), (3, 2), (3, 1)]
-    assert (0, 0) not in following and (2, 1) not in following
-
-
 @installed
 @pytest.mark.parametrize(("family", "task"), [(PointMazeEnv, "umaze"), (FetchEnv, "push"), (FetchEnv, "reach")])
 def test_an_episode_is_the_packages_own_whatever_runs_beside_it(family: type[RoboticsEnv], task: str) -> None:
@@ -109,7 +99,7 @@ def test_an_episode_is_the_packages_own_whatever_runs_beside_it(family: type[Rob
     assert not np.array_equal(seen["agent_pos"], other.step(actions[0])[0]["agent_pos"])
 
 
-def test_a_posture_touches_its_target() -> None:
+def test_a_shortest_way_and_a_posture_that_touches_its_target() -> None:
     """Where the arm can: not beyond its reach, nor nearer to its root than the second joint can be bent."""
     for radius in (0.03, 0.1, 0.2):
         for angle in np.linspace(-3.0, 3.0, 7):
@@ -119,6 +109,13 @@ def test_a_posture_touches_its_target() -> None:
             np.testing.assert_allclose(tip, target, atol=1e-9)
             assert 0.0 <= second <= 3.0
     assert posture(np.array([0.5, 0.0]))[1] == 0.0 and posture(np.array([1e-3, 0.0]))[1] == pytest.approx(3.0)
+    walls = tuple(tuple(cell == "#" for cell in row) for row in ("#####", "#...#", "###.#", "#...#", "#####"))
+    following = steps_to(walls, (3, 1))
+    way = [(1, 1)]
+    while way[-1] != (3, 1):
+        way.append(following[way[-1]])
+    assert way == [(1, 1), (1, 2), (1, 3), (2, 3), (3, 3), (3, 2), (3, 1)]
+    assert (0, 0) not in following and (2, 1) not in following
 
 
 @installed
@@ -198,7 +195,7 @@ def line(**changes: Any) -> Simulation:
     return Simulation(LINE, **(told | changes))
 
 
-def test_costs_of_executed_actions_are_in_info() -> None:
+def test_costs_of_executed_actions_are_in_info_or_their_key_is_refused() -> None:
     env = open_environment(line())
     env.reset(seed=0)
     chunk = np.float32([[[1.0], [1.0], [0.5]], [[0.5], [0.5], [0.5]]])
@@ -209,9 +206,6 @@ def test_costs_of_executed_actions_are_in_info() -> None:
     assert not info["is_success"].any()
     env.step(np.ones((2, 3, 1), np.float32))
     env.close()
-
-
-def test_a_wrong_key_is_refused_and_so_are_costs_where_there_are_none() -> None:
     env = open_environment(line(cost_key="costs"))
     env.reset(seed=0)
     with pytest.raises(ValueError, match=r"no 'costs' in its info, only \['cost'\]: set environment.cost_key"):

@@ -8,11 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.config.sections import Demonstrations
@@ -124,15 +122,12 @@ def needs(package: str) -> Any:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
 
 
-def test_pixels_become_places() -> None:
+def test_pixels_become_places_and_the_farthest_are_taken() -> None:
     """A camera one metre over the origin that looks down, its up along y: right is x, and depth is along its axis."""
     near = {"frustum_near": 0.1, "frustum_top": 0.1, "frustum_bottom": -0.1, "frustum_center": 0.0}
     camera = SimpleNamespace(pos=(0, 0, 1), forward=(0, 0, -1), up=(0, 1, 0), frustum_width=0.0, **near)
     found = placed(np.array([[1.0, 1.0], [0.5, 1.0]], dtype=np.float32), camera)
     np.testing.assert_allclose(found, [[-0.5, 0.5, 0], [0.5, 0.5, 0], [-0.25, -0.25, 0.5], [0.5, -0.5, 0]], atol=1e-6)
-
-
-def test_farthest_points() -> None:
     line = np.zeros((11, 3), dtype=np.float32)
     line[:, 0] = np.arange(11)
     assert farthest(line, 4)[:, 0].tolist() == [0, 10, 5, 2]  # of equally far ones the first
@@ -192,21 +187,9 @@ def test_simulators_show_what_they_know(name: str, task: str, where: slice, away
     assert shown.columns[POINTS].shape[1:] == (64, 3)
 
 
-class Bare(gymnasium.Env[Any, Any]):
-    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
-    observation_space = spaces.Dict({"agent_pos": spaces.Box(-1.0, 1.0, (2,))})
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return {"agent_pos": np.zeros(2), **self.shown()}, {}
-
+class ShowsPoints(Draws):
     def shown(self) -> dict[str, Any]:
-        return {}
-
-
-class ShowsPoints(Bare):
-    def shown(self) -> dict[str, Any]:
-        return {"environment_points": np.ones((5, 3))}
+        return super().shown() | {"environment_points": np.ones((5, 3))}
 
 
 def test_an_environment_of_your_own_shows_points_or_is_told_to() -> None:
@@ -215,4 +198,4 @@ def test_an_environment_of_your_own_shows_points_or_is_told_to() -> None:
     with pytest.raises(Misuse, match=r"shows points \[5, 3\], the policy reads \[6, 3\]"):
         Simulator(ShowsPoints(), Reading(chunk=1, points=6)).begin(0)
     with pytest.raises(Misuse, match=r"shows no points: give it a method points\(count\)"):
-        Simulator(Bare(), Reading(chunk=1, points=5)).begin(0)
+        Simulator(Draws(), Reading(chunk=1, points=5)).begin(0)

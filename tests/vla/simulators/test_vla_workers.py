@@ -131,17 +131,7 @@ def test_a_worker_that_dies_or_hangs_is_restarted(failure: float) -> None:
         assert (env.dropped, env.restarts) == (2, 1)
 
 
-def test_an_episode_that_had_ended_is_not_dropped() -> None:
-    with opened(num_envs=2, workers=1) as env:
-        env.reset(seed=3)
-        chunk = actions(FINE, KILL)
-        chunk[0, :, 0] = 1.0
-        _, reward, terminated, truncated, info = env.step(chunk)
-        assert info["dropped"].tolist() == [False, True] and terminated.tolist() == [True, False]
-        assert reward.tolist() == [1.0, 0.0] and truncated.tolist() == [False, True]
-
-
-def test_a_process_that_is_killed_between_two_steps() -> None:
+def test_a_process_that_is_killed_between_two_steps_or_after_an_end() -> None:
     with opened(workers=2) as env:
         env.reset(seed=0)
         env.crew.workers[1].process.kill()
@@ -152,6 +142,13 @@ def test_a_process_that_is_killed_between_two_steps() -> None:
         assert (env.render([0, 3])[0] == 0).all()
         _, _, _, _, info = env.step(actions(*[FINE] * 4))
         assert info["dropped"].tolist() == [True, True, False, False] and info["n_executed"][2:].tolist() == [0, 0]
+    with opened(num_envs=2, workers=1) as env:
+        env.reset(seed=3)
+        chunk = actions(FINE, KILL)
+        chunk[0, :, 0] = 1.0
+        _, reward, terminated, truncated, info = env.step(chunk)
+        assert info["dropped"].tolist() == [False, True] and terminated.tolist() == [True, False]
+        assert reward.tolist() == [1.0, 0.0] and truncated.tolist() == [False, True]
 
 
 def test_a_worker_imports_no_torch() -> None:
@@ -234,23 +231,18 @@ def test_misuse_is_told_at_once(workers: int) -> None:
     fails("file 'nowhere.py' does not exist", "nowhere.py:make")
 
 
-@pytest.mark.parametrize(
-    ("name", "how", "message"),
-    [
+def test_what_cannot_be_and_wrong_calls_are_refused() -> None:
+    refused: list[tuple[str, dict[str, Any], str]] = [
         ("minitabel", {}, "nearest is 'minitable'"),
         (FRAIL, {"num_envs": 3, "group_size": 2}, "groups complete"),
         (FRAIL, {"timeout_s": 0}, "timeouts"),
         ("metaworld", {"settings": {"camera": "top"}}, "metaworld has no settings"),
         ("minitable", {"goals": 3}, "not for minitable"),
         ("minitable", {"tasks": ("push",)}, "no task 'push'"),
-    ],
-)
-def test_what_cannot_be_is_refused(name: str, how: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        open_environment(Simulation(name, **{"num_envs": 2, "chunk": 2} | how))
-
-
-def test_wrong_calls_are_refused() -> None:
+    ]
+    for name, how, message in refused:
+        with pytest.raises(ValueError, match=message):
+            open_environment(Simulation(name, **{"num_envs": 2, "chunk": 2} | how))
     with opened() as env:
         with pytest.raises(RuntimeError, match="call reset"):
             env.step(actions(*[FINE] * 4))

@@ -22,7 +22,7 @@ class Answers(RecipeMethod):
     """Groups of answers to questions, scored by the rewards: a published method by name, and your changes to it."""
 
     title: ClassVar[str] = "Methods over groups of answers"
-    takes = frozenset({"older_samples", "part_of_groups"})
+    takes = frozenset({"older_samples", "part_of_groups", "rescued"})
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
         "sampler/gap_max": MetricDoc(
             "its largest value; where the log-probabilities before the update have a pass of their own",

@@ -57,11 +57,10 @@ def learn(run: AnswersRun, answers: Answers, ready: Estimated, own: Loss | None 
 
     idle = partial(idle_pass, run.policy, 0 if changed is None else 1)
     round_of_noise = run.policy.round if isinstance(run.policy, Estimating) else ()
+    prompts, of_row = answers.asked
 
     def recorded(one: Update, rows: Tensor) -> Recorded:
-        asked = Asked(
-            answers.prompts, answers.group[rows], run.config.generation.temperature, preset, changed, round_of_noise
-        )
+        asked = Asked(prompts, of_row[rows], run.config.generation.temperature, preset, changed, round_of_noise)
         tensors = token_tensors(one.part(ready.batch, rows))
         return Recorded(asked, tensors | {"answers": answers.tokens[rows], "answered": answers.mask[rows]})
 

@@ -206,7 +206,7 @@ def taught(
         teacher = teachers.said(answers, parts, temperature)
         old = batch.old_log_prob
         if old is None:  # one update on policy needs none otherwise
-            old = replayed(run.policy, answers.prompts, answers, parts, temperature)[0]
+            old = replayed(run.policy, answers, parts, temperature)[0]
     run.loop.check_stop()
     assert batch.advantage is not None
     advantage = settings.reward_coef * per_token(batch.advantage, batch.mask).expand(batch.mask.shape)
