@@ -232,7 +232,6 @@ def _place(
         wrapper = next((prefix_wrapper for prefix_wrapper in WRAPPERS if layer.startswith(prefix_wrapper)), None)
         if wrapper is None:
             return None
-        # Wrappers may lie in each other (peft around compile around DDP): one is taken off a round.
         layer = layer.removeprefix(wrapper)
 
 
@@ -384,7 +383,6 @@ def converted(file: LoRAFile, pipe: Any) -> LoRAFile:
         r"dora_scale|magnitude",
         r"(lora_A|lora_down|lora(_linear_layer)?\.down)\b|alpha$|dora|magnitude",
     )
-    # By counts of numbers other than 0: converters split and rename, which leaves these as they were.
     for what, pattern, inverse in (("DoRA magnitudes", magnitudes, False), ("weights", others, True)):
         before, here = (_amount(tensors_of, pattern, inverse) for tensors_of in (file.tensors, tensors))
         if abs(before - here) > 1e-3 * before:

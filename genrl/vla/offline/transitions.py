@@ -125,7 +125,6 @@ def play(
             }
         )
         observations.append(observe(raw, env, reads))
-        # After the step was noted: the last decision of an episode still belongs to it.
         over |= ended & one_episode
         count = count + ended.long()
         # Gymnasium resets in the step after an end, and ignores its action: that step teaches nothing.
