@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from genrl.config.errors import Finding
-from genrl.config.section import Count, Flag, Fraction, NonNegative, Positive, Section, Share, Text, Ways, Whole
+from genrl.config.section import Count, Flag, Fraction, NonNegative, Positive, Section, Text, Ways, Whole
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Tracker = Literal["tensorboard", "wandb", "swanlab", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive"]
@@ -154,47 +154,15 @@ def labels_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(labels)
 
 
-class Replay(Section):
-    """Ask prompts again that had good and bad samples (Prompt Replay, arXiv 2603.21177)."""
-
-    share: Share = 0.5
-    """Largest share of an iteration's prompts that were asked before; the others are the next of the data."""
-
-
-class Selection(Section):
-    """Choose prompts by what their samples have been worth (MoPPS, arXiv 2507.04632)."""
-
-    by: Literal["success", "spread"]
-    """success = rate of samples whose first reward is at least 1 (answers: evaluation.right_at), nearest to one half;
-    spread = largest variance of the total reward within the group, for rewards that are not just right or wrong."""
-    candidates: Count = 8
-    """Prompts looked at for each that is asked (MoPPS on geometry: 8)."""
-    replay: Replay | None = None
-    """Ask useful prompts again; null = only as the data comes round."""
-
-
 class Economy(Section):
-    """Which prompts are asked, and which of their samples are trained on (docs/economy.md)."""
+    """Which of a prompt's samples are trained on (docs/economy.md)."""
 
-    selection: Selection | None = None
-    """Choose prompts by what their samples have been worth; null = all, equally often."""
     keep: Ways | None = None
     """Train on so many samples of each group, those with the largest variance of the total reward (PODS, arXiv
     2504.13818); null = all."""
 
-    def problems(self, section: str, group: int, prompts: int, staleness: int) -> Iterator[Finding]:
-        """Why groups of so many samples cannot be chosen or thinned out so. section: the one that says how many."""
-        at, chosen = "economy.selection", self.selection
-        if chosen is not None:
-            if chosen.replay is not None and chosen.replay.share * prompts < 1:
-                text = f"{chosen.replay.share:g} of {prompts} prompts are less than one; use a larger"
-                keys = (f"{at}.replay.share", f"{section}.prompts_per_iteration")
-                yield keys, f"{text} share or leave replay out"
-            if chosen.by == "spread" and group < 2:
-                yield (f"{at}.by", f"{section}.group_size"), "one sample has no spread; write 2 or more"
-            if staleness:
-                text = "prompts are chosen by results of the iteration before, samples are drawn before them; write 0"
-                yield (f"{section}.staleness", at), text
+    def problems(self, section: str, group: int) -> Iterator[Finding]:
+        """Why groups of so many samples cannot be thinned out so. section: the one that says how many."""
         if self.keep is not None and self.keep >= group:
             text = f"a group has {group} samples, so none is left out; write {max(2, group // 2)}, or leave it out"
             yield ("economy.keep", f"{section}.group_size"), text
@@ -202,19 +170,18 @@ class Economy(Section):
 
 class Known(NamedTuple):
     """One optimiser. source: "module:class"; state_bytes: per trained parameter; shards: whether its state is saved and
-    put back where weights are sharded; betas: whether it takes them; install: its package."""
+    put back where weights are sharded; install: its package."""
 
     source: str
     state_bytes: float
     shards: bool = False
-    betas: bool = True
     install: str = ""
 
 
 OPTIMIZERS = {
     "adamw": Known("torch.optim:AdamW", 8, shards=True),
     "adamw_8bit": Known("torchao.optim:AdamW8bit", 2 + 8 / 256, install="torchao"),
-    "adafactor": Known("torch.optim:Adafactor", 0, betas=False),
+    "adafactor": Known("torch.optim:Adafactor", 0),
     "lion": Known("lion_pytorch:Lion", 4, shards=True, install="lion-pytorch"),
     "muon": Known("genrl.runtime.weights.optimizers:Muon", 4),
     "prodigy": Known("prodigyopt:Prodigy", 16, install="prodigyopt"),
@@ -231,11 +198,9 @@ class Optimizer(Section):
     """adamw, adamw_8bit (torchao), adafactor, lion, muon (AdamW for everything that is not a matrix), prodigy, or a
     class: package.module:Class, path/file.py:Class."""
     args: dict[str, Any] = {}
-    """Further arguments of the optimiser, for example {eps: 1e-6}."""
+    """Further arguments of the optimiser, for example {betas: [0.9, 0.95], eps: 1e-6}."""
     lr: Positive = 3e-4
     """Learning rate (Flow-GRPO and DiffusionNFT with LoRA: 3e-4; full fine-tuning: about 1e-5)."""
-    betas: tuple[Fraction, Fraction] | None = None
-    """Its two averaging factors; null = its own: (0.9, 0.999), lion's (0.9, 0.99)."""
     weight_decay: NonNegative = 1e-4
     """Decoupled weight decay (Flow-GRPO: 1e-4)."""
     max_grad_norm: Positive = 1.0
@@ -269,8 +234,6 @@ class Optimizer(Section):
         if sharded_by is not None and (entry is None or not entry.shards):
             can = " or ".join(other for other, row in OPTIMIZERS.items() if row.shards)
             yield ("optimizer.name", sharded_by), f"the state of {name} cannot be sharded; write {can}"
-        if self.betas is not None and entry is not None and not entry.betas:
-            yield ("optimizer.betas", "optimizer.name"), f"{name} has no betas; leave them out"
         if self.schedule == "constant" and self.schedule_iterations is not None:
             text = "a constant rate does not fall; write schedule: linear or cosine, or leave it out"
             yield ("optimizer.schedule_iterations", "optimizer.schedule"), text

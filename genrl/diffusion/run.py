@@ -21,7 +21,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config.method import is_built_in
-from genrl.config.sections import Selection
 from genrl.data.prompts import Prompt
 from genrl.diffusion.before import settle, sizes
 from genrl.diffusion.config.combinations import waiting
@@ -59,7 +58,6 @@ from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.hub import whole_folder
 from genrl.runtime.folder.run import read_metrics
-from genrl.runtime.loop import economy
 from genrl.runtime.loop.frame import say_result
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import TrainingRun
@@ -110,17 +108,7 @@ class DiffusionRun(TrainingRun[Config]):
     @property
     def iteration_prompts(self) -> list[Prompt]:
         """The prompts of the running iteration, one for each group of samples, in slot order."""
-        return [self.prompts[row] for row in self.iteration_rows]
-
-    @property
-    def iteration_rows(self) -> list[int]:
-        """Numbers of this iteration's rows."""
-        return iteration_rows(self.config, self.prompts, self.iteration, self.known)
-
-    @property
-    def known(self) -> economy.Known:
-        """What the samples of prompts have been worth before the running iteration; empty without a selection."""
-        return economy.of(self.loop.memory)
+        return [self.prompts[row] for row in iteration_rows(self.config, self.prompts, self.iteration)]
 
     def begin(self, found: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
@@ -162,12 +150,9 @@ class DiffusionRun(TrainingRun[Config]):
             raise ValueError(text) from error
         self.loop.phase("sampling", self.config.sampling.images_per_iteration)
         config, worker = self.config, self.worker
-        prompt_values = self.known
 
         def sheet_of(iteration: int) -> Sheet:
-            return Sheet.of(
-                config, self.prompts, iteration, prompt_values, leaves=leaves, roots_together=roots_together
-            )
+            return Sheet.of(config, self.prompts, iteration, leaves=leaves, roots_together=roots_together)
 
         running = {label: Running(**statistics) for label, statistics in self.loop.memory.get("scores", {}).items()}
         drawing: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -273,15 +258,11 @@ class DiffusionRun(TrainingRun[Config]):
         train_calls = self.policy.model_calls - self._calls - self._sample_calls
         # Processes that compute one sample together have each counted it: a call of theirs is one.
         calls = gather_object([(self._sample_calls, train_calls)])
-        row = dict(metrics) | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
+        row = dict(metrics) | self.aged | self.rollouts.used | (self.far.metrics() if self.far is not None else {})
         if self.scorers.pool is not None:
             row["workers/lost"] += float(self.scorers.pool.lost)
-        if self.versions is not None:
-            row["staleness"] = float(self.age)
         if self.rollouts.scored.values:  # given samples have none
             row |= score_metrics(self.rollouts.scored, self.rollouts.total)
-            if config.economy.selection is not None:
-                row |= self._note(config.economy.selection, self.rollouts)
         row |= {
             "lr": loop.lr,
             "images_per_s": config.sampling.images_per_iteration / elapsed,
@@ -292,15 +273,6 @@ class DiffusionRun(TrainingRun[Config]):
             draw_best_and_worst(self.rollouts, self.process.run, self.process.log, self.iteration + 1)
         self.rollouts = None  # states and pictures: not beside those of the next iteration
         loop.finish(row)
-
-    def _note(self, selection: Selection, rollouts: Rollouts) -> dict[str, float]:
-        """Remember what the samples of the iteration's prompts were worth; metrics of the choice."""
-        numbers = self.iteration_rows
-        first = rollouts.scored.values[self.config.reward_labels[0]]
-        values = economy.values_of(selection, first, rollouts.total).view(len(numbers), -1)
-        values_now, row = economy.noted(selection, self.known, numbers, values, iteration=self.iteration)
-        self.loop.memory[economy.MEMORY] = values_now
-        return row
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Held-out prompts from fixed noise, as `Trained` asks; empty without such prompts."""

@@ -102,6 +102,7 @@ class SamplingPlan:
     @property
     def nodes(self) -> tuple[int, ...]:
         """Nodes at each depth, steps + 1 numbers: n_0 = roots, n_{i+1} = n_i b_i (roots b_i with continue_one)."""
+        # Depth by depth, as `calls`, `edges` and `leaves` are all sums over these.
         counts = [self.roots]
         for ways in self.branching:
             counts.append(self._parents(counts[-1]) * ways)
@@ -228,6 +229,7 @@ def sliding_depths(base: Sequence[int], *, iteration: int, interval: int, stop: 
     first, last = min(base, default=0), max(base, default=-1)
     if sorted(base) != list(range(first, last + 1)) or not base or interval < 1:
         raise ValueError(f"depths: a sliding window needs consecutive depths and an interval >= 1, got {list(base)}")
+    # A base that lies above `stop` already does not move at all.
     shift = min(iteration // interval, max(0, first - stop))
     return range(first - shift, last - shift + 1)
 
@@ -332,6 +334,7 @@ def draw_start(probabilities: Sequence[float], uniform: float) -> int:
         total += probability
         if uniform < total:
             return index
+    # The sum of the probabilities may round to just below 1, with `uniform` above it.
     return len(probabilities) - 1
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +32,10 @@ from genrl.vla.evaluate import Judged, Watched, evaluate, sheet_of, sheet_of_rol
 from genrl.vla.methods.settings import Update
 from genrl.vla.policies.folder import save_first_steps, save_policy
 from genrl.vla.policies.policy import KeepsFeatures, Policy
-from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, episode_returns, training_rows
+from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, training_rows
 from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import Acting, Frozen
-from genrl.vla.rollout.scores import context_of, importance_figures, weighed
+from genrl.vla.rollout.scores import context_of, episode_figures, importance_figures, of_first_episodes, weighed
 from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.contract import Environment
 
@@ -166,11 +165,17 @@ class VLARun(TrainingRun[VLAConfig]):
         """`collect` in the environments of this process: here, or on its Ray actors."""
         return self.env.collect if isinstance(self.env, RayRollouts) else partial(collect, self.env)
 
-    @property
+    @cached_property
     def keeps_features(self) -> bool:
-        """Whether what the frozen encoder computed in the rollout is used again in training."""
-        policy = self.config.policy
-        return policy.frozen and policy.keep_features and isinstance(self.policy, KeepsFeatures)
+        """Whether what the frozen encoder computed in the rollout is used again in training. Not of a policy whose
+        features are too big to keep, nor where the first denoising steps see by an encoder of their own."""
+        if not (self.config.policy.frozen and isinstance(self.policy, KeepsFeatures)):
+            return False
+        if self.frozen is None:
+            return True
+        policy: Any = self.policy
+        ours, other = policy.encoder.state_dict(), self.frozen.encoder.state_dict()
+        return all(torch.equal(value, other[name].to(value)) for name, value in ours.items())
 
     def normalised(self, advantages: Tensor, kept: Tensor) -> Tensor:
         """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
@@ -185,45 +190,25 @@ class VLARun(TrainingRun[VLAConfig]):
     def finish(self, rollout: ChunkRollout, figures: Mapping[str, float]) -> None:
         """End of an iteration: what the episodes were like, the figures of its updates, evaluation, checkpoint."""
         loop = self.loop
-        # First episodes alone: of later ones a rollout of fixed length would hold more short ones than long ones.
-        first = rollout.valid & (rollout.episode == 0)
-        complete = first.any(0)  # of the others the first episode was lost with its simulator
-        local = {
-            "returns": episode_returns(rollout)[complete].tolist(),
-            "success": (rollout.success & first).any(0)[complete].tolist(),
-            "instruction": [rollout.instruction[slot] for slot in complete.nonzero()[:, 0].tolist()],
-            "group": rollout.group[complete].tolist(),
-            "length": (rollout.n_executed * first).sum(0)[complete].tolist(),
-            "ended": (rollout.done & first).any(0)[complete].tolist(),
-            "steps": int(rollout.n_executed.sum()),
-            "dropped": self._dropped,
-            "seconds": self._seconds,
-        }
-        every = gather_object([local])
-        steps = sum(part["steps"] for part in every)
+        every = gather_object([of_first_episodes(rollout)])
+        steps = sum(part.steps for part in every)
         loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + steps
-        success = [flag for part in every for flag in part["success"]]
-        lengths = [n for part in every for n, ended in zip(part["length"], part["ended"], strict=True) if ended]
+        dropped, seconds, off = zip(*gather_object([(self._dropped, self._seconds, self._off)]), strict=True)
         with unsharded(self.policy):
             spread = exploration(self.policy, rollout, self.frozen, seed=self.config.seed)
             if not self.config.evaluation.every and not self.frames:
                 who = self.acting._replace(frozen=self.frozen)
                 self.note_sheet(lambda: sheet_of_rollout(who, rollout, self.config))
-        row = dict(figures) | self.told
+        row = dict(figures) | self.told | self.aged
+        row |= episode_figures(every, by_group=self.config.environment.group_size > 1)
         row |= {
-            "rollout/success": sum(success) / max(1, len(success)),
-            "rollout/return_mean": sum(sum(part["returns"]) for part in every) / max(1, len(success)),
-            "rollout/length_mean": sum(lengths) / max(1, len(lengths)),
-            "rollout/mixed": _mixed(every, by_group=self.config.environment.group_size > 1),
-            "rollout/dropped": float(sum(part["dropped"] for part in every)),
+            "rollout/dropped": float(sum(dropped)),
             "rollout/env_steps": float(loop.memory["env_steps"]),
             "rollout/action_std": spread,
-            "rollout/log_prob_off": max(gather_object([self._off])),
-            "env_steps_per_s": steps / max(part["seconds"] for part in every),
+            "rollout/log_prob_off": max(off),
+            "env_steps_per_s": steps / max(seconds),
             "lr": loop.lr,
         }
-        if self.versions is not None:
-            row["staleness"] = float(self.age)
         if rollout.importance is not None:
             row |= importance_figures(rollout)
         loop.finish(row)
@@ -364,15 +349,6 @@ def show(found: Judged, process: Process, iteration: int) -> None:
         sheet = contact_sheet(found.clips)
         save_png(sheet, process.run.samples / f"{name}.png")
         process.log.log_picture(iteration, "samples/grid", sheet)
-
-
-def _mixed(every: list[dict[str, Any]], *, by_group: bool) -> float:
-    """Share of groups (of instructions, where there are none) that neither always nor never succeed."""
-    outcomes: dict[Any, set[bool]] = defaultdict(set)
-    for process_row in every:
-        for key, flag in zip(process_row["group" if by_group else "instruction"], process_row["success"], strict=True):
-            outcomes[key].add(flag)
-    return sum(len(flags) == 2 for flags in outcomes.values()) / max(1, len(outcomes))
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
 from genrl.config.plugins import beside
@@ -215,12 +214,6 @@ def frozen_of(config: VLAConfig, policy: Any) -> Any:
         return None
     if begun is None:
         return copy.deepcopy(policy).requires_grad_(False)
-    ours, other = policy.encoder.state_dict(), begun.encoder.state_dict()
-    if config.policy.frozen and config.policy.keep_features:
-        if not all(torch.equal(value.cpu(), other[name].to(value.dtype)) for name, value in ours.items()):
-            raise ValueError(
-                "policy.keep_features: the first denoising steps have an encoder of their own; write false"
-            )
     return begun.to(next(policy.parameters()).device).requires_grad_(False)
 
 

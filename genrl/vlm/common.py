@@ -162,9 +162,7 @@ class VLMRun(TrainingRun[VLMConfig]):
 
     def finish(self, row: dict[str, float]) -> None:
         """End the iteration with what was measured in it."""
-        row["lr"] = self.loop.lr
-        if self.versions is not None:
-            row["staleness"] = float(self.age)
+        row |= {"lr": self.loop.lr} | self.aged
         self.loop.finish(row)
 
     def evaluate(self, iteration: int) -> dict[str, float]:

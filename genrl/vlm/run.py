@@ -15,7 +15,6 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from genrl.config.method import module_of
-from genrl.runtime.loop import economy
 from genrl.runtime.loop.process import Process
 from genrl.runtime.loop.running import of_all
 from genrl.runtime.show.sheet import SHOWN, ContactSheet
@@ -30,7 +29,7 @@ from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.rollout import rescue
 from genrl.vlm.rollout.augment import augmented, gaps, leave_out
 from genrl.vlm.rollout.data import Questions, held_out_loss
-from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on, worths
+from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on
 from genrl.vlm.rollout.server import Server
 from genrl.vlm.rollout.synthesis import Synthesis
 from genrl.vlm.tasks import Row
@@ -129,18 +128,14 @@ class AnswersRun(VLMRun):
         counts: list[int] = [0] * processes
         memory: dict[str, Any] = {}  # what the iteration changes in the loop's, once it cannot be left any more
         described: Answers | None = None
-        spent, choice, helped = 0.0, dict[str, float](), rescue.Helped()
-        first, selection = loop.memory.get("questions", 0), config.economy.selection
-        prompt_values = economy.of(loop.memory)
+        spent, first, helped = 0.0, loop.memory.get("questions", 0), rescue.Helped()
         # Before the first answer, so that a server which draws ahead is handed the weights of this iteration too.
         self.note_weights()
         # groups that the filter leaves out are made up for by those of further questions
         for _ in range(config.trainer.group_filter.rounds):
             loop.phase("answering", share_size * config.generation.group_size)
-            # More candidates than are wanted where a selection chooses among them.
-            pool = self.questions.asked(iteration, first, economy.looked_at(selection, per_iteration))
-            picks = economy.choose(selection, pool, per_iteration, prompt_values, iteration=iteration, seed=config.seed)
-            # all processes choose from the same pool alike, and each takes its part
+            picks = self.questions.asked(iteration, first, per_iteration)
+            # all processes see the same numbers, and each takes its part
             numbers = picks[rank * share_size : (rank + 1) * share_size]
             rows = [self.questions.row(number) for number in numbers]
             if self.synthesis is not None:
@@ -150,17 +145,12 @@ class AnswersRun(VLMRun):
                 # All answers are measured, those too that the filter leaves out, else figures would flatter the model.
                 all_answers.append(answers_here)
                 spent += seconds
-                if selection is not None:
-                    values = worths(config, selection, answers_here)
-                    prompt_values, choice = economy.noted(selection, prompt_values, picks, values, iteration=iteration)
-                    memory[economy.MEMORY] = prompt_values
                 answers_here = self._augmented(answers_here, first, memory)
                 answers_here = self._rescued(answers_here, first, helped)
                 if self.synthesis is not None:
                     described = self._described(self.synthesis, numbers[-1:], first)
             loop.check_stop()
-            # what selection passed over counts as asked, so that a resumed run goes on at the same question
-            first += len(pool)
+            first += len(picks)
             trained.append(trained_on(config, answers_here))
             counts = [a + b for a, b in zip(counts, gather_object([len(trained[-1].rows)]), strict=True)]
             # All processes see the same sum, so they stop together: another round begins with words to each other.
@@ -172,7 +162,7 @@ class AnswersRun(VLMRun):
         # of more groups than wanted, the first of each process are left out last
         answers = joined(trained).chosen(list(range(max(0, min(counts[rank], per_iteration - sum(counts[:rank]))))))
         share = min(sum(counts), per_iteration) / (per_iteration * len(all_answers))
-        row = sampled_figures(config, joined(all_answers), len(all_answers), share, spent) | choice
+        row = sampled_figures(config, joined(all_answers), len(all_answers), share, spent)
         if config.rescue is not None:
             row |= helped.figures(config)
         if self.synthesis is not None and described is not None:

@@ -71,7 +71,7 @@ class TestCheck:
         text = words(run("check", "ppo.yaml", "--explain"))
         assert "environments 16 in groups of 1" in text and "decisions 32 at most 2 of each environment" in text
         assert "denoising steps 2 of a decision, flow_sde" in text and "evaluations 0 off" in text
-        for key in ("trainer.critic_warmup", "environment.num_envs", "sampler.noise_level", "policy.keep_features"):
+        for key in ("trainer.critic_warmup", "environment.num_envs", "sampler.noise_level", "policy.freeze"):
             assert key in text
         assert "sampling.group_size" not in text
         assert "is in use; continue it by `genrl resume runs/small`" in words(run("check", "small.yaml"))

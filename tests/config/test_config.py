@@ -294,7 +294,7 @@ documents = st.fixed_dictionaries(
         "sampling": st.fixed_dictionaries({"pipeline_args": st.dictionaries(words.map("x_{}".format), plain)}),
     },
     optional={
-        "optimizer": st.fixed_dictionaries({"lr": positive, "betas": st.tuples(*[st.floats(0, 0.99)] * 2).map(list)}),
+        "optimizer": st.fixed_dictionaries({"lr": positive, "weight_decay": st.floats(0, 0.99)}),
         "ema": st.none() | st.fixed_dictionaries({"decay": st.floats(0, 0.999)}),
         "seed": st.integers(0, 2**40),
     },

@@ -1,4 +1,4 @@
-"""Runs of pipelines that choose prompts, and train on some samples of each group."""
+"""Runs of pipelines that train on some samples of each group."""
 
 from pathlib import Path
 from typing import Any
@@ -9,26 +9,19 @@ import torch
 from genrl.diffusion.before import sizes
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.rollout.rollout import downsampled, iteration_rows
+from genrl.diffusion.rollout.rollout import downsampled
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.transitions import collect
 from genrl.diffusion.train import train
 from genrl.objectives.credit import max_variance
-from genrl.runtime.loop import economy
 from tests.diffusion import runs
 from tests.run_folders import assert_resumes
 
 pytestmark = pytest.mark.usefixtures("unproven")
 
-CHOSEN = {"selection": {"by": "spread", "candidates": 2, "replay": {}}}
 SAMPLING = {"prompts_per_iteration": 2, "group_size": 4, "batch_size": 4}
 NFT = {"algorithm": "diffusion_nft", "kl_weight": 1e-3, "updates_per_iteration": 2}
 GRPO = {"algorithm": "flow_grpo", "window": {"size": 1, "low": 0, "high": 2}, "updates_per_iteration": 2}
-
-
-@pytest.fixture(autouse=True)
-def _asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(economy, "COOLDOWN", 0)
 
 
 def config(folder: Path, model: Path, /, **changes: Any) -> Config:
@@ -37,29 +30,12 @@ def config(folder: Path, model: Path, /, **changes: Any) -> Config:
 
 @pytest.mark.parametrize("trainer", [GRPO, NFT], ids=["flow_grpo", "diffusion_nft"])
 def test_a_resumed_run_is_the_uninterrupted_one(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
-    both = config(folder, model, economy={**CHOSEN, "keep": 2}, trainer=trainer, output=str(folder / "whole"))
+    both = config(folder, model, economy={"keep": 2}, trainer=trainer, output=str(folder / "whole"))
     assert_resumes(train, both, folder)
     first, second = runs.rows(folder / "whole")[1:]
-    assert first["selection/known"] == 0.0 and second["selection/known"] > 0.0
-    memory = runs.last_state(folder / "whole").state["memory"]["prompts"]
-    assert sum(times for _, _, times, _ in memory.values()) == 4 and len(memory) <= 4
     if trainer is GRPO:
         assert first["model_calls/train"] == second["model_calls/train"] == plan(both).train_calls
         assert plan(both).train_calls == plan(config(folder, model, trainer=trainer)).train_calls / 2
-
-
-def test_prompts_are_those_that_the_posteriors_choose(folder: Path, model: Path) -> None:
-    one = config(folder, model, economy=CHOSEN, iterations=3, evaluation={"every": 0})
-    asked = []
-    with runs.opened(one) as run:
-        for iteration in range(3):
-            known = run.known
-            asked.append(iteration_rows(one, run.prompts, iteration, known))
-            assert [p.text for p in run.iteration_prompts] == [runs.PROMPTS[row] for row in asked[-1]]
-            values = torch.rand(2, 4, generator=torch.Generator().manual_seed(iteration))
-            found, _ = economy.noted(one.economy.selection, known, asked[-1], values, iteration=iteration)  # type: ignore[arg-type]
-            run.loop.memory[economy.MEMORY] = found
-            run.loop.iteration += 1
 
 
 @pytest.mark.parametrize("window", [None, {"size": 1, "low": 1, "high": 2}], ids=["all steps", "window"])

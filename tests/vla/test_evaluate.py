@@ -2,6 +2,7 @@
 judged, with what before it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from genrl.vla.methods.diwa.settings import DiWA
 from genrl.vla.policies.folder import load_first_steps, load_policy
 from genrl.vla.policies.policy import ACTION
 from genrl.vla.rollout.sampling import Acting, FlowSteps, Frozen
+from genrl.vla.run import VLARun
 from genrl.vla.setup import export, load_trained, sampler_of
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import open_environment
@@ -164,8 +166,11 @@ def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
             refused()
     with torch.no_grad():
         next(exported.encoder.parameters()).add_(1.0)
-    with pytest.raises(ValueError, match="an encoder of their own; write false"):
-        train.frozen_of(on, exported)
+    one = SimpleNamespace(config=on, policy=exported, frozen=frozen)
+    assert not VLARun.keeps_features.func(one), "what first steps see is not what the others do"
+    one.frozen = base
+    one.policy = base
+    assert VLARun.keeps_features.func(one)
 
 
 def test_a_lost_episode_is_no_failure() -> None:

@@ -255,26 +255,15 @@ def staleness_rules(config: Config) -> Iterator[Finding]:
 
 
 def economy_rules(config: Config) -> Iterator[Finding]:
-    """Why a run that trains a pipeline cannot choose its prompts or samples so."""
+    """Why a run that trains a pipeline cannot choose its samples so."""
     economy, sampling, trainer = config.economy, config.sampling, config.trainer
-    groups = sampling.group_size, sampling.prompts_per_iteration, sampling.staleness
-    yield from economy.problems("sampling", *groups)
-    name, at = trainer.algorithm, "economy.selection"
-    if economy.selection is not None:
-        if trainer.trains_on == "pictures":
-            yield (at, "trainer.algorithm"), f"{name} trains on given pictures in their order; leave it out"
-        if sampling.buckets:
-            yield (at, "sampling.buckets"), "micro-batches are of one size, chosen prompts are not; leave out one"
-        for number, reward in enumerate(config.rewards):
-            if economy.selection.by == "spread" and reward.normalize == "group":
-                text = "scores that are normalised in groups all have the same spread; write none"
-                yield (f"rewards.{number}.normalize", f"{at}.by"), text
+    yield from economy.problems("sampling", sampling.group_size)
     if economy.keep is None:
         return
     size, group = sampling.batch_size, sampling.group_size
     if "part_of_groups" not in trainer.takes or trainer.branches == "trees":
-        text = f"{name} reads whole groups; leave it out, or use flow_grpo without a tree, or diffusion_nft"
-        yield ("economy.keep", "trainer.algorithm"), text
+        text = "reads whole groups; leave it out, or use flow_grpo without a tree, or diffusion_nft"
+        yield ("economy.keep", "trainer.algorithm"), f"{trainer.algorithm} {text}"
     elif size % group:
         text = f"each micro-batch is to keep as many samples, so {size} must be whole groups of {group}"
         near = max(1, round(size / group)) * group

@@ -198,7 +198,7 @@ class Config(RunConfig):
     sampling: Sampling = Sampling()
     """How samples are generated."""
     economy: Economy = Economy()
-    """Which prompts are asked, and which of their samples are trained on."""
+    """Which samples of a prompt are trained on."""
     trainer: Annotated[DiffusionMethod, ByName(), SerializeAsAny()]
     """Which algorithm, and its settings."""
     ema: EMA | None = EMA()

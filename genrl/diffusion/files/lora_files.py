@@ -219,6 +219,7 @@ def _place(
             module = flat[name].get(suffix) or flat[name].get(suffix.removeprefix("text_model_"))
             return None if module is None else (name, module)
     while True:
+        # Longest first: text_encoder is the beginning of text_encoder_2, too.
         for name in sorted(modules, key=len, reverse=True):
             spelt = name if name != denoiser else denoiser.removesuffix("_2")
             if layer.startswith(f"{spelt}."):
@@ -310,6 +311,7 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
     settings = {
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        # Anchored and escaped, else a layer's pattern would match others that end in its name.
         "rank_pattern": {f"^{re.escape(k)}": n for k, n in ranks.items() if n != rank},
         "alpha_pattern": {f"^{re.escape(k)}": n for k, n in alphas.items() if n != alpha},
         "target_modules": _targets(adapter, network),

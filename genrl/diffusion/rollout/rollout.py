@@ -32,7 +32,6 @@ from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scoring
 from genrl.mdp.noise import bucketed_indices, generator, prompt_indices
 from genrl.objectives.credit import max_variance
-from genrl.runtime.loop.economy import NOTHING, Known, choose, looked_at
 from genrl_rewards import compose
 from genrl_rewards.compose import Running
 from genrl_rewards.contract import nearest
@@ -188,13 +187,13 @@ def check_inputs(columns: Mapping[str, str], rows: Sequence[Prompt], source: str
                 raise ValueError(f"sampling.inputs.{argument}: {source}:{row.line} {problem}.{hint}")
 
 
-def iteration_rows(config: Config, prompts: Sequence[Prompt], iteration: int, known: Known = NOTHING) -> list[int]:
-    """Numbers of the prompts of an iteration, one for each group of samples, in slot order (`economy.choose`)."""
+def iteration_rows(config: Config, prompts: Sequence[Prompt], iteration: int) -> list[int]:
+    """Numbers of the prompts of an iteration, one for each group of samples, in slot order."""
     sampling, key = config.sampling, {"seed": config.seed, "iteration": iteration}
-    selection, count = config.economy.selection, sampling.prompts_per_iteration
+    count = sampling.prompts_per_iteration
     if sampling.buckets:
         return bucketed_indices([row.bucket for row in prompts], count, sampling.prompts_together, **key)
-    return choose(selection, prompt_indices(len(prompts), looked_at(selection, count), **key), count, known, **key)
+    return prompt_indices(len(prompts), count, **key)
 
 
 def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
@@ -241,18 +240,11 @@ class Sheet:
 
     @classmethod
     def of(
-        cls,
-        config: Config,
-        prompts: Sequence[Prompt],
-        iteration: int,
-        known: Known = NOTHING,
-        *,
-        leaves: int,
-        roots_together: int | None,
+        cls, config: Config, prompts: Sequence[Prompt], iteration: int, *, leaves: int, roots_together: int | None
     ) -> Self:
         """roots_together: roots per micro-batch of trees; None: independent samples, `sampling.batch_size` together."""
         size = config.sampling.group_size
-        rows = [prompts[row] for row in iteration_rows(config, prompts, iteration, known) for _ in range(size)]
+        rows = [prompts[row] for row in iteration_rows(config, prompts, iteration) for _ in range(size)]
         group = torch.arange(len(rows)) // size
         roots = range(0, len(rows), leaves)
         keys = {"seed": config.seed, "iteration": iteration}

@@ -105,22 +105,6 @@ _ADVANTAGES = {
     ),
 }
 
-_SELECTION = {
-    "selection/known": MetricDoc(
-        "prompts of the iteration that were asked before / prompts; with several rounds of sampling: of the last. "
-        "Only with `economy.selection`",
-        "0 in the first pass over the data, where nothing can be foreseen and selection is no better than chance.",
-        "share 0..1",
-    ),
-    "selection/error": MetricDoc(
-        "mean over these of |expected - observed| success rate; by spread: of |root of the expected variance - "
-        "standard deviation| of the total reward in the group",
-        "What the posteriors are worth. 8 samples at a rate of .5 that is known exactly give .14. Larger: the model "
-        "changes faster than prompts come round.",
-        "share 0..1, or weighted sum",
-    ),
-}
-
 _UPDATE = {
     "loss": MetricDoc(
         "mean over samples and trained steps (DiffusionNFT: noise levels) of the training loss, penalties included",
@@ -286,7 +270,6 @@ _FIRST: dict[str, dict[str, MetricDoc]] = {
     "Evaluation": _EVALUATION,
     "Collapse": _COLLAPSE,
     "Groups and advantages": _ADVANTAGES,
-    "Chosen prompts": _SELECTION,
     "Update": _UPDATE,
 }
 _LAST: dict[str, dict[str, MetricDoc]] = {

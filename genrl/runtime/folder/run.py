@@ -41,7 +41,7 @@ EDITABLE = (
     "distributed.fsdp",  # which processes hold the weights
 )
 KEPT = ("evaluation.right_at",)
-"""Not editable after all: training may go by it (`economy.selection`, RLFR), and a curve has one meaning of right."""
+"""Not editable after all: training may go by it (RLFR), and a curve has one meaning of right."""
 logger = logging.getLogger(__name__)
 _LEFTOVER = re.compile(r"\..+\.tmp-\d+")
 _BEFORE_TRAINING = {

@@ -62,6 +62,7 @@ def start(name: str, run: Run, config: Mapping[str, object] | None, resumed_from
     tracker_id = kept_ids(run).get(name)
     try:
         tracker.start()
+    # SystemExit too: some of them call exit() where there is no login.
     except (Exception, SystemExit) as error:  # each package has its own
         raise ValueError(_not_started(name, error, run)) from error
     if name == "mlflow":

@@ -202,6 +202,11 @@ class TrainingRun(ABC, Generic[C]):
         """How many iterations the weights are behind that draw the running one."""
         return 0 if self.versions is None else self.versions.age(self.iteration)
 
+    @property
+    def aged(self) -> dict[str, float]:
+        """The metric of the age, where there is a choice of one."""
+        return {} if self.versions is None else {"staleness": float(self.age)}
+
     def drawing(self) -> AbstractContextManager[None]:
         """Context with the weights that draw the running iteration, where these are older than the present ones."""
         return nullcontext() if self.versions is None else self.versions.drawing(self.weights, self.iteration)

@@ -19,7 +19,7 @@ from genrl.config.plugins import Group, find
 from genrl.config.sections import OPTIMIZERS, Optimizer
 from genrl.runtime.weights import state
 
-OWN_KEYS = ("lr", "betas", "weight_decay")
+OWN_KEYS = ("lr", "weight_decay")
 
 
 class Masters(torch.optim.Optimizer):
@@ -92,8 +92,6 @@ def make_optimizer(groups: list[dict[str, Any]], settings: Optimizer, *, lr: flo
     kind = _class(settings.name)
     if _takes(kind, "weight_decay"):
         arguments["weight_decay"] = settings.weight_decay
-    if settings.betas is not None:
-        arguments["betas"] = settings.betas
     if (
         settings.name == "adamw"
         and "foreach" not in settings.args
@@ -121,8 +119,6 @@ def check_optimizer(settings: Optimizer) -> None:
             hint = f"did you mean {near[0]}? " if near else ""
             takes = f"{hint}it takes: {', '.join(available) or 'none'}"
             raise ValueError(f"optimizer.args.{key}: {settings.name} has no argument {key!r}; {takes}")
-    if settings.betas is not None and not _takes(kind, "betas"):
-        raise ValueError(f"optimizer.betas: {settings.name} has no betas; leave them out")
     if settings.weight_decay != 0 and not _takes(kind, "weight_decay"):
         raise ValueError(f"optimizer.weight_decay: {settings.name} has none; write 0")
     parameter = nn.Parameter(torch.ones(4, 4))

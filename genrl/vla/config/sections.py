@@ -104,9 +104,6 @@ class Policy(Section):
     """OpenVLA-OFT: what its folder does not say; null = as a folder of ours says, else the defaults."""
     freeze: Literal["nothing", "encoder"] = "encoder"
     """What of a loaded policy is not trained: nothing, or what sees and reads (a VLM, the embedded encoder)."""
-    keep_features: Flag = True
-    """With a frozen encoder: train on the features that it computed in the rollout (pi0 and SmolVLA compute them again,
-    since they are too big to keep)."""
     lora: PolicyLoRA | None = None
     """pi0, pi0.5, SmolVLA, GR00T, OpenVLA: low-rank adapters in the layers that would be trained; null = their weights
     are trained."""

@@ -127,10 +127,12 @@ def play(
         observations.append(observe(raw, env, reads))
         over |= ended & one_episode
         count = count + ended.long()
+        # Gymnasium resets in the step after an end, and ignores its action: that step teaches nothing.
         resetting = ended
         if one_episode and bool(over.all()):
             break
     counted, dropped = (torch.stack([step.pop(name) for step in steps]) for name in ("kept", "dropped"))
+    # Only known at the end: an episode is lost with all that was recorded of it before.
     counted &= ~dropped_episodes(dropped, torch.stack([step["done"] for step in steps]))
     joined = {name: torch.stack([step[name] for step in steps])[counted] for name in steps[0]}
     now = {name: value[counted] for name, value in joined_batches(observations[:-1], torch.stack).items()}
@@ -159,6 +161,7 @@ def from_rollout(rollout: ChunkRollout, policy: Policy, *, gamma: float) -> Tran
     now = {name: value[:-1][valid] for name, value in rollout.observations.items()}
     following = {name: value[1:][valid] for name, value in rollout.observations.items()}
     chunk, reached = rollout.next_states[:, :, -1][valid], rollout.step_index[..., -1][valid]
+    # Flow-CPS makes its last step without noise, so it is no decision and the rollout has no record of it.
     if bool((reached == last - 1).all()):
         index, noisy = torch.full_like(reached, last), torch.zeros(len(reached))
         chunk = rollout.sampler.transition(policy, policy.encode(now), chunk, index, noisy).mean
@@ -192,6 +195,7 @@ def from_steps(
     """
     at = np.arange(len(steps.done))
     last = np.flatnonzero(steps.done)[steps.episode]
+    # Clamped at the end of its own episode: else a chunk would go on into the next one.
     place = np.minimum(at[:, None] + np.arange(horizon), last[:, None])
     count = np.minimum(executed, last - at + 1)
     final = at + count - 1
@@ -235,6 +239,7 @@ def merge(*sets: Transitions) -> Transitions:
     """One set of all; episodes are numbered on. Instructions are padded to the longest."""
     first, offset = [], 0
     for part in sets:
+        # Two sets both count from 0, and `successful` goes by these numbers.
         first.append(part._replace(episode=part.episode + offset))
         offset += int(part.episode.max()) + 1 if len(part.episode) else 0
     joined: dict[str, Any] = {}

@@ -1,8 +1,10 @@
-"""What a rollout teaches: its decisions, their log-probabilities now and then, and the actor's loss on them."""
+"""What a rollout teaches: its decisions, their log-probabilities now and then, and the actor's loss on them; and what
+its episodes were like."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -248,4 +250,49 @@ def importance_figures(rollout: ChunkRollout) -> dict[str, float]:
     return {
         "importance/mean": float(weights.mean()),
         "importance/max_abs_dev": float((weights - 1.0).abs().max()),
+    }
+
+
+class FirstEpisodes(NamedTuple):
+    """The first episode of each slot of a process that was not lost with its simulator, a list entry each; steps: all
+    that were executed in the rollout."""
+
+    returns: list[float]
+    success: list[bool]
+    instruction: list[Any]
+    group: list[int]
+    length: list[int]
+    ended: list[bool]
+    steps: int
+
+
+def of_first_episodes(rollout: ChunkRollout) -> FirstEpisodes:
+    """First episodes alone: of later ones a rollout of fixed length would hold more short ones than long ones."""
+    first = rollout.valid & (rollout.episode == 0)
+    complete = first.any(0)
+    return FirstEpisodes(
+        returns=episode_returns(rollout)[complete].tolist(),
+        success=(rollout.success & first).any(0)[complete].tolist(),
+        instruction=[rollout.instruction[slot] for slot in complete.nonzero()[:, 0].tolist()],
+        group=rollout.group[complete].tolist(),
+        length=(rollout.n_executed * first).sum(0)[complete].tolist(),
+        ended=(rollout.done & first).any(0)[complete].tolist(),
+        steps=int(rollout.n_executed.sum()),
+    )
+
+
+def episode_figures(every: Sequence[FirstEpisodes], *, by_group: bool) -> dict[str, float]:
+    """Figures of the episodes of all processes. by_group: whether episodes of a group begin alike."""
+    success = [flag for part in every for flag in part.success]
+    lengths = [n for part in every for n, ended in zip(part.length, part.ended, strict=True) if ended]
+    outcomes: dict[Any, set[bool]] = defaultdict(set)
+    for part in every:
+        for key, flag in zip(part.group if by_group else part.instruction, part.success, strict=True):
+            outcomes[key].add(flag)
+    return {
+        "rollout/success": sum(success) / max(1, len(success)),
+        "rollout/return_mean": sum(sum(part.returns) for part in every) / max(1, len(success)),
+        "rollout/length_mean": sum(lengths) / max(1, len(lengths)),
+        # Only groups (without groups, instructions) with both outcomes have anything to compare.
+        "rollout/mixed": sum(len(flags) == 2 for flags in outcomes.values()) / max(1, len(outcomes)),
     }

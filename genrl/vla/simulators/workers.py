@@ -107,6 +107,7 @@ class Process(Worker):
         try:
             connection.send(work)
             while True:
+                # On both: a killed process says nothing, and one that has spoken may have ended since.
                 wait([connection, process.sentinel])
                 if not connection.poll():
                     break
@@ -255,6 +256,7 @@ class FarSimulators(Simulators):
             self._order(worker, run, worker.slots)
         while waiting := [worker for worker in self.crew.workers if worker.open]:
             worker, message = self.crew.next(waiting)
+            # A message of a worker that was replaced may still be in the queue, which all share.
             if worker not in self.crew.workers:
                 continue  # it is gone
             if isinstance(message, Outcome):
@@ -323,6 +325,7 @@ class FarSimulators(Simulators):
             rows = rows_of.pop(worker)
             if isinstance(message, WorkerLost):
                 self.crew.restart(worker)
+                # Its episodes went with it, though nobody was in the middle of a step.
                 self._vanished[worker.slots] = self._running[worker.slots]
                 self._running[worker.slots] = False
             else:

@@ -218,23 +218,14 @@ def _rescue(config: VLMConfig) -> Iterator[Finding]:
 
 
 def _economy(config: VLMConfig) -> Iterator[Finding]:
-    """Why a run that trains a language model cannot choose its questions or answers so."""
-    economy, generation = config.economy, config.generation
-    groups = generation.group_size, generation.prompts_per_iteration, generation.staleness
-    yield from economy.problems("generation", *groups)
-    chosen = [f"economy.{key}" for key in ("selection", "keep") if getattr(economy, key) is not None]
-    for key in chosen:
-        if config.environment is not None:
-            yield (key, "environment"), "is for answers to questions, not for episodes; leave it out"
-        if config.synthesis is not None:
-            yield (key, "synthesis"), "was not tried with pictures made in the run; leave it out"
-    if economy.selection is not None:
-        at = "economy.selection"
-        if config.trainer.learns_from == "data":
-            yield (at, "trainer.algorithm"), "answers that are given are not scored; leave it out"
-        if config.stages:
-            yield (at, "stages"), "what is known of a question is of one stage; leave it out"
-        if config.task.curriculum is not None:
-            yield (at, "task.curriculum"), "both say which questions come first; leave out one"
-    if economy.keep is not None and "part_of_groups" not in config.trainer.takes:
-        yield ("economy.keep", "trainer.algorithm"), "the method reads whole groups; leave it out, or write grpo"
+    """Why a run that trains a language model cannot choose its answers so."""
+    key = "economy.keep"
+    yield from config.economy.problems("generation", config.generation.group_size)
+    if config.economy.keep is None:
+        return
+    if config.environment is not None:
+        yield (key, "environment"), "is for answers to questions, not for episodes; leave it out"
+    if config.synthesis is not None:
+        yield (key, "synthesis"), "was not tried with pictures made in the run; leave it out"
+    if "part_of_groups" not in config.trainer.takes:
+        yield (key, "trainer.algorithm"), "the method reads whole groups; leave it out, or write grpo"

@@ -204,7 +204,7 @@ class VLMConfig(RunConfig):
     generation: Generation = Generation()
     """How answers are sampled."""
     economy: Economy = Economy()
-    """Which questions are asked, and which of their answers are trained on."""
+    """Which answers to a question are trained on."""
     rewards: tuple[VLMReward, ...] = ()
     """Rewards for answers; the first one decides which answers are right in evaluation. An environment has its own."""
     trainer: Trainer = Field(default_factory=default_method)

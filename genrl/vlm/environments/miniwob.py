@@ -117,6 +117,7 @@ class MiniWoB:
 
     def _begin(self) -> Observation:
         instance = self._browser()
+        # Pages end a task after ten seconds of their own clock, and a model may think longer.
         instance.driver.execute_script(STOP_CLOCK)
         observations: list[Any] = [{}]
         instance.mode = "train" if self.split == "train" else "test"
@@ -174,6 +175,7 @@ class MiniWoB:
             return work()
         except (errors.WebDriverException, network.HTTPError, ConnectionError):
             self.close()
+            # Pages are functions of seed and actions, so the same words lead to the same page.
             if again is not None:
                 self._begin()
                 for action in filter(None, (read(text, self.by) for text in again)):
@@ -190,6 +192,7 @@ def read(text: str, by: By) -> tuple[Any, ...] | None:
     *places, typed = match.groups()
     if typed is not None:
         return ("type", typed.strip())
+    # Outside of the page is no place: the browser would raise, and the answer is merely invalid.
     if by == "place" and not (int(places[0]) < SIZE[0] and int(places[1]) < SIZE[1]):
         return None
     return ("click", *map(int, places))

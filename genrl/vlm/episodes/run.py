@@ -98,13 +98,10 @@ class EpisodesRun(VLMRun):
     @property
     def slots(self) -> list[int]:
         """Slots of this process."""
-        generation, processes = self.config.generation, self.loop.process.accelerator.num_processes
         if self.critic is not None:
-            share = self.environment.parallel // processes
-        else:
-            share = generation.prompts_per_iteration // processes * generation.group_size
-        first = self.loop.process.accelerator.process_index * share
-        return list(range(first, first + share))
+            return list(self.process.share(self.environment.parallel))
+        groups, size = self.process.share(self.config.generation.prompts_per_iteration), self.size
+        return list(range(groups.start * size, groups.stop * size))
 
     def begin(self, found: Path | None) -> None:
         """Play the episodes again in the middle of which the checkpoint was written. Raises RuntimeError as `Table`."""
@@ -131,11 +128,9 @@ class EpisodesRun(VLMRun):
         self.loop.memory["env_steps"] = row["rollout/env_steps"]
         # Episodes with a critic go on across iterations; without one they end within theirs.
         if self.critic is not None:
-            for name, local in (
-                ("begun", [list(entry) for entry in self.begun.items()]),
-                ("episodes", self.table.state()),
-            ):
-                self.loop.memory[name] = [entry for every in gather_object([local]) for entry in every]
+            local = {"begun": [list(entry) for entry in self.begun.items()], "episodes": self.table.state()}
+            for name, entries in local.items():
+                self.loop.memory[name] = [entry for every in gather_object([entries]) for entry in every]
 
     def act(self) -> tuple[Acted, dict[str, float]]:
         """An iteration's steps or episodes, and figures of those of all processes."""
@@ -251,12 +246,12 @@ class EpisodesRun(VLMRun):
                 with self.policy.reference():
                     by_turn["ref"][turns] = replay(self.policy, rows, turns, temperature).log_prob.float().cpu()
         values = by_turn.pop("value")
-        needed = {"old": True, "ref": "ref" in self.preset.reads, "entropy": "entropy" in self.preset.reads}
-        tensors = {name: rows.laid(by_turn[name]) for name, want in needed.items() if want}
+        reads = self.preset.reads | {"old"}
+        tensors = {name: rows.laid(each) for name, each in by_turn.items() if name in reads}
         if acted.walk is None:
             assert acted.totals is not None
-            by_name = turns_of(rows, acted.played) if "turn" in self.preset.reads else {}
-            tensors |= {name: each for name, each in by_name.items() if name in self.preset.reads}
+            by_name = turns_of(rows, acted.played) if "turn" in reads else {}
+            tensors |= {name: each for name, each in by_name.items() if name in reads}
             return tensors | {"rewards": acted.totals}
         assert acted.kept is not None
         choice = self.preset.advantage

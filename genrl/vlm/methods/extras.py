@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from genrl.mdp.noise import derive_seed, generator
-from genrl.objectives.token_weights import min_p_log_prob
+from genrl.objectives.token_weights import group_divergence, min_p_log_prob
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.policies.folder import gathered
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
@@ -152,7 +152,7 @@ def computed(
         tensors["reference_probability"] = reference_probability(policy, answers, parts)
     if "divergence" in reads:
         with gathered(policy):
-            rows = policy.divergence(answers.prompts, answers.tokens, answers.mask, answers.group, temperature)
+            rows = divergence(policy, answers, temperature)
         tensors["divergence"] = rows[answers.group]
     if "step" in reads:
         shaped: Any = policy
@@ -280,3 +280,27 @@ def answer_tokens(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
         inside[position] = place >= low and place + len(piece) <= high and bool(piece)
         place += len(piece)
     return inside
+
+
+@torch.no_grad()
+def divergence(policy: Policy, answers: Answers, temperature: float, *, chunk: int = 16) -> Tensor:
+    """`token_weights.group_divergence` of the answers to each prompt, [N, T] on the CPU, groups one by one.
+
+    Whole distributions [G, chunk, V] exist for `chunk` positions at a time, without the forbidden ids.
+    """
+    tokens, mask, group = answers.tokens, answers.mask, answers.group
+    head, found = policy.model.get_output_embeddings(), []
+    ids = torch.arange(len(head.weight), device=policy.device)
+    allowed = ids[~torch.isin(ids, policy.forbidden)]
+    for number, prompt in enumerate(answers.prompts):
+        at = (group == number).nonzero()[:, 0]
+        valid = mask[at].to(policy.device).bool()
+        chosen = torch.where(valid, tokens[at].to(policy.device), policy.pad_id)
+        hidden, _, _ = policy.shared(answers.prompts, [prompt] * len(at), chosen, group[at])
+        parts = []
+        for start in range(0, tokens.shape[1], chunk):
+            logits = head(hidden[:, start : start + chunk])[..., allowed].float() / temperature
+            same = torch.zeros(len(at), dtype=torch.int64)
+            parts.append(group_divergence(logits.log_softmax(-1), valid[:, start : start + chunk], same)[0])
+        found.append(torch.cat(parts).cpu())
+    return torch.stack(found)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from genrl.kernels.prefix_attention import PrefixBackend
-from genrl.objectives.token_weights import group_divergence
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.loading import Adapted, checked, loaded, use_liger, with_lora
@@ -298,7 +297,7 @@ class Policy(Adapted):
                 hidden, positions = packed_states(self, rows, tokens, mask)
             images = len(rows)
         elif share_prefix and self.shares_prompts:
-            hidden, positions, images = self._shared(prompts, rows, tokens, group)
+            hidden, positions, images = self.shared(prompts, rows, tokens, group)
         else:
             inputs = self.inputs(rows, tokens[:, :-1])
             with self._recomputed():
@@ -317,41 +316,11 @@ class Policy(Adapted):
         )
         return Replay(scores.log_prob, scores.entropy, hidden, positions, images)
 
-    @torch.no_grad()
-    def divergence(
-        self,
-        prompts: Sequence[Encoded],
-        tokens: Tensor,
-        mask: Tensor,
-        group: Tensor,
-        temperature: float,
-        *,
-        chunk: int = 16,
-    ) -> Tensor:
-        """`token_weights.group_divergence` of the answers to each prompt, [N, T] on the CPU, groups one by one.
-
-        Whole distributions [G, chunk, V] exist for `chunk` positions at a time, without the forbidden ids.
-        """
-        head, found = self.model.get_output_embeddings(), []
-        ids = torch.arange(len(head.weight), device=self.device)
-        allowed = ids[~torch.isin(ids, self.forbidden)]
-        for number in range(len(prompts)):
-            at = (group == number).nonzero()[:, 0]
-            valid = mask[at].to(self.device).bool()
-            chosen = torch.where(valid, tokens[at].to(self.device), self.pad_id)
-            hidden, _, _ = self._shared(prompts, [prompts[number]] * len(at), chosen, group[at])
-            parts = []
-            for start in range(0, tokens.shape[1], chunk):
-                logits = head(hidden[:, start : start + chunk])[..., allowed].float() / temperature
-                same = torch.zeros(len(at), dtype=torch.int64)
-                parts.append(group_divergence(logits.log_softmax(-1), valid[:, start : start + chunk], same)[0])
-            found.append(torch.cat(parts).cpu())
-        return torch.stack(found)
-
-    def _shared(
+    def shared(
         self, prompts: Sequence[Encoded], rows: Sequence[Encoded], tokens: Tensor, group: Tensor
     ) -> tuple[Tensor, int, int]:
-        """(states [B, T, H], positions computed, prompts computed)."""
+        """States [B, T, H] of answers that attend to one copy of their prompt; how many positions, and prompts, were
+        computed."""
         numbers, row_of = torch.unique(group, return_inverse=True)
         used = [prompts[number] for number in numbers.tolist()]
         row_of = row_of.to(self.device)

@@ -14,12 +14,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 import genrl_rewards
-from genrl.config.sections import Selection
 from genrl.mdp.noise import generator
 from genrl.objectives import groups
 from genrl.objectives.credit import max_variance
 from genrl.objectives.token_regularisers import over_views
-from genrl.runtime.loop.economy import values_of
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Sampling, generate
 from genrl.vlm.methods.updates import padded
@@ -432,13 +430,6 @@ def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float
         if name != "total":
             row[f"{label}_failed"] = float(joint[name].isnan().sum())
     return row
-
-
-def worths(config: VLMConfig, selection: Selection, answers: Answers) -> Tensor:
-    """Values by which questions are chosen, of the answers of all processes, [P, G]."""
-    first, right_at = answers.scores[config.reward_labels[0]], config.evaluation.right_at
-    values = values_of(selection, first, totals(config, answers.scores), right_at=right_at)
-    return torch.cat(gather_object([values.view(len(answers.rows), -1)]))
 
 
 def trained_on(config: VLMConfig, answers: Answers) -> Answers:

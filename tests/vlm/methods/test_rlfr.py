@@ -25,11 +25,17 @@ from tests.vlm import vlm_runs
 from tests.vlm.by_hand import naive_log_probs
 from tests.vlm.rollouts import rollout
 
+
+@pytest.fixture(autouse=True)
+def _few_questions_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Flow, "batch_size", 4)
+
+
 TARGET = "<think> i see {answer} </think> <answer> {answer} </answer>"
 
 
 def config(place: Path, flow: dict[str, Any] | None = None, **changes: Any) -> VLMConfig:
-    own = {"demonstrations": TARGET, "pretraining": 2, "batch_size": 4, "depth": 1, "lr": 1e-2, **(flow or {})}
+    own = {"demonstrations": TARGET, "pretraining": 2, "depth": 1, "lr": 1e-2, **(flow or {})}
     trainer = {"algorithm": "rlfr", "preset": "grpo", "regularisers": [], "flow": own, **changes.pop("trainer", {})}
     return vlm_runs.config(place, trainer=trainer, **changes)
 

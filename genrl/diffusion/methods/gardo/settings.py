@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 class Gate(Section):
     """Which samples pay the divergence: those that the trained score rates above what others say of them."""
 
+    between: ClassVar[tuple[float, float]] = (0.02, 0.2)
+    """The share never falls below the first, nor rises above the second (theirs)."""
+
     rewards: tuple[Text, ...]
     """Labels of the rewards that are asked beside it, for example of weight 0."""
     share: Share = 0.1
     """Of the samples that are over-rated at all, the share that pays at first."""
-    between: tuple[Share, Share] = (0.02, 0.2)
-    """It never falls below the first, nor rises above the second."""
 
 
 class Moving(Section):
@@ -43,7 +44,7 @@ class GARDO(Windowed):
     metrics: ClassVar[Mapping[str, MetricDoc]] = METRICS | {
         "gate/share": MetricDoc(
             "share of the over-rated samples that are to pay the divergence",
-            "At `gate.between`'s upper end for long: the trained score and the others part further and further.",
+            "At 0.2, its upper end, for long: the trained score and the others part further and further.",
             "share 0..1",
         ),
         "gate/gated": MetricDoc(

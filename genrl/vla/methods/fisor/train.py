@@ -92,6 +92,7 @@ def critic_losses(nets: Fisor, batch: Transitions, settings: FISOR) -> dict[str,
     worst = nets.violation.v(observation)
     violating = nets.violation.slow_q(observation, action).amax(0)
     with torch.no_grad():
+        # V of the data's own actions, so that no action is judged which the data do not have (IQL).
         following, ahead = nets.reward.v(batch.next_observation), nets.violation.v(batch.next_observation)
     target = actor_critic.q_target(batch.reward, following, batch.terminated, batch.discount)
     h = torch.where(batch.cost > 0, settings.violation, SAFE)
@@ -262,6 +263,7 @@ def file_data(config: VLAConfig, reads: Reader, steps: Steps) -> Transitions:
     """The steps of a file as decisions of one action, with rewards scaled as in FISOR's released code: so that the
     range of returns is the number of actions of the longest episode."""
     low, high = extremes(steps.totals()[0])
+    # Temperatures are in units of reward: without this each file would need its own.
     scale = np.bincount(steps.episode).max() / (high - low)
     scaled = steps._replace(reward=(steps.reward * scale).astype(np.float32))
     return from_steps(scaled, reads, config.environment, horizon=1, executed=1, gamma=GAMMA)
@@ -293,6 +295,7 @@ def judged_by(data: Transitions, steps: Steps, limit: float) -> dict[str, float]
     metrics = {name: value for name, value in judged(data).items() if "success" not in name}
     metrics["eval/return_mean"] = float(data.reward.sum()) / len(data.episode.unique())
     low, high = extremes(steps.totals()[0])
+    # DSRL adds one to both where the limit is 0, which it could not divide by.
     more = float(limit == 0)
     return metrics | {
         "eval/normalized_return": (metrics["eval/return_mean"] - low) / (high - low),

@@ -126,6 +126,7 @@ def advantages(left: Tensor, values: Tensor, lengths: Tensor, horizon: int) -> T
     surplus = left / (left.max() - left.min()) - values
     last = lengths.cumsum(0).repeat_interleave(lengths) - 1
     ahead = torch.arange(len(left)) + horizon
+    # The clamp only keeps the index legal; what it reads there is not taken.
     following = torch.where(ahead <= last, surplus[ahead.clamp(max=len(left) - 1)], 0.0)
     return surplus - following
 
@@ -138,6 +139,7 @@ def normalised(left: Tensor) -> Tensor:
 def value_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy [B] of logits [B, K] over K values on [-1, 0] and a target [B] split between its two neighbours."""
     place = (target.clamp(-1.0, 0.0) + 1.0) * (logits.shape[1] - 1)
+    # A target of exactly 0 lies on the last value, which has no neighbour above.
     low = place.floor().clamp(max=logits.shape[1] - 2)
     log_p = functional.log_softmax(logits.float(), 1)
     below, above = (log_p.gather(1, (low.long() + k)[:, None])[:, 0] for k in (0, 1))
@@ -153,6 +155,7 @@ def expected(logits: Tensor) -> Tensor:
 
 def told_of(positive: Tensor, uniform: Tensor, drop: float) -> Tensor:
     """Which of `CLAUSES` each step has, int64 [N]: what it is, or, where uniform [N] is at most `drop`, nothing."""
+    # So that the policy can act without being told, too, as with classifier-free guidance.
     return torch.where(uniform <= drop, 2, (~positive).long())
 
 
@@ -162,6 +165,7 @@ def learned_values(run: VLARun, settings: RECAP, shown: Batch, target: Tensor) -
     What the critic reads is not trained by it.
     """
     policy, seed, device = run.policy, run.config.seed, run.loop.process.accelerator.device
+    # Without the chunks: the critic judges what is seen, not what was done then.
     seen = {name: value for name, value in shown.items() if name in policy.inputs}
     optimiser = torch.optim.Adam(critic_of(policy).parameters(), lr=run.config.optimizer.critic_lr)
 

@@ -49,6 +49,7 @@ class UtteranceCritic(nn.Module):
         super().__init__()
         self.q = nn.ModuleList([ValueHead(2 * width, hidden, seed + k) for k in range(2)])
         self.v = nn.ModuleList([ValueHead(width, hidden, seed + 2 + k) for k in range(2)])
+        # Targets from copies that follow slowly: a critic that chases its own newest values runs away.
         self.slow_q = copy.deepcopy(self.q).requires_grad_(False)
         self.slow_v = copy.deepcopy(self.v).requires_grad_(False)
 
@@ -152,6 +153,7 @@ def turns_of_walk(done: Walk) -> list[Turn]:
     turns = []
     for k, step in enumerate(done.decisions):
         for place, decision in enumerate(step):
+            # Nothing is worth anything after a termination; after a cut the episode would have gone on.
             after = None if decision.terminated else done.following.get((k, place))
             if after is None and not decision.terminated and k + 1 < len(done.decisions):
                 after = done.decisions[k + 1][place].prompt
@@ -169,6 +171,7 @@ def train(run: EpisodesRun, settings: ArCHer) -> None:
     for _ in run.loop.iterations():
         acted, row = run.act()
         assert acted.walk is not None
+        # All processes hold the same turns, so that a draw by the same key is the same in all of them.
         memory.add([turns for every in gather_object([turns_of_walk(acted.walk)]) for turns in every])
         row |= learn(run, settings, memory)
         row["critic/turns"] = float(len(memory.held))
@@ -179,6 +182,7 @@ def train(run: EpisodesRun, settings: ArCHer) -> None:
 def learn(run: EpisodesRun, settings: ArCHer, memory: Turns) -> dict[str, float]:
     """The optimiser steps of an iteration; means of what they measured."""
     loop, critic, meter = run.loop, utterance_critic(run.actor), Meter()
+    # A critic that knows nothing yet would only shake the policy.
     moved = loop.iteration >= settings.critic.warmup
     kinds = ["critic"] * settings.critic.updates + ["policy"] * settings.updates * moved
     loop.phase("training", len(kinds), len(kinds))
@@ -218,6 +222,7 @@ def recorded(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int,
     prompts, temperature = [policy.encode(turn.prompt) for turn in sampled_turns], config.generation.temperature
     keys = [(config.seed, "says", run.loop.iteration, number, k) for k in places]
     sampling = Sampling(config.generation.max_new_tokens, temperature)
+    # What the policy says now, not what it said then: V is of the present policy.
     now = generate(policy, prompts, 1, sampling, keys)
     tokens, mask = now.tokens.cpu(), now.mask.cpu()
     critic, fresh = utterance_critic(run.actor), states_of(policy, prompts, tokens, mask, temperature)
@@ -231,6 +236,7 @@ def recorded(run: EpisodesRun, settings: ArCHer, turns: list[Turn], number: int,
     states = states_of(policy, prompts, stored, torch.arange(stored.shape[1]) < lengths[:, None], temperature)
     ended = torch.tensor([turn.after is None for turn in sampled_turns])
     after = [policy.encode(turn.after) for turn in sampled_turns if turn.after is not None]
+    # 0 where the episode ended; the others are filled in.
     following = torch.zeros_like(critic.value(fresh.state))
     if after:
         following[:, ~ended] = critic.value(policy.prefix(after)[1], slow=True)
@@ -267,6 +273,7 @@ def loss(settings: ArCHer, actor: Actor, given: Recorded) -> dict[str, Tensor]:
         given["mask"],
         group=batch.group,
         temperature=batch.temperature,
+        # Each turn has a prompt of its own, so there is nothing to share.
         share_prefix=False,
     )
     log_prob = replay.log_prob.cpu()

@@ -26,6 +26,9 @@ class Flow(Section):
     layers: ClassVar[tuple[float, ...]] = (0.25, 0.5, 0.75)
     """Which layers' hidden states, as shares of the language model's depth; errors are averaged over them."""
 
+    batch_size: ClassVar[int] = 32
+    """Questions per step of the fit to demonstrations, over all processes."""
+
     coefficient: NonNegative = 0.01
     """Weight of the flow's reward (its script: .01)."""
     threshold: Fraction = 0.6
@@ -39,8 +42,6 @@ class Flow(Section):
     {answer} </answer>"; null = it begins with the first right answers of the model itself."""
     pretraining: Count = 200
     """Steps of that fit."""
-    batch_size: Count = 32
-    """Questions per step of that fit, over all processes."""
 
 
 class RLFR(Answers):

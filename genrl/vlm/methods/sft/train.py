@@ -80,9 +80,11 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
     rows = [run.questions[number] for number in batch[accelerator.process_index :: accelerator.num_processes]]
     told, wanted = tell(run.policy, rows, *settings.targets), settings.preference
     judged = None if wanted is None else Judged.of(run, settings, rows, told)
+    # Pairs of two equal answers prefer nothing: they are in the batch, and not in a pass.
     learnt = torch.arange(len(rows)) if judged is None else judged.rows
     parts = list(learnt.split(settings.rows_per_pass)) if len(learnt) else []
     every = gather_object([(len(parts), int(told.mask.sum()) if judged is None else judged.tokens(told), len(learnt))])
+    # The loss is a mean over all processes' tokens or pairs, so each must know the whole number before its first pass.
     most, tokens, pairs = max(n for n, *_ in every), sum(n for _, n, _ in every), sum(n for *_, n in every)
     parts += [torch.zeros(0, dtype=torch.int64)] * (most - len(parts))  # another process has the last ones
     sums = defaultdict(float, {"loss": 0.0, "computed": 0.0, "there": float(told.positions)})
@@ -158,6 +160,7 @@ def token_weights(answered: Tensor, first: float) -> Tensor:
     """[b, T] of a mask padded on the right: n first, then n (1 - first) / (n - 1), in sum n; 1 where n is 1."""
     number = answered.sum(1, keepdim=True).float()
     weights = (number * (1 - first) / (number - 1).clamp_min(1)).repeat(1, answered.shape[1])
+    # An answer of one token has no others to share with: its weight stays 1.
     weights[:, :1] = torch.where(number > 1, number * first, 1.0)
     return weights
 
@@ -234,6 +237,7 @@ def recorded(told: Told, part: Tensor, *, tokens: int) -> Recorded:
     """What the loss of some questions is made of. tokens: those of all answers of the update."""
     kinds = len(told.mask) // len(told.prompts)
     rows = torch.cat([part + kind * len(told.prompts) for kind in range(kinds)])
+    # Cut to the longest of these rows: padding up to that of the batch would be computed for nothing.
     longest = int(told.mask[rows].sum(1).max())
     group = torch.arange(len(part)).repeat(kinds)
     asked = Asked([told.prompts[number] for number in part.tolist()], group, temperature=1.0)
@@ -246,6 +250,7 @@ def preference_loss(wanted: Preference, now: Replay, given: Recorded) -> dict[st
     log_prob, kind = now.log_prob, cast(Any, wanted.loss)
     mask, good = given["answered"].to(log_prob.device), given["good"].to(log_prob.device)
     gain, number, pairs = log_prob.sum(1), int(given["number"]), len(good)
+    # orpo alone compares with no model before training.
     if "ref" in given:
         gain = gain - given["ref"].to(gain)
     if wanted.of_pairs:
@@ -259,6 +264,7 @@ def preference_loss(wanted: Preference, now: Replay, given: Recorded) -> dict[st
     value = (weight * output.loss).sum() / number
     if wanted.sft_weight:
         value = value - wanted.sft_weight * liked
+    # A tie counts half, so that a model that prefers nothing is at 0.5 and not at 0.
     right = output.correct.float() + 0.5 * (output.logit == 0).float()
     figures = {"right": right.sum(), "margin": output.logit.detach().sum(), "target": liked.detach() * number}
     return {"loss": value} | {f"preference/{name}": figure / number for name, figure in figures.items()}
