@@ -1,11 +1,13 @@
 """Runs of pipelines that train on some samples of each group."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from genrl.config import ConfigError, load
 from genrl.diffusion.before import sizes
 from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
@@ -70,3 +72,31 @@ def test_smaller_micro_batches_hold_whole_groups_too(folder: Path, model: Path) 
     assert sizes(config(folder, model, economy={"keep": 2}, **several)) == [8, 4]
     assert sizes(config(folder, model, **several)) == [8, 4, 2, 1]
     config(folder, model, trainer=NFT, economy={"keep": 2}, model={"dtype": "bfloat16"})  # replays nothing
+
+
+PICTURES = {
+    "model": {"path": "org/name"},
+    "prompts": {"train": "a.txt", "eval": "b.txt"},
+    "rewards": [{"name": "shapes"}],
+    "trainer": {"algorithm": "flow_grpo"},
+}
+GRAPH = {"algorithm": "flow_grpo", "keep_graph": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"economy": {"keep": 8}}, "so none is left out; write 4"),
+        ({"economy": {"keep": 1}}, "a whole number of 2 or more or null"),
+        ({"economy": {"keep": 4}, "sampling": {"batch_size": 12}}, "whole groups of 8; use 16"),
+        ({"economy": {"keep": 4}, "trainer": {"algorithm": "dgpo"}}, "dgpo reads whole groups"),
+        ({"economy": {"keep": 4}, "trainer": GRAPH}, "keep_graph: false"),
+        ({"economy": {"keep": 4}, "kernels": {"compile": True}}, "by another graph; write false"),
+        ({"economy": {"selection": {"by": "success"}}}, "economy.selection"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(json.dumps({**PICTURES, **changes}))
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "a.yaml")
+    assert len(caught.value.problems) == 1 and words in str(caught.value), str(caught.value)
