@@ -279,14 +279,15 @@ def say_result(
     say(f"{pictures}: {write_report(run.folder)}")
     if loop.is_complete:
         say(result)
-        say(_best_said(loop, best, write))
+        say(_best_said(loop, best, write, lower=not evaluated or evaluated[-1].get("eval/below_best", 0.0) > 0))
     else:
         how = f"genrl.resume({str(run.folder)!r}, ...)" if loop.process.in_script else f"genrl resume {run.folder}"
         say(f"stopped after {loop.iteration} of {loop.config.iterations} iterations; go on: {how}")
 
 
-def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], object]) -> str:
-    """Write the model of the best evaluation beside the last; what to say of the two."""
+def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], object], *, lower: bool) -> str:
+    """Write the model of the best evaluation beside the last; what to say of the two. lower: the last evaluation is
+    below it; else it is above by less than noise."""
     step = collapse.best(loop)
     if step == loop.iteration:
         return "this is the last iteration, and the best"
@@ -298,5 +299,6 @@ def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], obje
         with whole_folder(place) as temporary:
             write(temporary, step)
     where = f"genrl export {loop.process.run.folder} --best" if place is None else str(place)
-    best = f"the best by more than noise is {step} ({collapse.best_score(loop):.3f}): {where}"
+    score = f"{collapse.best_score(loop):.3f}{'' if lower else '; the last is above it, within noise'}"
+    best = f"the best by more than noise is {step} ({score}): {where}"
     return f"this is the last iteration; {best}; `--best` of export, sample, eval and compare takes it"
