@@ -66,7 +66,7 @@ def test_the_loss_is_the_matching_error_beside_the_source_picture(folder: Path, 
                 COLOURS[int(row.text.split()[1])] for row in rows
             ]
             with torch.no_grad():
-                clean = decoding.encode(run.policy, piece.batch, pictures)
+                clean = decoding.Encoder(run.policy)(piece.batch, pictures)
             noisy, sigma, target = (piece.given[name] for name in ("noisy", "sigma", "target"))
             noise = target + clean
             assert torch.allclose(noisy, torch.lerp(clean, noise, sigma.view(-1, *[1] * (clean.dim() - 1))), atol=1e-5)
