@@ -216,8 +216,7 @@ def examine(file: Path, overrides: Sequence[str] = (), *, ask: bool = False) -> 
 
     config, origins = load_located(file, overrides)
     notes = check_files(config, origins)
-    # What the table of optimisers does not say only their own code tells, for which torch is imported.
-    if config.optimizer.args or ":" in config.optimizer.name:
+    if not config.optimizer.is_known:
         from genrl.runtime.weights.optimizers import check_optimizer
 
         check_optimizer(config.optimizer)

@@ -222,6 +222,19 @@ class Optimizer(Section):
         """What it keeps per trained parameter; one of another package is taken to keep AdamW's two moments."""
         return OPTIMIZERS.get(self.name, OPTIMIZERS["adamw"]).state_bytes
 
+    @property
+    def is_known(self) -> bool:
+        """Whether all that is written of it can be told right without its code, which imports torch: a name of the
+        table, and no arguments but AdamW's two betas, which many recipes have."""
+        if self.name not in OPTIMIZERS or not self.args:
+            return self.name in OPTIMIZERS
+        betas = self.args.get("betas") if self.name == "adamw" and len(self.args) == 1 else None
+        return (
+            isinstance(betas, list | tuple)
+            and len(betas) == 2
+            and all(isinstance(beta, float | int) and 0 <= beta < 1 for beta in betas)
+        )
+
     def problems(self, sharded_by: str | None) -> Iterator[Finding]:
         """What can be told without importing the optimiser, which `check_optimizer` does. sharded_by: the key that
         shards what is trained, if any."""
