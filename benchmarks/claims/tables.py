@@ -119,7 +119,7 @@ def figure(spec: Spec, given: Plan, kept: Kept) -> str:
 
 def _plain(title: str) -> str:
     """Without the link, and without the file before a name."""
-    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).rpartition("`: ")[2].strip("`")
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).rpartition("`: ")[2].replace("`", "")
 
 
 def decided(claim: Claim, given: Plan, kept: Kept) -> tuple[statistics.Interval | None, str]:
