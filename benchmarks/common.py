@@ -13,9 +13,10 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -216,3 +217,35 @@ class Turns:
 
 class _Closed(Exception):
     """Leaves the loop of a `Turns` that is closed."""
+
+
+def beside(
+    doc: str | None, name: str, unit: str, other: str, measure: Callable[[int, list[str]], dict[str, Any]]
+) -> None:
+    """The command of a benchmark in which a peer and genrl take turns: arguments, a line of what was measured, and
+    the file `name`. unit: what the result counts of a round; other: what the peer is called."""
+    arguments = parser(doc)
+    arguments.add_argument("--rounds", type=int, default=5, help="after the first; default: 5")
+    arguments.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the configuration")
+    given = arguments.parse_args()
+    found = measure(given.rounds, given.set)
+    low, high = found["range"]
+    print(
+        f"{found[unit]} {unit}: {found['theirs_s']:.2f} CPU s by {other}, {found['ours_s']:.2f} by genrl; "
+        f"{found['times_faster']:.2f} ({low:.2f} to {high:.2f}) times as fast"
+    )
+    save(given.out, name, found)
+
+
+def turns_taken(spent: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the rounds after the first: medians of the seconds of either, and of the ratio of neighbours; its range.
+    spent: of each round `theirs` and `ours`, as a mapping of what `clock` gives."""
+    counted = spent[1:]
+    ratios = [one["theirs"]["cpu"] / one["ours"]["cpu"] for one in counted]
+    return {
+        "theirs_s": median(one["theirs"]["cpu"] for one in counted),
+        "ours_s": median(one["ours"]["cpu"] for one in counted),
+        "times_faster": median(ratios),
+        "range": [min(ratios), max(ratios)],
+        "rounds": list(spent),
+    }

@@ -13,21 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from statistics import median
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from torch import nn
 
-from benchmarks.common import Turns, clock, opened, parser, save
+from benchmarks.common import Turns, beside, clock, opened, turns_taken
+from benchmarks.peer_flow_grpo import usual_pipeline
 from genrl.config import load
 from genrl.data import prompts as prompt_files
 from genrl.data.preferences import TARGET_COLUMNS, as_tensor, open_set
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.sft import train as sft
 from genrl.diffusion.methods.sft.settings import PipelineSFT
-from genrl.diffusion.policy.loading import load_pipeline
 from genrl.runtime.weights.devices import default_device
 
 CHANGES = (
@@ -46,13 +44,7 @@ def usual_loop(config: Config) -> Iterator[None]:
     """The stand-in, one iteration per item."""
     assert config.model.lora is not None
     device, sampling = default_device(), config.sampling
-    pipe = load_pipeline(config.model)
-    for module in pipe.components.values():
-        if isinstance(module, nn.Module):
-            module.to(device).eval().requires_grad_(False)
-    rank, alpha = config.model.lora.rank, config.model.lora.alpha
-    layers = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
-    pipe.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers))
+    pipe = usual_pipeline(config)
     parameters = [p for p in pipe.transformer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.optimizer.lr, weight_decay=0.0)
     rows = prompt_files.load(config.prompts.train)
@@ -109,30 +101,11 @@ def measure(rounds: int, changes: list[str]) -> dict[str, Any]:
             middle = clock()
             ours.next()
             spent.append({"theirs": (middle - begun)._asdict(), "ours": (clock() - middle)._asdict()})
-    counted = spent[1:]
-    ratios = [one["theirs"]["cpu"] / one["ours"]["cpu"] for one in counted]
-    return {
-        "pictures": config.sampling.images_per_iteration,
-        "theirs_s": median(one["theirs"]["cpu"] for one in counted),
-        "ours_s": median(one["ours"]["cpu"] for one in counted),
-        "times_faster": median(ratios),
-        "range": [min(ratios), max(ratios)],
-        "rounds": spent,
-    }
+    return {"pictures": config.sampling.images_per_iteration, **turns_taken(spent)}
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=5, help="after the first; default: 5")
-    arguments.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the configuration")
-    given = arguments.parse_args()
-    found = measure(given.rounds, given.set)
-    low, high = found["range"]
-    print(
-        f"{found['pictures']} pictures: {found['theirs_s']:.2f} CPU s by the usual loop, {found['ours_s']:.2f} by "
-        f"genrl; {found['times_faster']:.2f} ({low:.2f} to {high:.2f}) times as fast"
-    )
-    save(given.out, "peer_diffusers_sft", found)
+    beside(__doc__, "peer_diffusers_sft", "pictures", "the usual loop", measure)
 
 
 if __name__ == "__main__":

@@ -86,10 +86,9 @@ class Spent(NamedTuple):
     train_calls: int
 
 
-def usual_loop(config: Config) -> Iterator[Spent]:
-    """The stand-in, one iteration per item."""
-    settings, sampling = config.trainer, config.sampling
-    assert isinstance(settings, FlowGRPO) and config.model.lora is not None
+def usual_pipeline(config: Config) -> Any:
+    """The pipeline on the device, frozen but for a LoRA on its attention, by diffusers and peft alone."""
+    assert config.model.lora is not None
     device = default_device()
     pipe = load_pipeline(config.model)
     for module in pipe.components.values():
@@ -98,6 +97,15 @@ def usual_loop(config: Config) -> Iterator[Spent]:
     rank, alpha = config.model.lora.rank, config.model.lora.alpha
     layers = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
     pipe.transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers))
+    return pipe
+
+
+def usual_loop(config: Config) -> Iterator[Spent]:
+    """The stand-in, one iteration per item."""
+    settings, sampling = config.trainer, config.sampling
+    assert isinstance(settings, FlowGRPO) and config.model.lora is not None
+    device = default_device()
+    pipe = usual_pipeline(config)
     model = DistributedDataParallel(pipe.transformer)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=config.optimizer.lr, weight_decay=0.0)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 import transformers
 import trl
 
-from benchmarks.common import Turns, alone, clock, parser, save
+from benchmarks.common import Turns, alone, beside, clock, turns_taken
 from genrl.config import load
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.answers import train as answers
@@ -124,30 +123,11 @@ def measure(rounds: int, changes: list[str]) -> dict[str, Any]:
                 turns.next()
                 row[name] = (clock() - begun)._asdict()
             spent.append(row)
-    counted = spent[1:]
-    ratios = [one["theirs"]["cpu"] / one["ours"]["cpu"] for one in counted]
-    return {
-        "answers": config.generation.prompts_per_iteration * config.generation.group_size,
-        "theirs_s": median(one["theirs"]["cpu"] for one in counted),
-        "ours_s": median(one["ours"]["cpu"] for one in counted),
-        "times_faster": median(ratios),
-        "range": [min(ratios), max(ratios)],
-        "rounds": spent,
-    }
+    return {"answers": config.generation.prompts_per_iteration * config.generation.group_size, **turns_taken(spent)}
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=5, help="after the first; default: 5")
-    arguments.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the configuration")
-    given = arguments.parse_args()
-    found = measure(given.rounds, given.set)
-    low, high = found["range"]
-    print(
-        f"{found['answers']} answers: {found['theirs_s']:.2f} CPU s by TRL {trl.__version__}, {found['ours_s']:.2f} by "
-        f"genrl; {found['times_faster']:.2f} ({low:.2f} to {high:.2f}) times as fast"
-    )
-    save(given.out, "peer_trl", found)
+    beside(__doc__, "peer_trl", "answers", f"TRL {trl.__version__}", measure)
 
 
 if __name__ == "__main__":
