@@ -38,7 +38,11 @@ class TestCheck:
             ("flux1_kontext_flow_grpo", "edits_train.jsonl: no such file", r"40 GB │ yes"),
             ("sdxl_dpo_offline", "pickapic_eval.txt", r"24 GB │ with model\.lora\.rank=64 model\.dtype=bfloat16"),
             ("geometry3k", "answers.jsonl: no such file", r"LoRA +│ 13 GB +│ 16 GB"),
-            ("janus_pro_7b_grpo", "t2i_train.jsonl: no such file", r"not estimated: only models .* with\s+text"),
+            (
+                "janus_pro_7b_grpo",
+                "t2i_train.jsonl: no such file",
+                r"memory: not estimated: only models .* with\s+text",
+            ),
         ],
     )
     def test_what_a_run_costs_is_said_before_its_data_are_there(
