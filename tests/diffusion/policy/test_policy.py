@@ -150,7 +150,8 @@ def test_each_distinct_prompt_is_encoded_once_and_kept_up_to_a_size(monkeypatch:
     monkeypatch.setattr(encoding, "MAX_BYTES", 1)  # one is kept, whatever its size
     seen.clear()
     for prompt in ("four", "four", "one", "four"):
-        policy.pipe.encode_prompt(prompt=[prompt], prompt_2=None, prompt_3=None, max_sequence_length=16)
+        how = {"do_classifier_free_guidance": False, "max_sequence_length": 16}
+        policy.pipe.encode_prompt(prompt=[prompt], prompt_2=None, prompt_3=None, **how)
     assert seen == [1, 1, 1]
 
 
