@@ -223,16 +223,6 @@ def test_golden_times(golden) -> None:
     a.all_used("out_ff_(discrete|logit_normal).*")
 
 
-@given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
-def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
-    steps = levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
-    assert len(steps) == count and (steps.diff() >= 0).all()
-    assert steps[0] >= first and steps[-1] <= max(first, first + length - 1) + (length < count)
-    if length >= count and length % count == 0:
-        part = length // count
-        assert ((steps - first) // part).tolist() == list(range(count))
-
-
 # -- The multistep solver: golden samplers_ode_dpm; what it and DPPO's grids refuse
 Errors = dict[str, tuple[float, float]]
 

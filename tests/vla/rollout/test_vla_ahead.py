@@ -16,7 +16,6 @@ from torch import Tensor
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import running
-from genrl.runtime.loop.loop import MemoryRanOut
 from genrl.vla.rollout import ray_rollout, scores
 from genrl.vla.rollout.collect import RolloutPlan, training_rows
 from genrl.vla.rollout.sampling import Acting
@@ -156,21 +155,6 @@ def test_a_loss_and_importance_by_hand(tmp_path: Path) -> None:
         settings = run.settings.model_copy(update={"importance": "none"})
         without = weighed(run.policy, rollout._replace(log_prob=flat.view(shifted.shape)), settings, run.loop.fitting)
         assert without.importance is None and torch.equal(without.log_prob, found.log_prob)
-
-
-def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All leave the iteration before they ask each other anything else."""
-    with begun(tmp_path, **changes("ppo", 1)) as run:
-
-        def weighed_there(*given: Any) -> Any:
-            found = weighed(*given)
-            monkeypatch.setattr("genrl.runtime.loop.loop.any_ranks", lambda *_: [True, False])
-            return found
-
-        monkeypatch.setattr(VLARun, "age", 1)
-        monkeypatch.setattr("genrl.vla.run.weighed", weighed_there)
-        with pytest.raises(MemoryRanOut):
-            run.collect(run.settings)
 
 
 @pytest.mark.slow
