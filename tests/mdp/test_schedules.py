@@ -47,13 +47,6 @@ def test_golden_grids(golden) -> None:
     check_all(golden("samplers_schedules"), check, lambda case: case.params["kind"] not in kinds)
 
 
-@given(st.floats(0.0, 1.0), st.floats(0.1, 20.0), st.floats(0.1, 20.0))
-def test_shifts_compose_and_are_undone_by_the_inverse(u: float, s: float, t: float) -> None:
-    x = torch.tensor([0.0, u, 1.0], dtype=torch.float64)
-    assert torch.allclose(levels.shift(levels.shift(x, s), t), levels.shift(x, s * t), rtol=0, atol=1e-12)
-    assert torch.allclose(levels.shift(levels.shift(x, s), 1 / s), x, rtol=0, atol=1e-12)
-
-
 @given(
     st.integers(1, 8),
     st.integers(0, 10),

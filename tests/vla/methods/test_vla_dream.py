@@ -85,9 +85,6 @@ def test_a_time_limit_truncates_and_the_next_decision_begins_anew() -> None:
     env.reset(seed=0)
     with pytest.raises(ValueError, match="must have shape"):
         env.step(np.zeros((6, 2, 3), dtype=np.float32))
-    with pytest.raises(ValueError, match="one each"):
-        two = Latent(torch.zeros(2, 12), torch.zeros(2, 6))
-        Dream(world(), Says(0), Starts(two, ["a"]), num_envs=1, chunk=1, max_steps=1, draw=TableWorld().draw)
     assert env.render([0, 2]).shape == (2, 128, 128, 3)
 
 

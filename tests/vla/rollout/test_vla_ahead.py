@@ -62,7 +62,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 METHODS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "dppo": {"sampler": "diffusion"},  # at this rate ratios pass the largest float32
-    "flow_noise": {"sampler": "flow_noise", "policy": {"freeze": "nothing"}},
     "grpo": vla_runs.GRPO,
 }
 
@@ -75,7 +74,7 @@ def changes(name: str, staleness: int, **environment: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "staleness"),
-    [("ppo", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("dppo", "flow_noise", "grpo"))],
+    [("ppo", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("dppo", "grpo"))],
 )
 def test_one_run_whoever_acts_and_wherever_it_ends(tmp_path: Path, name: str, staleness: int, monkeypatch: Any) -> None:
     here = train(vla_runs.config(tmp_path, output=str(tmp_path / "here"), **changes(name, staleness)))
