@@ -97,7 +97,7 @@ def recorded_decisions(rollout: ChunkRollout, chosen: Decisions, *, total: int, 
         assert rollout.values is not None
         # actions beyond those that are executed have no value to learn
         tensors |= {"returns": chosen.returns, "old_values": rollout.values.flatten(0, 1)[chosen.row, :size]}
-    return Recorded(None, tensors | further)
+    return Recorded(None, tensors | further | rollout.shared)
 
 
 class Scored(NamedTuple):

@@ -9,6 +9,7 @@ this differs from DAgger.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from genrl.vla.rollout.collect import ChunkRollout, episode_returns, training_ro
 from genrl.vla.rollout.sampling import Acting, Replay
 from genrl.vla.rollout.scores import actor_loss, at_level, decisions, filtered, score, spread_out
 from genrl.vla.run import VLARun
-from genrl.vla.setup import load_trained, sampler_of, untrained
+from genrl.vla.setup import adapted, load_trained, policy_folder, sampler_of, untrained
 
 
 def new_policy(config: VLAConfig) -> Any:
@@ -48,7 +49,9 @@ def new_policy(config: VLAConfig) -> Any:
 def opened_teacher(run: VLARun, settings: PolicyOPD) -> Any:
     """The teacher. Raises ValueError where its steps do not compare with the policy's, or another has taught before."""
     config, policy, path = run.config, run.policy, settings.teacher
-    teacher = load_trained(path).with_heads(critic=0, noise_head=config.sampler.noise_head, seed=config.seed)
+    adapt = adapted(config) if policy_folder(Path(path)) == Path(path) else None  # a run's policy says itself how it is
+    teacher = load_trained(path, adapt=adapt)
+    teacher = teacher.with_heads(critic=0, noise_head=config.sampler.noise_head, seed=config.seed)
     teacher = teacher.to(next(policy.parameters()).device).eval().requires_grad_(False)
     probe, wrong = torch.linspace(-1, 1, 3)[:, None, None].repeat(1, policy.horizon, policy.action_dim), ""
     if not set(teacher.inputs) <= set(policy.inputs):
@@ -124,10 +127,12 @@ def loss(settings: PolicyOPD, acting: Acting, given: Recorded) -> dict[str, Tens
 
 def divergence(now: Replay, given: Recorded) -> Tensor:
     """`KL(policy || teacher)` of what is drawn at each scored step, its mean over steps, [n, H, A]."""
+    far: Tensor
     if now.every is not None:
         theirs = given["teacher/every"].to(now.every.device)
-        far: Tensor = kl_divergence(Categorical(logits=now.every), Categorical(logits=theirs))
+        far = kl_divergence(Categorical(logits=now.every), Categorical(logits=theirs))
     else:
+        assert now.means is not None and now.stds is not None
         means, stds = (given[f"teacher/{name}"].to(now.log_prob.device) for name in ("means", "stds"))
         far = kl_divergence(Normal(now.means, now.stds), Normal(means, stds))
     return far.mean(1)
