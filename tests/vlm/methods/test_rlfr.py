@@ -16,13 +16,14 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods import extras
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.opd.train import Teachers, divergence, generalised_divergence, loss, taught
-from genrl.vlm.methods.policy_loss import policy_loss
+from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.methods.rlfr.settings import Flow
 from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped
 from genrl.vlm.methods.verifree import train as verifree
 from genrl.vlm.methods.verifree.settings import VeriFree
 from genrl.vlm.policies.processor import answer_ids
-from genrl.vlm.recipe.shaping import ReferenceProbability
+from genrl.vlm.recipe.presets import PRESETS
+from genrl.vlm.recipe.shaping import InformativeGroups, ReferenceProbability, SpreadFilter
 from genrl.vlm.rollout.data import tell
 from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.rollout.token_batch import TokenBatch
@@ -209,6 +210,25 @@ def test_what_reasoning_gains_is_paid_and_what_it_loses_is_not_taken() -> None:
     likely = torch.tensor([[0.9, 0.5], [0.2, 0.5]] * (len(batch.mask) // 2), dtype=torch.float64)
     batch = replace(batch, extra={**batch.extra, "reference_probability": likely})
     torch.testing.assert_close(ReferenceProbability().reward(batch)[:2], torch.tensor([0.36, 0.0], dtype=torch.float64))
+
+
+def test_groups_that_spread_little_are_left_out_after_a_while() -> None:
+    """By hand: deviations of 1 and .3, of which the second is below half of .65, and later .6. The reasoning's part of
+    the rewards counts, and who is left makes up for who is not."""
+    group, likely = torch.tensor([0, 0, 1, 1]), torch.zeros(4, 2, dtype=torch.float64)
+    likely[0, 0] = 1.0
+    preset = replace(PRESETS["rlpr"], transforms=(SpreadFilter(after=1, decay=0.9), InformativeGroups()))
+    visits: Any = {}
+    for narrow, left in ((0.6, True), (0.6, False), (1.2, True)):
+        rewards = torch.tensor([1.1, 0.0, narrow, 0.0], dtype=torch.float64)  # 2 of the first with .9 of its reasoning
+        batch = TokenBatch(torch.ones(4, 3).bool(), group, rewards, extra={"reference_probability": likely})
+        found = estimate(preset, batch, prompts=["a", "b"], visits=visits)
+        advantage, visits = found.batch.advantage, found.visits
+        whole = estimate(replace(preset, transforms=()), batch, prompts=["a", "b"]).batch.advantage
+        assert advantage is not None and whole is not None
+        wanted = whole if left else torch.cat([2 * whole[:2], 0 * whole[2:]])
+        torch.testing.assert_close(advantage, wanted)
+    assert visits == {"spread of rewards": (3, pytest.approx(0.9 * 0.65 + 0.1 * 0.8), 0.0)}
 
 
 # -- VeriFree: the right answer in the place of the own; its gradient is that of the expected probability
