@@ -120,11 +120,10 @@ def test_the_environment_of_a_guide_is_one() -> None:
     assert any(ended and paid == 1.0 and info["is_success"] for _, paid, ended, _, info in walks)
 
 
-def test_start_and_the_readme_show_the_files_as_they_are(root: Path) -> None:
-    assert (root / "docs" / "example_reward.py").read_text().strip() in (root / "docs" / "start.md").read_text()
-    text = (root / "README.md").read_text()
+def test_first_steps_show_the_files_as_they_are(root: Path) -> None:
+    text = (root / "docs" / "start.md").read_text()
     for file in ("configs/quickstart.yaml", "docs/example_reward.py"):
-        assert (root / file).read_text().strip() in text, f"README.md shows another {file}"
+        assert (root / file).read_text().strip() in text, f"docs/start.md shows another {file}"
 
 
 def test_the_loop_shows_the_method_as_it_is(root: Path) -> None:
