@@ -163,4 +163,4 @@ def test_others_teach_nothing(tmp_path: Path) -> None:
 )
 def test_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
-        config(tmp_path, **changes)
+        config(tmp_path, tmp_path / "teacher", policy={"path": "policy"}, **changes)

@@ -56,7 +56,7 @@ def completed(
 ) -> tuple[Answers, Tensor, Tensor]:
     """The answers with the right one in the place of the own, which of their tokens are its, bool [B, T], and how
     likely these are together under the weights as they are, float64 [B]."""
-    tokens, sampler, own = [], [], list[int]()
+    tokens, sampler, begins = [], [], list[int]()
     for k, number in enumerate(answers.group.tolist()):
         row, said = answers.rows[number], answers.tokens[k][answers.mask[k]]
         before, rest = reasoning(policy, said), said[:0]
@@ -69,10 +69,10 @@ def completed(
             opening = int((ends <= len("<answer>")).sum())
             before, rest = torch.cat([before, right[:opening]]), right[opening:]
         tokens.append(torch.cat([said if before is None else before, rest]))
-        own.append(len(tokens[-1]) - len(rest))
+        begins.append(len(tokens[-1]) - len(rest))
     mask = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True).bool()
     padded = pad_sequence(tokens, batch_first=True)
-    right = mask & (torch.arange(mask.shape[1]) >= torch.tensor(own)[:, None])
+    right = mask & (torch.arange(mask.shape[1]) >= torch.tensor(begins)[:, None])
     now = torch.zeros(mask.shape)
     with gathered(policy):
         for rows in torch.arange(len(mask)).split(settings.rows_per_pass or len(mask)):
@@ -82,9 +82,9 @@ def completed(
             now[rows] = part.log_prob.float().cpu()
     paid = (now.double() * right).sum(1).exp() * right.any(1)
     # what was not sampled has no other probability than the model's
-    drawn = torch.arange(mask.shape[1]) < torch.tensor([[len(one)] for one in sampler])
-    said_so = torch.zeros(mask.shape).masked_scatter(drawn, torch.cat(sampler).float())
-    changed = replace(answers, tokens=padded, mask=mask, sampler_log_prob=torch.where(drawn, said_so, now))
+    sampled = torch.arange(mask.shape[1]) < torch.tensor([[len(one)] for one in sampler])
+    said_so = torch.zeros(mask.shape).masked_scatter(sampled, torch.cat(sampler).float())
+    changed = replace(answers, tokens=padded, mask=mask, sampler_log_prob=torch.where(sampled, said_so, now))
     return changed, right, paid
 
 
