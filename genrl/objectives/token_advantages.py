@@ -283,6 +283,22 @@ def score_uncertainty(scores: Tensor, group: Tensor, *, low: float = 1.0, high: 
     return (variance / (0.25 * (high - low) ** 2 + 1e-8)).clamp(0.0, 1.0)[index]
 
 
+def wide_groups(
+    rewards: Tensor, group: Tensor, average: float | None, *, share: float, decay: float
+) -> tuple[Tensor, float]:
+    """Which rows, bool [N], are of groups whose rewards [N] (NaN = none) have a deviation of `share` times its moving
+    average over iterations, or more; and that average, which begins as the first mean: RLPR (arXiv 2506.18254).
+    """
+    index, count = _scored_counts(rewards, group)
+    total, values = torch.zeros_like(count), rewards.detach().double()
+    mean = total.index_add(0, index, values.nan_to_num(nan=0.0)) / count.clamp(min=1)
+    squares = torch.where(values.isnan(), 0.0, (values - mean[index]) ** 2)
+    deviation = (total.index_add(0, index, squares) / count.clamp(min=1)).sqrt()
+    now = float(deviation[count > 0].mean()) if bool((count > 0).any()) else 0.0
+    average = now if average is None else decay * average + (1 - decay) * now
+    return (deviation >= share * average)[index], average
+
+
 def trajectory_weight(dependency: Tensor, mask: Tensor, *, minimum: float = 0.9) -> Tensor:
     """VPPO's factor of a row's advantage by its mean visual dependency, [N]: from `minimum` up, of mean 1.
 

@@ -390,6 +390,8 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
         # A reward of weight 0 is watched only: that it failed for an answer must not take the answer out.
         if reward.weight
     ]
+    if not weighted:  # of methods that learn without rewards
+        return torch.zeros_like(next(iter(scores.values())))
     values = torch.stack([weight * scores[label] for label, weight in weighted])
     missing = values.isnan().all(0)
     return torch.where(missing, math.nan, values.nan_to_num(nan=0.0).sum(0))

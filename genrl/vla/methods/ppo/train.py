@@ -210,6 +210,7 @@ def update(
     def near() -> bool:
         # all processes name the same figures, also one that had no decision
         names = [*PER_RATIO, *["loss/value"] * critic, *["entropy"] * (settings.entropy_weight > 0), "number"]
+        names += settings.measured
         every = summed({name: float(sums.get(name, 0.0)) for name in names})
         number = max(1.0, every.pop("number"))
         means = {name: value / (number if name in PER_RATIO else total) for name, value in every.items()}
