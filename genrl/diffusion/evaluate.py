@@ -113,13 +113,13 @@ def evaluate(
     total = compose.evaluate(scored.values, scorers.components)
     numbers = spread(num_pictures, len(prompts))
     pictures = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in numbers]
+    # Bytes in between: a quarter of the traffic, and what a PNG holds.
     gathered = dict(gather_object([(r, to_bytes(image)) for r, image in pictures]))
     drawn_texts = [p.text for p in prompts] if texts is None else list(texts)
     _, small, frequencies = zip(*sorted(gather_object(statistics), key=itemgetter(0)), strict=True)
     thumbnails = torch.stack(small)
     figures = look_figures(thumbnails, torch.tensor(frequencies), groups)
     return Evaluated(
-        # Bytes in between: a quarter of the traffic, and what a PNG holds.
         scored,
         total,
         drawn_texts,
@@ -281,6 +281,7 @@ def of_rollouts(scorers: Scorers, rollouts: Rollouts, rows: Sequence[Prompt]) ->
     slots = {
         slot: (micro_batch, k) for micro_batch in rollouts.mine.values() for k, slot in enumerate(micro_batch.slots)
     }
+    # Backwards, so that the first sample of a group is the one that stays.
     first = {int(rollouts.group[slot]): slot for slot in sorted(slots, reverse=True)}
     looks = []
     for group, slot in sorted(first.items())[:ON_SHEET]:

@@ -123,11 +123,9 @@ def evaluated(run: DiffusionRun, rollouts: Rollouts, table: Tensor) -> Tensor:
 # PRDP: proximal reward difference prediction (arXiv 2402.08714), a regression over pairs of samples of one prompt.
 #
 # The policy that maximises `E r - beta KL(p_theta(x_0:T) || p_ref(x_0:T))` has, for any two samples a and b of a
-# prompt,
-# `log p/p_ref (a) - log p/p_ref (b) = (r_a - r_b) / beta`. PRDP regresses the left side, the predicted reward
-# difference,
-# on the right one. Shapes: log-probabilities [N, B, T] (prompts, samples of each, steps), rewards [N, B]. Computed in
-# float64 on the host, where results are.
+# prompt, `log p/p_ref (a) - log p/p_ref (b) = (r_a - r_b) / beta`. PRDP regresses the left side, the predicted reward
+# difference, on the right one. Shapes: log-probabilities [N, B, T] (prompts, samples of each, steps), rewards [N, B].
+# Computed in float64 on the host, where results are.
 
 Reduction = Literal["sum", "mean"]
 Pairs = Literal["all", "positive"]
