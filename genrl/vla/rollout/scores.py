@@ -14,7 +14,7 @@ from torch import Tensor
 
 from genrl.mdp import chains
 from genrl.objectives import actor_critic
-from genrl.objectives.episodes import executed_mask, informative_groups
+from genrl.objectives.episodes import executed_mask, informative_groups, normalise_advantages
 from genrl.objectives.policy_losses import clipped_surrogate, truncated_weight
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods.settings import Update
@@ -165,6 +165,17 @@ def spread_out(values: Tensor, like: Tensor) -> Tensor:
     # Advantages are made in float64; the surrogate is one of float32 log-probabilities.
     tensor = values.to(like.device, torch.float32)
     return tensor.view(*tensor.shape, *[1] * (like.dim() - tensor.dim())).expand(like.shape)
+
+
+def normalised(advantages: Tensor, kept: Tensor) -> Tensor:
+    """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
+    every = torch.cat(gather_object([advantages[kept].double()]))
+    if len(every) == 0:
+        return torch.zeros_like(advantages)
+    # The kept ones of all processes give mean and spread; this process's own, appended, are scaled by them.
+    pooled = torch.cat([every, advantages.double().flatten()])
+    valid = torch.arange(len(pooled)) < len(every)
+    return normalise_advantages(pooled, valid, eps=1e-5)[len(every) :].view(advantages.shape)
 
 
 def actor_loss(

@@ -97,6 +97,7 @@ def generate(
     inputs = policy.inputs(rows, pixels=False)
     uniform = torch.stack(
         [
+            # In float64: float32 knows 16 million numbers, so that rarer tokens would never be drawn.
             torch.rand(sampling.max_new_tokens, generator=generator(*key, sample), dtype=torch.float64)
             for key in keys
             for sample in range(n)

@@ -129,6 +129,7 @@ def uniforms(keys: Sequence[Sequence[int | str]], n: int, *shape: int) -> Tensor
 def left_padded(prompts: Sequence[Encoded], pad_id: int) -> tuple[Tensor, Tensor]:
     """Ids and attention mask, both int64 [B, P], padded on the left to the longest prompt."""
     longest = max(prompt.length for prompt in prompts)
+    # On the left, so that the answers of all rows begin at one place.
     pad = [longest - prompt.length for prompt in prompts]
     ids = torch.stack(
         [torch.nn.functional.pad(p.tokens.ids, (k, 0), value=pad_id) for p, k in zip(prompts, pad, strict=True)]

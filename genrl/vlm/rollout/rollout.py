@@ -285,6 +285,7 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
                 if row.prompt.broken:  # which policies over other tokens do not look at
                     raise Unreadable(row.prompt.broken)
                 prompts.append(_encoded(policy, config, row.prompt))
+            # Memory that ran out says nothing of the row.
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 processors and tokenizers raise anything for data from outside
@@ -380,6 +381,12 @@ def draw(
         parts.append(scored(config, opened, part))
         advance(len(part.made.texts))
     return joined(parts)
+
+
+def is_right(config: VLMConfig, first: Tensor) -> Tensor:
+    """Which answers are right by the scores [B] of the first reward, bool; none without a score."""
+    # 1e-9: rewards are sums of floats, and NaN compares as false, which is meant.
+    return first >= config.evaluation.right_at - 1e-9
 
 
 def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
