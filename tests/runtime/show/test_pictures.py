@@ -35,18 +35,6 @@ def test_every_tile_is_there_can_be_read_and_is_enlarged_by_whole_pixels() -> No
         assert 128 + 20 <= sheet.width <= 600 and 128 + 20 <= sheet.height <= 330
 
 
-@pytest.mark.parametrize(
-    "text", ["", "word", "x" * 500, "many words " * 50, "\x00\n\ttabs", "日本語 " * 60, "no\u00a0break " * 9]
-)
-def test_wrapping(text: str) -> None:
-    lines = pictures._wrap(text, 150, 4)
-    assert len(lines) <= 4 and all(pictures._wide(line) <= 150 for line in lines)
-    assert all(ord(character) > 31 for line in lines for character in line)
-    words = "".join(lines).replace("...", "").replace(" ", "")
-    whole = text.replace("\x00", "").replace(" ", "").replace("\n", "").replace("\t", "")
-    assert whole.startswith(words) and (words != whole) == "".join(lines).endswith("...")
-
-
 def test_equal_input_gives_equal_bytes_and_lengths_must_agree(tmp_path: Path) -> None:
     for name in "ab":
         pictures.save_png(pictures.grid(plain(), ["prompt"] * 5, ["0.1"] * 5, title="Step 3"), tmp_path / f"{name}.png")

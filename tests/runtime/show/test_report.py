@@ -12,7 +12,6 @@ import torch
 from genrl.runtime.folder import run as runs
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
-from genrl.runtime.show.compare.statistics import wilson
 from genrl.runtime.show.curves import chart, labels, thin, ticks
 from genrl.runtime.show.pictures import save_samples
 from genrl.runtime.show.report import write_report
@@ -127,10 +126,3 @@ def test_a_chart_stays_in_its_frame_and_breaks_at_gaps_and_thinning_keeps_the_me
     thinned = thin(points)
     assert len(thinned) == 160 and math.isclose(sum(value or 0 for _, value in thinned) / 160, 799.5)
     assert thin([(0.0, None), (1.0, 2.0)]) == [(0.0, None), (1.0, 2.0)]
-
-
-def test_impossible_counts() -> None:
-    """What is possible is compared with scipy's interval in compare/test_votes.py."""
-    for successes, trials in ((0, 0), (-1, 3), (4, 3)):
-        with pytest.raises(ValueError, match=f"got {successes} of {trials}"):
-            wilson(successes, trials)
