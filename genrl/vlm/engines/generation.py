@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from genrl.mdp.noise import generator
+from genrl.vlm.policies.contract import uniforms
 from genrl.vlm.policies.folder import gathered
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
@@ -93,16 +93,9 @@ def generate(
     cache, _ = policy.prefix(prompts)
     cache.batch_repeat_interleave(n)
     cache.crop(-1)  # `generate` wants a token to begin with: the prompt's last is computed again, in each row
-    rows = [prompts[number] for number in group.tolist()]
-    inputs = policy.inputs(rows, pixels=False)
-    uniform = torch.stack(
-        [
-            torch.rand(sampling.max_new_tokens, generator=generator(*key, sample), dtype=torch.float64)
-            for key in keys
-            for sample in range(n)
-        ]
-    )
-    draw = _Draw(sampling.temperature, uniform.to(policy.device), policy.forbidden)
+    inputs = policy.inputs(prompts, row_of=group, pixels=False)
+    uniform = uniforms(keys, n, sampling.max_new_tokens).to(policy.device)
+    draw = _Draw(sampling.temperature, uniform, policy.forbidden)
     stop = sorted({*policy.stop_ids, *sampling.stop_ids})
     settings = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=policy.pad_id
@@ -113,11 +106,9 @@ def generate(
     ended = torch.isin(tokens, torch.tensor(stop, device=tokens.device))
     mask = ended.cumsum(1) - ended.long() == 0  # up to the first stop token, with it
     log_prob = torch.where(mask, torch.stack(draw.log_probs, 1), 0.0)
-    finish: list[Finish] = ["stop" if bool(row.any()) else "length" for row in ended]
-    texts = [
-        policy.tokenizer.decode(row[row_mask], skip_special_tokens=True)
-        for row, row_mask in zip(tokens, mask, strict=True)
-    ]
+    ids = [row[:length] for row, length in zip(tokens.tolist(), mask.sum(1).tolist(), strict=True)]
+    finish: list[Finish] = ["stop" if row[-1] in stop else "length" for row in ids]
+    texts: list[str] = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return Completions(tokens, mask, log_prob, group.to(tokens.device), finish, texts)
 
 
