@@ -270,7 +270,6 @@ class Policy(Adapted):
     def prefix(self, prompts: Sequence[Encoded]) -> tuple[Any, Tensor]:
         """Cache of the prompts' keys and values, with gradients, and the states [N, H] that predict the first token."""
         cache = transformers.DynamicCache(config=self.model.config.get_text_config())
-        cache.activate_past_recording()  # layers with a window (Gemma 3) keep what lies before it: it may be cropped
         output = self.body(**self.inputs(prompts), past_key_values=cache, use_cache=True)
         return output.past_key_values, output.last_hidden_state[:, -1]
 
