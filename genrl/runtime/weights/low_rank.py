@@ -123,9 +123,10 @@ def in_input_precision(model: nn.Module) -> None:
         layer.cast_input_dtype_enabled = False
         for part in parts:
             part.__class__ = _ROUNDED.get(type(part), type(part))
-        is_float32 = layer.get_base_layer().weight.dtype == torch.float32
-        if is_float32 and type(layer) is Linear and not any(layer.lora_bias.values()):
-            layer.__class__ = Summed
+        linear: Any = layer
+        is_float32 = linear.get_base_layer().weight.dtype == torch.float32
+        if type(linear) is Linear and is_float32 and not any(linear.lora_bias.values()):
+            linear.__class__ = Summed
 
 
 def quantization_config(kind: str, loader: Any, dtype: torch.dtype) -> Any:

@@ -29,7 +29,7 @@ class Summed(Linear):
             if name not in self.lora_A:  # of other layers
                 continue
             narrow: Tensor = self.lora_A[name](self.lora_dropout[name](x))
+            wide: Any = self.lora_B[name].weight
             rows, narrow = output.reshape(-1, output.shape[-1]), narrow.reshape(-1, narrow.shape[-1])
-            rows = torch.addmm(rows, narrow, self.lora_B[name].weight.T, alpha=self.scaling[name])
-            output = rows.view(output.shape)
+            output = torch.addmm(rows, narrow, wide.T, alpha=self.scaling[name]).view(output.shape)
         return output
