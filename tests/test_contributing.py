@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -29,7 +28,7 @@ from genrl.vlm.config.names import TASKS
 from tests.cli.commands import run as command
 from tests.cli.commands import words
 from tests.planted import replayed
-from tests.run_folders import differences, rows
+from tests.run_folders import assert_resumes, differences, rows
 from tests.vla import vla_runs
 
 OWN = '''
@@ -129,51 +128,8 @@ def test_one_of_each_is_added_from_outside(tmp_path: Path) -> None:
     assert callable(find(f"{file}:task", TASKS))
 
 
-# -- docs/extending.md: what it shows is trained as it says, and so is what lies in a folder of somebody's own
+# -- docs/extending.md: what it shows is trained as it says
 EXAMPLE = Path("docs/example_method.yaml")
-
-SETTINGS = '''
-from typing import ClassVar
-
-from genrl.vla.config.schema import VLAMethod
-from genrl.config.method import MetricDoc
-from genrl.config.section import Positive
-
-
-class Own(VLAMethod):
-    """A method of somebody's own."""
-
-    metrics: ClassVar = {"own/strength": MetricDoc("the key", "As it was set.")}
-    imitates: ClassVar[str] = "always"
-
-    strength: Positive = 1.0
-    """Factor on the loss."""
-'''
-TRAIN = """
-import torch
-from genrl.mdp.noise import generator
-from genrl.runtime.loop.updating import Meter, descend
-from genrl.vla.offline.imitation import imitation_loss, recorded_frames
-from genrl.vla.rollout.sampling import Acting
-
-
-def train(run, settings):
-    for iteration in run.loop.iterations():
-        rng = generator(run.config.seed, "own", iteration)
-        index = torch.randint(len(run.frames["action"]), (16,), generator=rng)
-        recorded = recorded_frames(run.policy, run.frames, index, rng, torch.ones(1))
-        meter = Meter()
-        norms = descend(
-            run.loop, settings, Acting(run.policy, None), [recorded], lambda part: part, loss,
-            groups=["policy"], measure=lambda part, results, _: meter.add("loss", results["loss"]),
-        )
-        row = meter.result() | {"grad_norm/policy": norms["policy"], "lr": run.loop.lr}
-        run.loop.finish(row | {"own/strength": settings.strength})
-
-
-def loss(settings, acting, recorded):
-    return {"loss": settings.strength * imitation_loss(acting.policy, recorded)}
-"""
 
 
 def example(*changes: str) -> RunConfig:
@@ -183,22 +139,18 @@ def example(*changes: str) -> RunConfig:
     return load(EXAMPLE, [*(f"{key}={number}" for key, number in small.items()), "trackers=[]", *changes])
 
 
-def trains_resumes_and_replays(config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """config(folder name, iterations). Returns the folder of a run of two iterations."""
-    whole = frame.train(config("whole", 2))
-    frame.train(config("parts", 1))
-    parts = frame.train(config("parts", 2), resume=Path(config("parts", 2).output))
-    assert differences(whole, parts) == []
-    replayed(config("planted", 2), monkeypatch)
-    return whole
-
-
 @pytest.mark.slow
 def test_the_example_is_trained_as_the_page_shows(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed, too, and replayed."""
     monkeypatch.chdir(root)
-    whole = trains_resumes_and_replays(
-        lambda name, iterations: example(f"output={tmp_path / name}", f"iterations={iterations}"), monkeypatch
-    )
+
+    def config(name: str, iterations: int) -> RunConfig:
+        return example(f"output={tmp_path / name}", f"iterations={iterations}")
+
+    whole = frame.train(config("whole", 2))
+    frame.train(config("parts", 1))
+    assert differences(whole, frame.train(config("parts", 2), resume=tmp_path / "parts")) == []
+    replayed(config("planted", 2), monkeypatch)
     assert all(row["rwr/weight_max"] > 1.0 and row["updates"] == 2.0 for row in rows(whole))
     assert load(Run(whole).config).trainer.algorithm == "docs/example_method.py:RewardWeighted"
 
@@ -218,23 +170,10 @@ def test_commands_know_the_example(root: Path, tmp_path: Path, monkeypatch: pyte
     assert not schema.is_valid(said)
 
 
-def test_a_method_in_a_folder_and_a_policy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels, and tasks and methods for answers: tests/diffusion/methods/test_outside_kernels.py and
-    tests/vlm/test_outside.py."""
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "settings.py").write_text(SETTINGS)
-    (mine / "train.py").write_text(TRAIN)
-    (mine / "policy.py").write_text(OWN)
-
-    def config(place: str, iterations: int) -> RunConfig:
-        (tmp_path / place).mkdir(exist_ok=True)
-        policy = {"path": None, "new": {"type": f"{mine / 'policy.py'}:Policy", "image_size": 0}}
-        changes = vla_runs.SFT | {"policy": policy, "trainer": {"algorithm": f"{mine / 'settings.py'}:Own"}}
-        return vla_runs.config(tmp_path / place, **changes, iterations=iterations)
-
-    whole = trains_resumes_and_replays(config, monkeypatch)
-    assert [row["own/strength"] for row in rows(whole)] == [1.0, 1.0]
-    file = str(tmp_path / "whole" / "tiny.yaml")
-    assert "valid" in command("check", file)
-    assert "trainer.strength: 1 Factor on the loss." in words(command("check", file, "--explain"))
+def test_a_policy_of_ones_own_is_trained_and_resumed(tmp_path: Path) -> None:
+    """What is for pictures and answers: tests/diffusion/methods/test_outside_kernels.py, tests/vlm/test_outside.py."""
+    (tmp_path / "own.py").write_text(OWN)
+    policy = {"path": None, "new": {"type": f"{tmp_path / 'own.py'}:Policy", "image_size": 0}}
+    config = vla_runs.config(tmp_path, **vla_runs.SFT | {"policy": policy}, iterations=2)
+    assert_resumes(frame.train, config, tmp_path)
+    assert "valid" in command("check", str(tmp_path / "tiny.yaml"))

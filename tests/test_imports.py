@@ -5,7 +5,6 @@ Who may import whom is in pyproject.toml (import-linter), which counts imports w
 
 import ast
 import logging
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from genrl.quiet import MEANINGLESS, Watcher, watch
+from genrl.quiet import MEANINGLESS
 
 PROGRAM = """
 import importlib, pkgutil, sys
@@ -91,14 +90,6 @@ def test_a_torchvision_without_its_operators_is_imported(before: str, tmp_path: 
     assert (done.returncode == 0) == (before != "pass"), done.stderr
 
 
-def test_one_watcher_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    watch()
-    watch()
-    assert sum(isinstance(finder, Watcher) for finder in sys.meta_path) == 1
-
-
 # -- Every public function of mdp and objectives is called by the package, not by tests alone
 ROOMS = ("genrl/mdp", "genrl/objectives")
 
@@ -163,12 +154,3 @@ def shown(name: str, caplog: pytest.LogCaptureFixture, *lines: str) -> list[str]
     finally:
         logger.removeHandler(caplog.handler)
     return list(dict.fromkeys(record.getMessage() for record in caplog.records))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there torchao's libraries are missed")
-def test_a_process_that_imports_torchao_says_nothing_of_it(root: Path) -> None:
-    pytest.importorskip("torchao")
-    program = "import genrl.diffusion.policy.loading, torchao, diffusers.quantizers.torchao"
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0 and not any(re.search(one, done.stderr) for one in MEANINGLESS.values()), done.stderr

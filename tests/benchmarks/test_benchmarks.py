@@ -20,7 +20,6 @@ from benchmarks import (
     model_calls,
     one_step,
     overhead,
-    peer_diffusers_sft,
     peer_flow_grpo,
     scaling,
 )
@@ -48,17 +47,6 @@ def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: py
     with pytest.raises(SystemExit, match="2"):
         kernels.main()
     assert "no kernel can be timed: there is no GPU. --dry-run checks all but the times" in capsys.readouterr().err
-
-
-def test_the_rule_of_a_default() -> None:
-    for ratios, on in (
-        ([[1.05, 1.2]] * 4, True),
-        ([[1.05, 1.2]] * 3 + [[1.2, 1.04]] + [[1.0, 0.97]], False),  # three shapes in both phases
-        ([[1.5, 1.5]] * 5 + [[1.5, 0.969]], False),
-        ([[1.05, 1.05]] * 4 + [[0.97, 0.97]] * 2, True),
-        ([], False),
-    ):
-        assert kernels.on_by_default({str(k): one for k, one in enumerate(ratios)}) is on
 
 
 def test_a_kernel_that_is_wrong_is_not_timed() -> None:
@@ -210,18 +198,6 @@ def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
     assert scaling.summary([[one], [other]]) == wanted
 
 
-@pytest.mark.slow
-def test_two_processes() -> None:
-    tiny = (
-        *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4"),
-        *("sampling.num_inference_steps=2", "trainer.timesteps_per_sample=1", "trainer.updates_per_iteration=1"),
-    )
-    found = scaling.measure("configs/quickstart.yaml", 2, 1, tiny)
-    assert found["pictures"] == 8 and found["number_of_collectives"] >= 2  # scores and gradients at least
-    assert 0 < found["collectives"] and found["work"] <= found["iteration"] <= 1.5 * found["wall"]
-    assert len(found["ranks"]) == 2 and found["ranks"][0] != found["ranks"][1]
-
-
 # -- Rates and the reward gained, of trainers that take turns
 TINY_END_TO_END = (
     *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4", "evaluation.num_prompts=2"),
@@ -265,18 +241,3 @@ def test_calls_of_the_stand_in_and_of_ours() -> None:
     assert usual["times_faster"] == 1.0 and len(kept["rounds"]) == 1
     whole = [row["rounds"][0]["sample"].cpu + row["rounds"][0]["train"].cpu for row in (usual, same)]
     assert same["times_faster"] == pytest.approx(whole[0] / whole[1])
-
-
-@pytest.mark.slow
-def test_calls_of_the_stand_in_with_a_window() -> None:
-    """All 6 steps under guidance, 2 of them trained."""
-    tiny = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=6")
-    found = peer_flow_grpo.measure(1, ("the same in genrl",), tiny, fast=True)
-    assert [(row["sample_calls"], row["train_calls"]) for row in found.values()] == [(12.0, 4.0)] * 2
-
-
-@pytest.mark.slow
-def test_fine_tuning_takes_turns_with_the_stand_in() -> None:
-    found = peer_diffusers_sft.measure(2, ["sampling.prompts_per_iteration=2", "sampling.batch_size=2"])
-    assert found["pictures"] == 2 and len(found["rounds"]) == 3
-    assert found["range"][0] <= found["times_faster"] <= found["range"][1] and found["ours_s"] > 0

@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from benchmarks import diversity
-from benchmarks.claims import cells, plan, stored, tables, work
+from benchmarks.claims import plan, stored, tables, work
 from benchmarks.claims.plan import Claim, Plan, Recipe
 from benchmarks.claims.statistics import Interval, at, paired, reached, stratified, student, verdict
 from benchmarks.gradient_noise import BASELINES, LEAVES, SPLITS, credit, plan_of
@@ -53,12 +53,6 @@ def test_a_number_that_was_changed_by_hand_is_found(given: Plan, tmp_path: Path)
     assert page.read_text() == text
     with pytest.raises(ValueError, match="no table nowhere"):
         tables.page("<!-- claims: nowhere -->\n<!-- /claims -->", "docs/x.md", given, kept)
-
-
-def test_a_page_without_runs_has_no_empty_table(given: Plan) -> None:
-    page = given.claims[0].page.partition("#")[0]
-    waiting = sum(claim.page.partition("#")[0] == page for claim in given.claims)
-    assert tables.verdicts(given, {}, page) == f"Claims whose runs are still to be made: {waiting}."
 
 
 def test_every_claim_and_every_table_has_its_place(given: Plan) -> None:
@@ -146,15 +140,6 @@ def test_a_claim_compares_equal_seeds_at_equal_cost() -> None:
     assert tables.decided(claim, known, {"g/a-0": kept["g/a-0"]}) == (None, "not decided")
 
 
-def test_cells_of_rows() -> None:
-    row = cells.Row("A", "", {0: _run(kcalls=[0, 1], r=[0.2, 0.1]), 1: _run(kcalls=[0, 1], r=[0.2, 0.12])})
-    assert cells.change(row, "eval/r_mean") == "0.200 → **0.110** ± 0.014 (0.100, 0.120)"
-    assert cells.change(row, "eval/other_mean") == cells.diversity(row) == cells.NONE
-    assert cells.fall(row, "eval/r_mean") == "0.100, 0.080"
-    one = cells.Row("A", "", {0: _run(kcalls=[0, 1], r=[0.2, 0.125]) | {"diversity": [0.3, 0.2]}, 1: {"curve": {}}})
-    assert (cells.change(one, "eval/r_mean"), cells.diversity(one)) == ("0.200 → 0.125", "0.300 → 0.200")
-
-
 def test_the_most_valuable_come_first() -> None:
     recipes = [Recipe("g/late", "x", seeds=1), Recipe("g/a", "x", seeds=2, priority=1)]
     recipes += [Recipe("g/b", "x", seeds=2, priority=1), Recipe("g/plain", "x", seeds=1, priority=2, diversity=True)]
@@ -232,12 +217,6 @@ def test_two_at_once_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert work.work(known, 0.1, tmp_path, tmp_path / "s", fails) == []
     assert work.work(known, 0.1, tmp_path, tmp_path / "s", fails) == [] and len(tries) == 1
     assert "ended with 1" in (tmp_path / "g/x-0.failed").read_text()
-
-
-def test_a_second_scorer_where_there_is_none() -> None:
-    (added,) = work.second_scorer("configs/flow_grpo.yaml", [])
-    assert added == "rewards=[{name: shapes}, {args: {model: assets/tiny-clip}, name: clipscore, weight: 0}]"
-    assert work.second_scorer("configs/diffusion/draft.yaml", []) == []
 
 
 # -- The diversity of a finished run is what its own evaluations would have logged

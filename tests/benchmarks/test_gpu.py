@@ -54,14 +54,6 @@ def test_a_dry_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, 
         assert "| bfloat16 |" in gpu_page.page({name: {"status": "done", "found": found.values}})
 
 
-def test_two_calls_of_six_minutes_see_what_matters_most() -> None:
-    first, second = ({check.name.partition(":")[0]: check for check in call} for call in CALLS[:2])
-    assert {"peer", "peak", "flux"} <= set(first) and {"ratio", "attention", "kernel", "language", "runs"} <= set(
-        second
-    )
-    assert all(check.limit <= 60 for call in CALLS[:2] for check in call)
-
-
 def test_operations_are_those_of_the_products_and_the_attention(tmp_path: Path) -> None:
     """Of a network of one block, counted by hand: 2 for each weight and token, 4 D S^2 for attention."""
     from diffusers import SD3Transformer2DModel

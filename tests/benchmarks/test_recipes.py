@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from diffusers import AutoencoderKL
 
 from benchmarks.full_size import EMBEDDED, MODELS, configured
@@ -53,17 +52,3 @@ def test_trains_an_iteration(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
     train(configured(model, recipe, tmp_path / "pipeline", tmp_path / "run", pixels, further))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["updates"] >= 1 and rows[-1]["grad_norm"] > 0
-
-
-# -- The rehearsals are of the architectures that were published
-BILLIONS = {"sd15": 0.86, "sdxl": 2.57, "pixart_sigma": 0.6, "sana_1_6b": 1.6, "sd35_medium": 2.5, "wan21_1_3b": 1.3}
-BILLIONS["lumina2"] = 2.6
-"""Weights of the denoisers as papers and model cards round them; the other models are cut."""
-
-
-@pytest.mark.parametrize("name", BILLIONS)
-def test_sizes_are_those_published(name: str) -> None:
-    kind, settings = MODELS[name].denoiser
-    with torch.device("meta"):
-        denoiser = kind(**settings)
-    assert sum(p.numel() for p in denoiser.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.11)

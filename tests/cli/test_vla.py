@@ -4,14 +4,11 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
-import genrl
 from genrl.config import load
 from genrl.runtime.folder.run import read_metrics
 from genrl.vla import train as vla_train
@@ -148,20 +145,6 @@ class TestEval:
         assert (scores["episodes"], scores["seed"]) == (5, 7) and "films and pictures in films" in text
         assert len(list((folder / "films").iterdir())) >= 2
         assert "8 episodes of minitable" in words(run("eval", "runs/small/policy", "--config", "ppo.yaml"))
-
-    def test_rounding_is_that_of_the_run(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """On the command line and in a script, and not beyond."""
-        seen, judge = [], vla_train.judge_policy
-
-        def judged(*given: Any) -> Any:
-            seen.append(torch.backends.cuda.matmul.allow_tf32)
-            return judge(*given)
-
-        monkeypatch.setattr(vla_train, "judge_policy", judged)
-        run("eval", "runs/small", "tf32=true", "--episodes", "2")
-        genrl.evaluate("runs/small")
-        genrl.evaluate("runs/small/policy", config={**yaml.safe_load(REINFORCED), "tf32": True})
-        assert seen == [True, False, True] and not torch.backends.cuda.matmul.allow_tf32
 
 
 class TestExport:

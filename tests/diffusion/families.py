@@ -44,7 +44,7 @@ def _table(*modules: ModuleType) -> dict[str, Builder]:
 
 
 _EVERY = _table(image_families, starting_families, video_families)
-_NOT_FITTING = ("chroma_inpaint", "sd_latent_upscaler", "ltx_i2v", "stable_audio")
+_NOT_FITTING = ("chroma_inpaint", "sd_latent_upscaler", "ltx_i2v")
 
 
 def saved(name: str, folder: Path) -> Path:

@@ -33,8 +33,6 @@ QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "checkpoint": {"every": 100
 
 REWARDS = '''\
 import random
-import signal
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -64,19 +62,10 @@ def nothing(images):
     return [0.5] * len(images)
 
 
-class Interrupt:
-    """Brightness, and a little noise from the global generators; in its `call`-th call the process sends itself a
-    signal, unless there is a file `quiet`."""
-
-    def __init__(self, number: int, call: int) -> None:
-        self.number, self.left = number, call
-
-    def __call__(self, images):
-        self.left -= 1
-        if self.left == 0 and not Path(__file__).with_name("quiet").exists():
-            signal.raise_signal(self.number)
-        noise = random.random() + np.random.rand() + torch.rand(()).item()
-        return (images.mean(dim=(1, 2, 3)) + 0.01 * noise * torch.rand(len(images))).tolist()
+def noisy(images):
+    """Brightness, and a little noise from the global generators."""
+    noise = random.random() + np.random.rand() + torch.rand(()).item()
+    return (images.mean(dim=(1, 2, 3)) + 0.01 * noise * torch.rand(len(images))).tolist()
 '''
 
 

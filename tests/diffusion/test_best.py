@@ -15,7 +15,6 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
-from genrl.runtime.loop import collapse
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import equal
 
@@ -64,13 +63,3 @@ def test_the_best_is_kept_written_beside_the_last_and_taken_by_commands(folder: 
     assert adapter_of(ended, 1) == str(Run(ended).checkpoints / "step-000001" / "lora")
     lost = CliRunner().invoke(app, ["sample", str(folder), "--best", "--prompt", "p"])
     assert lost.exit_code == 2 and "no config.yaml" in " ".join(lost.output.replace("│", "").split())
-
-
-@pytest.mark.slow
-def test_a_run_with_older_samples_goes_on_after_it_has_gone_back(folder: Path, model: Path, monkeypatch: Any) -> None:
-    """The versions that draw are not put back: the number of iterations is not either. One lower figure is enough."""
-    monkeypatch.setattr(collapse, "PATIENCE", 1)
-    back = {"evaluation": {"every": 1, "monitor": WATCH, "on_collapse": "back"}}
-    run = train(config(folder, model, **back, sampling={"staleness": 1}, ema=None, iterations=4))
-    assert [row["staleness"] for row in runs.rows(run)[-2:]] == [1.0, 1.0]
-    assert runs.rows(run)[2]["collapse/back"] == 1.0

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import wave
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,9 @@ def test_both_start_from_the_noise_of_plain_diffusers_and_rewards_score_what_peo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "kind"), [("wan_t2v", "video"), ("ace_step", "audio")])
-def test_videos_and_sounds(family: str, kind: str, tmp_path: Path) -> None:
-    tiny = families.FAMILIES[family]()
+def test_videos(tmp_path: Path) -> None:
+    """Sounds: tests/runtime/show/compare/test_page.py."""
+    tiny = families.FAMILIES["wan_t2v"]()
     tiny.pipe.save_pretrained(tmp_path / "a")
     with torch.no_grad():
         for parameter in tiny.pipe.transformer.parameters():
@@ -99,14 +98,10 @@ def test_videos_and_sounds(family: str, kind: str, tmp_path: Path) -> None:
     compare(*sides(str(tmp_path / "a"), str(tmp_path / "b"), None, None, call), ROWS[:1], page, fps=8)
     page.write({})
     (pair,) = pages.data(out)["pairs"]
-    assert pair["left"]["kind"] == pair["right"]["kind"] == kind
+    assert pair["left"]["kind"] == pair["right"]["kind"] == "video"
     raw = (tmp_path / pair["left"]["url"]).read_bytes()
-    if kind == "audio":
-        with wave.open(io.BytesIO(raw)) as file:
-            assert file.getframerate() == tiny.pipe.vae.config.sampling_rate and file.getnframes() > 0
-    else:
-        with import_av().open(io.BytesIO(raw)) as container:
-            assert container.streams.video[0].frames == call["num_frames"]
+    with import_av().open(io.BytesIO(raw)) as container:
+        assert container.streams.video[0].frames == call["num_frames"]
 
 
 def test_a_run_a_lora_and_their_base(finished: Path, model: Path, tmp_path: Path) -> None:

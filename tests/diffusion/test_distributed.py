@@ -199,20 +199,6 @@ def test_adapters_on_shards_are_saved_and_go_on(folder: Path, model: Path, held:
     assert distance(one, {}) > 0 and distance(other, one) < 1e-3 * distance(one, {})
 
 
-@pytest.mark.slow
-def test_the_assistant_of_all_weights_learns_in_shards(folder: Path, model: Path) -> None:
-    """Its steps are made while its weights stand in for the generator's, by copies: they are not lost."""
-    common: dict[str, Any] = {"trainer": {"algorithm": "diff_instruct"}, "lora": None, "iterations": 1}
-    common |= {"sampling": {"num_inference_steps": 1}, "evaluation": {"every": 0}}
-    common["rewards"] = [runs.reward(folder, "warmth")]
-    found = []
-    for name, how in (("whole", {}), ("waiting", BLOCKS)):
-        runs.finish(runs.written(folder, model, name, **common, **how), 1, runs.train_file)
-        found.append(runs.last_state(folder / name / "run").tensors["snapshot-assistant"])
-    moved = distance(found[0], untrained(model, found[0]))
-    assert moved > 0 and distance(found[1], found[0]) < 0.1 * moved  # Adam makes a whole step of rounding
-
-
 def test_what_cannot_be_shared_out_is_refused(folder: Path, model: Path) -> None:
     uneven = runs.config(folder, model, sampling={"group_size": 3, "batch_size": 4, "prompts_per_iteration": 2}, **FSDP)
     with pytest.raises(ValueError, match="leave a smaller one"):

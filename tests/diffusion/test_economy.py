@@ -87,12 +87,10 @@ GRAPH = {"algorithm": "flow_grpo", "keep_graph": True}
     ("changes", "words"),
     [
         ({"economy": {"keep": 8}}, "so none is left out; write 4"),
-        ({"economy": {"keep": 1}}, "a whole number of 2 or more or null"),
         ({"economy": {"keep": 4}, "sampling": {"batch_size": 12}}, "whole groups of 8; use 16"),
         ({"economy": {"keep": 4}, "trainer": {"algorithm": "dgpo"}}, "dgpo reads whole groups"),
         ({"economy": {"keep": 4}, "trainer": GRAPH}, "keep_graph: false"),
         ({"economy": {"keep": 4}, "kernels": {"compile": True}}, "by another graph; write false"),
-        ({"economy": {"selection": {"by": "success"}}}, "economy.selection"),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -122,8 +122,6 @@ def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.encodings: the encodings of this run alone take more"):
         for k in range(10):
             store.write(store.name(("c", k)), value)
-    with pytest.raises(ValueError, match=r"model.encodings: an encoding holds a set"):
-        store.write("x", {1})
 
 
 def test_refused_where_there_is_no_folder_or_no_room(folder: Path, model: Path, monkeypatch: Any) -> None:

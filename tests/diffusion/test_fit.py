@@ -12,7 +12,6 @@ from genrl.diffusion import run as diffusion_run
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.loop.frame import shrink
-from genrl.runtime.weights import weights
 from tests.diffusion import ranks, runs
 from tests.diffusion.families import tiered
 
@@ -81,32 +80,6 @@ def test_a_trial_leaves_nothing_behind_and_smaller_micro_batches_are_checked_ane
             assert run.config.sampling.batch_size == size and not run.replays
         with pytest.raises(RuntimeError, match=r"micro-batch of 1 samples does not fit.*sampling\.batch_size"):
             shrink(run.loop, before.MEMORY_HINT)
-
-
-NFT: dict[str, Any] = {"trainer": {"algorithm": "diffusion_nft", "kl_weight": 0.1}, "lora": None}
-
-
-@pytest.mark.parametrize(
-    ("changes", "copies"),
-    [({"ema": {"decay": 0.9}}, 2), (NFT, 3), ({"trainer": {"algorithm": "crd"}}, 4)],  # the average is taken before
-)
-def test_room_for_snapshots_that_the_trainer_takes(
-    folder: Path, model: Path, changes: dict[str, Any], copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many copies as a run has, beside its weights and gradients, when it is done; and those that undo."""
-    config = runs.config(folder, model, iterations=1, **{"sampling": {**SAMPLING, "batch_size": 4}, **changes})
-    with runs.opened(config) as run:
-        number = len(run.weights.snapshots)
-        taken = copies - 2
-        assert before.copies_to_come(run) == copies + 3 + number + taken
-        monkeypatch.setattr(run.weights, "is_lora", False)
-        monkeypatch.setattr(weights, "LARGEST_COPY", 0)
-        assert before.copies_to_come(run) == copies
-    seen: list[DiffusionRun] = []
-    settle = before.settle
-    monkeypatch.setattr(diffusion_run, "settle", lambda run, prompts: (seen.append(run), settle(run, prompts)))
-    train(config)
-    assert len(seen[0].weights.snapshots) - number == taken
 
 
 QUIET: dict[str, Any] = {"evaluation": {"every": 0}, "iterations": 3}

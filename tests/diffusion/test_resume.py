@@ -38,7 +38,7 @@ def resumable(folder: Path, model: Path, name: str, output: Path | None = None) 
         **{"trainer": GRPO if name == "flow_grpo" else RAMP, "lora": LORAS[name], "iterations": 3},
         "sampling": {"num_inference_steps": 4, "guidance_scale": 2.0},
         "optimizer": {"lr": 1e-2 if LORAS[name] else 1e-4, "schedule": "cosine", "warmup_steps": 1},
-        "rewards": [runs.reward(folder, "Interrupt", args={"number": 0, "call": 10**9})],
+        "rewards": [runs.reward(folder, "noisy")],
         **{"evaluation": {"every": 2, "batch_size": 1}, "checkpoint": {"every": 1, "keep": 5}, "ema": {"decay": 0.5}},
     }
     return runs.config(folder, model, output=str(output or folder / "run"), **changes)

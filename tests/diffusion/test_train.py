@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import yaml
 from PIL import Image
 
 from genrl.config import load
-from genrl.config.method import code_of
 from genrl.diffusion import train as training
 from genrl.diffusion.evaluate import high_frequencies, look_figures, moved_from, thumbnails_of
 from genrl.diffusion.train import train
@@ -159,27 +157,6 @@ def test_the_reward_rises(folder: Path, model: Path) -> None:
     first, last = (sum(row["reward/total_mean"] for row in part) / 5 for part in (rows[1:6], rows[-5:]))
     assert last - first > spread
     assert rows[-1]["eval/total_mean"] - rows[0]["eval/total_mean"] > spread
-
-
-SEVERAL: dict[str, Any] = {"algorithm": "flow_grpo", "updates_per_iteration": 2, "inner_epochs": 3}
-
-
-@pytest.mark.parametrize("trainer", [SEVERAL, {**runs.NFT, "inner_epochs": 2, "timesteps_per_sample": 1}])
-def test_the_bar_of_training_fills_up(folder: Path, model: Path, trainer: dict[str, Any]) -> None:
-    """Step by step, and exactly to the total: 5 samples, the last micro-batch smaller than the others."""
-    changes = {"sampling": {"prompts_per_iteration": 1, "group_size": 5}, "evaluation": {"every": 0}, "iterations": 1}
-    config, counts = runs.config(folder, model, trainer=trainer, **changes), [0.0]
-    with runs.opened(config) as run:
-        progress, advance = run.process.progress, run.process.progress.advance
-
-        def watched(images: float) -> None:
-            advance(images)
-            counts.extend([progress.count] if progress.name == "training" else [])
-
-        progress.advance = watched  # type: ignore[method-assign]
-        code_of(config.trainer).train(run, config.trainer)
-    assert progress.total == 5 and counts[-1] == pytest.approx(5)
-    assert all(0 < b - a <= 2 for a, b in pairwise(counts)) and len(counts) > 3
 
 
 def test_figures_of_held_out_pictures_that_no_reward_has() -> None:

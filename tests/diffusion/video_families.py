@@ -130,22 +130,6 @@ def ace_step() -> Family:
     return Family("ace_step", pipe, call, media="audio", inputs={"lyrics": ["la la", "lo"]})
 
 
-def stable_audio() -> Family:
-    """An EDM scheduler: neither a flow nor a table of betas."""
-    transformer = diffusers.StableAudioDiTModel(
-        sample_size=4, in_channels=3, num_layers=2, attention_head_dim=4, num_key_value_attention_heads=2,
-        out_channels=3, cross_attention_dim=4, time_proj_dim=8, global_states_input_dim=8, cross_attention_input_dim=4,
-    )  # fmt: skip
-    sizes = {"text_encoder_dim": 32, "conditioning_dim": 4, "min_value": 0, "max_value": 32}
-    projection = diffusers.StableAudioProjectionModel(**sizes)
-    made = {"vae": parts.oobleck_autoencoder(3, 4), "projection_model": projection, "transformer": transformer}
-    made |= parts.t5(length=16)
-    scheduler = diffusers.EDMDPMSolverMultistepScheduler(prediction_type="v_prediction", sigma_data=1.0)
-    pipe = diffusers.StableAudioPipeline(**made, scheduler=scheduler)
-    call = {"guidance_scale": 7.0, "audio_end_in_s": 1.0}
-    return Family("stable_audio", pipe, call, kind="epsilon", media="audio", unguided=UNGUIDED)
-
-
 def allegro() -> Family:
     """Its VAE decodes one video at a time, in tiles of at least 128 x 128 pixels and 24 frames."""
     sizes = {"attention_head_dim": 12, "out_channels": 4, "cross_attention_dim": 24}

@@ -23,13 +23,6 @@ NARROW = (
     *("guides/editing", "diffusion_nft", "trees", "vla_offline", "memory", "papers", "rewards"),
 )
 """Pages with the widest tables, code, equations and pictures."""
-FIRST = {
-    "custom reward": "guides/reward.html",
-    "out of memory": "guides/one_card.html",
-    "kontext": "guides/editing.html",
-    "learning rate": "guides/read_metrics.html",
-}
-"""What a search finds first: the guide, not a page that has the words as well."""
 
 
 def opened(file: Path) -> ModuleType:
@@ -143,8 +136,8 @@ def test_pages_load_nothing_from_elsewhere_and_fit_a_telephone(site: tuple[str, 
 
 
 @pytest.mark.slow
-def test_keys_are_filtered_and_pages_found(site: tuple[str, Path]) -> None:
-    address, _ = site
+def test_keys_are_filtered_pages_found_and_equations_typeset(site: tuple[str, Path]) -> None:
+    address, folder = site
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto(f"{address}configuration.html")
@@ -159,24 +152,8 @@ def test_keys_are_filtered_and_pages_found(site: tuple[str, Path]) -> None:
         assert rows.count() == every
         page.goto(f"{address}start.html")
         assert page.locator(".key-filter").count() == 0
+        page.goto((folder / "diffusion_nft.html").as_uri())  # from the disk, too
+        page.wait_for_selector(".arithmatex .katex")
+        assert page.locator(".katex-error").count() == 0
         page.get_by_placeholder("Search").first.fill("reward hacking")
         page.locator(".md-search-result__link", has_text="Prevent reward hacking").first.wait_for(timeout=60_000)
-
-
-@pytest.mark.slow
-def test_from_the_disk_search_finds_the_guide_first_and_equations_are_typeset(site: tuple[str, Path]) -> None:
-    _, folder = site
-    with chromium() as browser:
-        for words, guide in FIRST.items():
-            page, lost = browser.new_page(), []
-            page.on("requestfailed", lambda request, lost=lost: lost.append(request.url))
-            page.goto((folder / "diffusion_nft.html").as_uri())
-            page.wait_for_selector(".arithmatex .katex")
-            assert page.locator(".katex-error").count() == 0
-            page.get_by_placeholder("Search").first.click()
-            page.keyboard.type(words)
-            found = page.locator(".md-search-result__item a").first
-            found.wait_for(state="attached", timeout=60_000)
-            assert guide in (found.get_attribute("href") or ""), words
-            assert not lost
-            page.close()

@@ -47,13 +47,6 @@ def test_golden_grids(golden) -> None:
     check_all(golden("samplers_schedules"), check, lambda case: case.params["kind"] not in kinds)
 
 
-@given(st.floats(0.0, 1.0), st.floats(0.1, 20.0), st.floats(0.1, 20.0))
-def test_shifts_compose_and_are_undone_by_the_inverse(u: float, s: float, t: float) -> None:
-    x = torch.tensor([0.0, u, 1.0], dtype=torch.float64)
-    assert torch.allclose(levels.shift(levels.shift(x, s), t), levels.shift(x, s * t), rtol=0, atol=1e-12)
-    assert torch.allclose(levels.shift(levels.shift(x, s), 1 / s), x, rtol=0, atol=1e-12)
-
-
 @given(
     st.integers(1, 8),
     st.integers(0, 10),
@@ -221,16 +214,6 @@ def test_golden_times(golden) -> None:
             first = int(found[1] == "_wo_init")
             check(found[0], grid[levels.stratified_steps(count, first, last, source())])
     a.all_used("out_ff_(discrete|logit_normal).*")
-
-
-@given(st.integers(1, 12), st.integers(0, 5), st.integers(0, 20), st.integers(0, 999))
-def test_steps_ascend_inside_their_range(count: int, first: int, length: int, seed: int) -> None:
-    steps = levels.stratified_steps(count, first, first + length, torch.Generator().manual_seed(seed))
-    assert len(steps) == count and (steps.diff() >= 0).all()
-    assert steps[0] >= first and steps[-1] <= max(first, first + length - 1) + (length < count)
-    if length >= count and length % count == 0:
-        part = length // count
-        assert ((steps - first) // part).tolist() == list(range(count))
 
 
 # -- The multistep solver: golden samplers_ode_dpm; what it and DPPO's grids refuse

@@ -18,7 +18,6 @@ from genrl.mdp.plan import (
     Tail,
     caterpillar,
     compress_tail,
-    describe,
     make_plan,
     sliding_depths,
     unpruned_steps,
@@ -156,7 +155,7 @@ def test_nodes_out_of_level_order_are_refused(parent: list[int]) -> None:
         from_parents(torch.tensor(parent, dtype=torch.int64))
 
 
-# -- Sampling plans: refusals, and the text of `genrl plan`. Golden trees (objectives/advantages) have what they count
+# -- Sampling plans: refusals. Their text: tests/cli/test_check.py; golden trees (objectives/advantages) have the counts
 def levels(steps: int) -> dict[int, float]:
     return {step: 0.7 for step in range(steps)}
 
@@ -194,41 +193,17 @@ def test_what_cannot_be_is_refused_by_the_name_of_the_field() -> None:
         (lambda: compress_tail(make_plan(3, noise=levels(3)), 0.5), "no tail to compress"),
         (lambda: SamplingPlan(**ok).trained_edges({0, 1, 7}), r"steps \[1, 7\] are deterministic or outside"),
         (lambda: unpruned_steps((3, 4), (4, 5)), "depths: pruning the edges into depths"),
-        (lambda: sliding_depths((), iteration=0, interval=1, stop=0), "consecutive depths"),
         (lambda: sliding_depths((3, 5), iteration=0, interval=1, stop=0), "consecutive depths"),
         (lambda: early_exit.shortcut_sigmas(linspace_grid(10), 0, 2), "must be in 1 .. 10"),
-        (lambda: early_exit.shortcut_sigmas(linspace_grid(10), 11, 2), "must be in 1 .. 10"),
         (lambda: early_exit.shortcut_sigmas(linspace_grid(10), 4, 0), "at least one step, got 0"),
         (lambda: early_exit.shortcut_sigmas(linspace_grid(10), 10, 2), "no shortcut, got 2"),
         (lambda: early_exit.exit_variance(torch.zeros(3, 4)), r"\[prompts, exit steps, samples\]"),
         (lambda: truncation.last_steps(5, 0), "1 to 5 of 5 steps"),
-        (lambda: truncation.last_steps(5, 6), "1 to 5 of 5 steps"),
         (lambda: truncation.random_truncation(5, low=3, high=2, seed=0, update=0), "chosen from 1 .. 5, got 3 .. 2"),
         (lambda: truncation.random_late_step(5, low=5, seed=0, update=0), "chosen from 0 .. 4, got 5 .. 4"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_the_text_has_the_numbers_of_the_plan() -> None:
-    plan = make_plan(20, noise=levels(19), splits=dict.fromkeys((0, 3, 6, 9), 2), spread=4.0)
-    text = describe(plan, plan.stochastic, calls_per_state=2)
-    lines = text.splitlines()
-    assert lines[0] == "per prompt: 1 root, 16 leaves, 219 nodes, 218 edges"
-    assert lines[2].split() == ["0", "1", "2", "0.7", "2", "2"]
-    assert lines[-4].split() == ["19", "16", "1", "none", "16", "0"]
-    assert "correlation 0.0588" in text
-    assert "in sampling: 406, 25.38 per image; independent rollouts with as many leaves: 640, ratio 0.634" in text
-    assert "in training: 374, 23.38 per image, for 202 edges" in text
-    table = [line.split() for line in lines[2:-3]]
-    assert sum(int(row[4]) for row in table) == plan.edges
-    assert sum(int(row[5]) for row in table) == plan.trained_edges(plan.stochastic)
-
-    flash = compress_tail(make_plan(25, noise=levels(4), roots=12), 0.4)
-    text = describe(flash, range(4))
-    assert "4-12      12     1     solver" in text and "the last 9 steps in place of 21 of the schedule's" in text
-    assert "ratio 0.520" in text
-    assert "3 (one goes on)" in describe(caterpillar(6, noise=levels(6), first=2, candidates=3), range(2, 6))
 
 
 def test_planning_needs_no_torch() -> None:

@@ -192,15 +192,6 @@ class TestSubAgents:
         assert pictures(second.parts) == [frame.tobytes() for frame in one.frames[1:5]]
         assert info["valid"] and one.asked[0][0] == frozenset(range(5)) and len(one.asked) == 1
 
-    @pytest.mark.parametrize(("name", "call"), [("crop", "<bbox>[0,0,16,16]</bbox>"), ("watch", "<clip>[1,2]</clip>")])
-    def test_an_episode_is_worth_what_it_is_without_them(self, name: str, call: str) -> None:
-        worth = []
-        for agents in (False, True):
-            one = opened(name, rule="para_grpo", agents=agents)
-            one.step(f"<think> i look closer </think> {call}")
-            worth.append(one.step(f"<think> it is it </think> <answer> {one.answer} </answer>")[1:])
-        assert worth[0] == worth[1] and (name == "crop" or worth[0][0] == pytest.approx(1 + 1 + 0.8))
-
 
 @pytest.mark.parametrize(
     ("name", "options", "text"),

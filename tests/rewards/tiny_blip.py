@@ -50,50 +50,6 @@ def weights(side: int = 32, patch: int = 16) -> dict[str, torch.Tensor]:
     return held
 
 
-def reference_score(held: dict[str, torch.Tensor], pixels: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor):
-    """The raw score by the published equations, from the published names alone; [N]."""
-    import torch.nn.functional as F
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, held[f"{name}.weight"], held[f"{name}.bias"])
-
-    def norm(x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
-        return F.layer_norm(x, x.shape[-1:], held[f"{name}.weight"], held[f"{name}.bias"], eps)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None):
-        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-
-    eye = "blip.visual_encoder"
-    patch = held[f"{eye}.patch_embed.proj.weight"]
-    x = F.conv2d(pixels, patch, held[f"{eye}.patch_embed.proj.bias"], stride=patch.shape[-1]).flatten(2).transpose(1, 2)
-    x = torch.cat([held[f"{eye}.cls_token"].expand(len(x), -1, -1), x], 1) + held[f"{eye}.pos_embed"]
-    for i in range(LAYERS):
-        block = f"{eye}.blocks.{i}"
-        qkv = linear(norm(x, f"{block}.norm1", 1e-6), f"{block}.attn.qkv")
-        x = x + linear(attend(*qkv.chunk(3, -1), heads=WIDTH // 64), f"{block}.attn.proj")
-        x = x + linear(F.gelu(linear(norm(x, f"{block}.norm2", 1e-6), f"{block}.mlp.fc1")), f"{block}.mlp.fc2")
-    seen = norm(x, f"{eye}.norm", 1e-6)
-    text = "blip.text_encoder"
-    y = held[f"{text}.embeddings.word_embeddings.weight"][tokens]
-    y = y + held[f"{text}.embeddings.position_embeddings.weight"][: tokens.shape[1]]
-    y = norm(y, f"{text}.embeddings.LayerNorm", 1e-12)
-    allowed = mask.bool()[:, None, None]
-    for i in range(LAYERS):
-        layer = f"{text}.encoder.layer.{i}"
-        for attention, source, where in (("attention", None, allowed), ("crossattention", seen, None)):
-            name = f"{layer}.{attention}"
-            keys = y if source is None else source
-            q, k, v = linear(y, f"{name}.self.query"), *(linear(keys, f"{name}.self.{p}") for p in ("key", "value"))
-            y = norm(y + linear(attend(q, k, v, 2, where), f"{name}.output.dense"), f"{name}.output.LayerNorm", 1e-12)
-        inner = F.gelu(linear(y, f"{layer}.intermediate.dense"))
-        y = norm(y + linear(inner, f"{layer}.output.dense"), f"{layer}.output.LayerNorm", 1e-12)
-    z = y[:, 0]
-    for number in (0, 2, 4, 6, 7):
-        z = linear(z, f"mlp.layers.{number}")
-    return z.squeeze(-1)
-
-
 def save(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(weights(), folder / "ImageReward.pt")

@@ -25,10 +25,8 @@ EVALUATED = {"evaluation": {"every": 2, "episodes": 6, "num_envs": 3}}
 MLP = {"type": "diffusion_mlp", "image_size": 0}
 TRAINERS: dict[str, dict[str, Any]] = {
     "ppo": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 3}},
-    "ppo of reinflow": {"sampler": "reinflow"},
     "dppo": {"sampler": "diffusion"},
     "ppo after a warm-up": {"trainer": {"critic_warmup": 2, "episodes": "all", "decisions": 6}},
-    "ppo with values of actions": {"trainer": {"values": "action", "level": "action", "discount": "smdp"}},
     "ppo of the encoder, too, by Muon": {"policy": {"freeze": "nothing"}, "optimizer": {"name": "muon", "lr": 1e-4}},
     "ppo by AdamW of 8 bits": {"optimizer": {"name": "adamw_8bit", "lr": 1e-4}},
     "grpo": vla_runs.GRPO,
@@ -75,7 +73,7 @@ def straight_and_stopped(
     return straight, run
 
 
-SLOW = ("ppo of reinflow", "ppo after a warm-up", "ppo by AdamW of 8 bits", "sft of a diffusion policy")
+SLOW = ("ppo after a warm-up", "ppo by AdamW of 8 bits", "sft of a diffusion policy")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRAINERS])

@@ -165,19 +165,6 @@ class TestRewardModel:
             wanted = held.scores(ids.input_ids, ids.attention_mask, codes)
         assert codes[0].shape == (4, 5) and scores[0] == pytest.approx(float(wanted), abs=1e-5)
 
-    @pytest.mark.slow
-    def test_the_embedded_stages_run_one_after_the_other(self, root, tmp_path, monkeypatch) -> None:
-        """MusicRL-R, the reward model of the embedded pairs, and from R's model MusicRL-U with it: RU."""
-        monkeypatch.chdir(root)
-        small = ["generation.prompts_per_iteration=2", "iterations=1", "evaluation.every=0", "checkpoint.every=1"]
-        first = train(load(CONFIGS / "musicgen.yaml", [*small, f"output={tmp_path / 'r'}"]))
-        learnt = ["trainer.batch_size=4", *small[1:], f"output={tmp_path / 'reward'}"]
-        judge = train(load(CONFIGS / "musicgen_reward.yaml", learnt))
-        changes = [f"vlm.path={first / 'model'}", f"rewards.0.args.model={judge / 'model'}", *small]
-        second = train(load(CONFIGS / "musicgen_preference.yaml", [*changes, f"output={tmp_path / 'u'}"]))
-        (row,) = [row for row in rows(second) if "loss" in row]
-        assert math.isfinite(row["reward/music_preference_mean"]) and row["kl"] == pytest.approx(0.0, abs=1e-6)
-
     def test_the_loss_is_that_of_bradley_and_terry_over_the_update(self, model: str, tmp_path: Path) -> None:
         settings = vlm_runs.config(tmp_path, **pairs(tmp_path / "data", model))
         with vlm_runs.opened(settings) as run:

@@ -33,15 +33,10 @@ STAGES = [
 ]
 SPREAD = [{"name": f"{test_sequences.__file__}:shortness"}]
 ONE = {"iterations": 1}
-FEW = {"prompts_per_iteration": 2, "group_size": 4}
 
 
 def answers(place: Path, preset: str, **changes: Any) -> VLMConfig:
     return vlm_runs.config(place, trainer={"preset": preset}, task={"rows": 6}, **changes)
-
-
-def optimised(place: Path, name: str, lr: float = 1e-4) -> VLMConfig:
-    return vlm_runs.config(place, optimizer={"name": name, "lr": lr}, generation=FEW)
 
 
 def sequences(kind: str, preset: str, **changes: Any) -> Callable[[Path], VLMConfig]:
@@ -68,9 +63,6 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "packed rows": lambda place: answers(place, "grpo", vlm={"packing": True}),
     "statistics of questions": lambda place: answers(place, "dcpo"),
     "an average as the judge": lambda place: answers(place, "grpo_care"),
-    "adafactor": lambda place: optimised(place, "adafactor"),
-    "adamw_8bit": lambda place: optimised(place, "adamw_8bit"),
-    "prodigy": lambda place: optimised(place, "prodigy", 1.0),
     "chosen questions and answers": lambda place: test_train.economical(place),
     "chosen questions of rlfr": lambda place: test_train.economical(place, trainer={"preset": "rlfr"}),
     "rlfr": lambda place: test_rlfr.config(place),
@@ -83,17 +75,14 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "trloo": lambda place: test_archer.config_of_paid_turns(place, {"preset": "trloo"}),
     "ui_s1": lambda place: test_archer.config_of_paid_turns(place, {"preset": "ui_s1"}),
     "pictures": sequences("image", "grpo"),
-    "pictures by dpo": sequences("image", "dpo"),
     "masked text": sequences("masked_text", "just_grpo", rewards=SPREAD),
-    "masked text by bgpo": sequences("masked_text", "bgpo", rewards=SPREAD),
     "bodies": sequences("voxels", "hi_grpo"),
     "tunes": sequences("audio", "music_rl"),
     "musicgen": lambda place: music(place, "music_rl"),
     "an adapter of musicgen": lambda place: music(place, "music_rl", test_music.LORA),
     "preferences of music": music_preference,
 }
-SLOW = "adafactor adamw_8bit prodigy sub-agents trloo ui_s1".split()
-SLOW += ["chosen questions of rlfr", "pictures by dpo", "an adapter of musicgen"]
+SLOW = ("sub-agents", "trloo", "ui_s1", "chosen questions of rlfr", "an adapter of musicgen")
 
 
 @pytest.mark.parametrize("name", fast_first(RUNS, [name for name in RUNS if name not in SLOW]))

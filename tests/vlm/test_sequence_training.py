@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import wave
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from genrl.vlm.evaluate import compare
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.policies.folder import load_trained
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.rollout.rollout import draw
 from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.train import train
 from genrl_rewards.scorers.texts.tunes import sound_quality
@@ -156,24 +154,6 @@ class TestLosses:
         wanted, given = (torch.autograd.grad(value, new, retain_graph=True)[0] for value in (loss, found))
         assert torch.allclose(found, loss, atol=1e-6) and torch.allclose(given, wanted, atol=1e-6)
 
-    def test_one_mask_at_a_time_has_the_gradient_of_all(self, tmp_path: Path) -> None:
-        """BGPO on a real model: the estimates' gradient, column by column, is that of the exact loss on policy."""
-        settings = config(tmp_path, "masked_text", "bgpo")
-        with vlm_runs.opened(settings) as run:
-            policy: Any = run.policy
-            answers = draw(policy, settings, run.opened, [run.questions[0]], (0, "x"))
-            advantage = torch.tensor([1.0, -1.0, 0.5])
-            arguments = (answers.prompts, answers.tokens, answers.mask)
-            elbo = policy.log_probs(*arguments, group=answers.group).log_prob
-            (-advantage[:, None] * elbo).mean().backward()  # on policy: the gradient of -A exp(mean d)
-            wanted = [p.grad.clone() for p in policy.parameters]
-            policy.model.zero_grad()
-            again = policy.log_probs(*arguments, group=answers.group).log_prob
-            known = {"old_log_prob": elbo.detach(), "advantage": advantage, "rows": 3}
-            batch = TokenBatch(torch.ones(3, 3).bool(), answers.group, **known)
-            policy_loss(PRESETS["bgpo"], batch.with_log_prob(again)).loss.backward()
-            assert all(torch.allclose(p.grad, w, atol=1e-6) for p, w in zip(policy.parameters, wanted, strict=True))
-
 
 # -- Tunes of two models on one page, from the same noise, scored by the rewards of the run
 BASE = str(ASSETS / "tiny-tunes")
@@ -198,12 +178,6 @@ def test_tunes_of_a_run_and_of_the_model_that_it_began_with(tmp_path: Path) -> N
             score = sound_quality([torch.from_numpy(sound.copy()).float()], [rate])[0]
             index = "ab".index(of_pair["left"]) if side == "left" else "ba".index(of_pair["left"])
             assert of_pair["rewards"]["sound_quality"][index] == pytest.approx(float(score), abs=0.01)
-    copy = shutil.copytree(run, tmp_path / "copy")
-    page = Page(tmp_path / "copies.html", question="")
-    compare(str(run), str(copy), page, scores=False)
-    assert (len(page), page.identical) == (0, 6)
-    with pytest.raises(ValueError, match="A and B are the same model"):
-        compare(str(run), str(run), page)
 
 
 def test_answers_that_are_text(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from genrl.diffusion.config.combinations import even, most_processes, processes_
 from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
-from genrl.mdp.plan import unpruned_steps
 from tests.cli.commands import run, words
 from tests.diffusion import runs
 
@@ -103,21 +102,7 @@ def test_shares_of_a_window_that_is_not_drawn_are_those_of_the_run(schedule: str
     assert len(ran) > 1 and found.trainer.rounds(found)[0].first == 0
 
 
-@pytest.mark.parametrize(("schedule", "ratio"), [("random", 1.0), ("geometric", 0.5)])
-def test_shares_of_a_window_that_is_drawn_are_those_of_its_law(schedule: str, ratio: float) -> None:
-    found = config({"window": {"size": 3, "schedule": schedule, "low": 1, "high": 6}}, iterations=2000)
-    law = [ratio**k for k in range(3)]
-    shares = {r.trained: r.share for r in found.trainer.rounds(found)}
-    assert shares == pytest.approx({(1 + k, 2 + k, 3 + k): share / sum(law) for k, share in enumerate(law)})
-    ran = Counter(Steps.of(found, found.trainer, i).trained for i in range(2000))
-    assert all(abs(ran[steps] - 2000 * p) < 5 * math.sqrt(2000 * p * (1 - p)) for steps, p in shares.items())
-
-
-def test_pruned_depths_slide_and_updates_and_processes_share_trees() -> None:
-    """BranchGRPO's window of depths moves up by one every 10 iterations, as far as the last split."""
-    found = config({"tree": {"ways": 2, "at": [0, 3], "prune": {"depths": [8, 9], "slide_every": 10}}}, iterations=20)
-    shares = {r.trained: r.share for r in found.trainer.rounds(found)}
-    assert shares == pytest.approx({unpruned_steps(range(9), depths): 0.5 for depths in ((8, 9), (7, 8))})
+def test_updates_and_processes_share_trees() -> None:
     tree = {"tree": {"ways": 2, "at": [0, 1, 2]}, "updates_per_iteration": 2}
     found = config(tree, group_size=16, prompts_per_iteration=5, batch_size=80)  # 10 trees
     assert most_processes(found) == 5

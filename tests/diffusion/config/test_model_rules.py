@@ -1,6 +1,5 @@
 """What a configuration asks of a model's sizes: layers with adapters, samples computed together; adapters on disk."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 from genrl import recipes
 from genrl.config import ConfigError, LoRA, check_files, dump, load, load_located
 from genrl.diffusion.config.estimate import Component, context_problems, layer_problems, plan, published
-from genrl.diffusion.config.memory_estimate import memory
 from genrl.diffusion.config.schema import Config
 from tests.diffusion import runs
 
@@ -101,15 +99,11 @@ def test_folders_of_adapters(tmp_path: Path, key: str) -> None:
 
 # -- Networks of published pipelines that travel with the package, against their classes and what was published
 BILLIONS = {  # of the model cards, and of the sizes of the published files
-    "stable-diffusion-v1-5/stable-diffusion-v1-5": {"unet": 0.86, "safety_checker": 0.304},
     "stabilityai/stable-diffusion-xl-base-1.0": {"unet": 2.57, "text_encoder_2": 0.695},
     "stabilityai/stable-diffusion-3.5-medium": {"transformer": 2.47, "text_encoder_3": 4.76},
-    "stabilityai/stable-diffusion-3.5-large-turbo": {"transformer": 8.1},
     "black-forest-labs/FLUX.1-dev": {"transformer": 11.9, "text_encoder_2": 4.76},
     "black-forest-labs/FLUX.2-klein-4B": {"transformer": 3.88, "text_encoder": 4.02},
     "Qwen/Qwen-Image": {"transformer": 20.4, "text_encoder": 8.29},
-    "Tongyi-MAI/Z-Image-Turbo": {"transformer": 6.15},
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": {"transformer": 1.42, "text_encoder": 5.68, "vae": 0.127},
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": {"transformer": 14.3, "transformer_2": 14.3},
 }
 
@@ -137,16 +131,6 @@ def test_shapes_are_those_of_the_class(name: str, kind: type) -> None:
     assert part.num_parameters == sum(math.prod(shape) for shape in part.shapes.values())
 
 
-def test_the_estimate_is_the_one_of_the_whole_model(root: Path) -> None:
-    """Part by part that of folders with headers of all weights, which benchmarks/flux_memory.py had made."""
-    measured = json.loads((root / "benchmarks/results/flux_memory.json").read_text())["found"]
-    for recipe in ("flux1_dev_flow_grpo", "flux1_dev_24gb"):
-        config = load(recipes.find(recipe).file)
-        assert isinstance(config, Config)
-        found = sum(size for _, size in memory(config, published(config.base)))
-        assert found == pytest.approx(sum(measured[recipe].values()), rel=0.01), recipe
-
-
 def test_guidance_is_an_input_before_the_download_and_evaluations_count_the_prompts_there_are() -> None:
     config = load(recipes.find("flux1_dev_flow_grpo").file)
     assert isinstance(config, Config)
@@ -155,13 +139,3 @@ def test_guidance_is_an_input_before_the_download_and_evaluations_count_the_prom
     few = plan(config, published(config.base), 8)
     assert few.evaluation_calls * config.evaluation.num_prompts == 8 * known.evaluation_calls
     assert plan(config, (), 10**6).evaluation_calls == unknown.evaluation_calls
-
-
-def test_measured_peaks_are_within_15_percent(root: Path) -> None:
-    text = (root / "docs/pipelines.md").read_text(encoding="utf-8").partition("## Rehearsed at full size")[2]
-    rows = [line.split("|")[1:-1] for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")][2:]
-    assert len(rows) > 12
-    for *_, recipe, peaks, estimates in rows:
-        measured, said = ([float(number) for number in cell.split(";")] for cell in (peaks, estimates))
-        for number, peak in enumerate(measured):
-            assert said[min(number, len(said) - 1)] == pytest.approx(peak, rel=0.15), recipe

@@ -1,4 +1,4 @@
-"""Direct reward back-propagation: its gradient by one plain graph and by differences, its memory, runs, bad input."""
+"""Direct reward back-propagation: its gradient by one plain graph, its memory, runs, bad input."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from genrl.config import ConfigError, check_files
-from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.forward import direct
 from genrl.diffusion.methods.draft import train as draft
@@ -103,7 +102,7 @@ def test_gradient_by_one_plain_graph(folder: Path, model: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("family", ["sd3", "sd15"])
-def test_the_chain_is_the_sampler_and_its_gradient_that_of_differences(family: str) -> None:
+def test_the_chain_is_the_sampler_and_its_gradient_that_of_kept_steps(family: str) -> None:
     """Flow and epsilon prediction; with recomputation and without."""
     made = FAMILIES[family]()
     policy, batch = Policy(made.pipe), made.batch(**made.unguided)
@@ -113,21 +112,14 @@ def test_the_chain_is_the_sampler_and_its_gradient_that_of_differences(family: s
         assert torch.equal(direct.chain(policy, batch, start, range(1, 4)), whole.final)
         clean = policy.roll_out(batch, stop=2, predict=True).predicted
         assert torch.equal(direct.chain(policy, batch, start, range(1, 2), clean=True), clean)
-    direction, target = (torch.randn(start.shape, generator=torch.Generator().manual_seed(k)) for k in (1, 2))
-
-    def value(x: Tensor) -> Tensor:
-        return (target * direct.chain(policy, batch, x, range(1, 4))).sum()
-
+    target = torch.randn(start.shape, generator=torch.Generator().manual_seed(2))
     leaf = start.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(value(leaf), leaf)
+    (gradient,) = torch.autograd.grad((target * direct.chain(policy, batch, leaf, range(1, 4))).sum(), leaf)
     kept = leaf
     for i in range(1, 4):
         kept = policy.advance(batch, kept, i)
     (plain,) = torch.autograd.grad((target * kept).sum(), leaf)
-    assert torch.equal(gradient, plain)
-    with torch.no_grad():
-        slope = (value(start + 1e-2 * direction) - value(start - 1e-2 * direction)) / 2e-2
-    assert float((gradient * direction).sum()) == pytest.approx(float(slope), rel=5e-3)
+    assert torch.equal(gradient, plain) and bool(gradient.any())
 
 
 def test_pictures_are_decoded_one_at_a_time_and_steps_recomputed(folder: Path, model: Path) -> None:
@@ -154,15 +146,6 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_steps() -> No
             direct.chain(policy, batch, start, range(4 - count, 4))
         kept[count] = sum(sizes)
     assert kept[4] < 0.1 * kept[1] and kept[2] < 0.1 * kept[1]
-
-
-def test_model_calls_are_those_of_the_steps_that_are_drawn(folder: Path, model: Path) -> None:
-    settings = config(folder, model, {"truncation": "alignprop"}, sampling=SIX, iterations=4)
-    rows = runs.rows(train(settings))
-    lengths = [int(row["draft/steps"]) for row in rows]
-    assert len(set(lengths)) > 1
-    assert [row["model_calls/train"] for row in rows] == [6 * (k if k == 1 else 2 * k) for k in lengths]
-    assert plan(settings).train_calls == pytest.approx(6 * (1 + 4 + 6) / 3)
 
 
 def test_rewards_get_their_columns_and_weights(folder: Path, model: Path) -> None:

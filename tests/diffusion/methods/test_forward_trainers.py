@@ -216,13 +216,11 @@ def test_noisy_states_are_on_the_straight_path(folder: Path, model: Path) -> Non
     sampling = {**EIGHT, "num_inference_steps": 5, "batch_size": 8}
     seen = run(runs.config(folder, model, trainer=NFT, sampling=sampling, iterations=1, **QUIET))
     recorded = next(iter(seen.rollouts[0].mine.values()))
-    assert not recorded.pieces[0].trajectory.log_probs  # sampling is deterministic
     pieces = seen.updates[0].pieces
     levels = torch.stack([piece.given["sigma"] for piece in pieces])
     assert levels.shape == (4, 8)  # all levels but one, per sample
     assert all(len(set(levels[:, row].tolist())) == 4 for row in range(8))
     assert set(levels.flatten().tolist()) == set(recorded.sigmas[:-1].tolist())
-    assert len({tuple(levels[:, row].tolist()) for row in range(8)}) > 1
     given = [(piece.given["noisy"], piece.given["sigma"].view(-1, 1, 1, 1)) for piece in pieces]
     noise = torch.stack([(noisy - (1 - s) * recorded.final) / s for noisy, s in given])
     assert abs(float(noise.mean())) < 0.05 and abs(float(noise.std()) - 1) < 0.05

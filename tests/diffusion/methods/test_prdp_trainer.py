@@ -19,9 +19,8 @@ from genrl.diffusion.forward.noising import GivenPictures
 from genrl.diffusion.methods.dpo_offline.train import PAIR
 from genrl.diffusion.methods.prdp.train import prdp_loss
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
-from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.methods.watched import DIFFUSION, TRIPLES, Bare, Given, after_collect, relative, resumed, run
+from tests.diffusion.methods.watched import DIFFUSION, TRIPLES, Bare, Given, after_collect, relative, run
 from tests.reference.flow_grpo import flow_sde, log_density
 
 FLOW = {"algorithm": "prdp", "kernel": "flow_sde", "noise_level": 0.7, "beta": 1e-3, "clip_range": 1e-3}
@@ -74,13 +73,6 @@ def test_samples_without_a_score_are_in_no_pair(folder: Path, sd: Path) -> None:
     assert seen.rows[0]["prdp/pairs"] == 1 and seen.rows[0]["grad_norm"] > 0
 
 
-def test_equal_rewards_are_a_target_too(folder: Path, sd: Path) -> None:
-    """It is 0, which the reference has reached."""
-    common: dict[str, Any] = {"rewards": [runs.reward(folder, "nothing")], "sampling": OF_NOISE, "iterations": 1}
-    (row,) = runs.rows(train(runs.config(folder, sd, trainer=DDIM, **common, **runs.QUIET)))
-    assert (row["prdp/pairs"], row["updates"]) == (6, 0) and row.get("loss", 0.0) == 0.0
-
-
 TINY = Path(__file__).parents[3] / "assets" / "tiny-t2i"
 EMBEDDED = f"{TINY.parent / 'preferences'}:train"
 
@@ -127,12 +119,6 @@ def test_pairs_are_encoded_as_they_are_given(folder: Path) -> None:
                 assert float((picture - wanted).abs().mean()) < min(0.05, float((wanted - other).abs().mean()))
     with pytest.raises(ConfigError, match="has prompts only"):
         check_files(config(folder, folder / "train.txt"), {})
-
-
-def test_a_run_goes_on_to_the_bit(folder: Path) -> None:
-    rows = runs.rows(resumed(config(folder, preference_set(folder), iterations=3), folder))
-    assert all(row["model_calls/sample"] == 0 and "reward/total_mean" not in row for row in rows)
-    assert rows[-1]["preference/logit"] > rows[0]["preference/logit"]  # a few pairs over and over: learnt by heart
 
 
 def test_pictures_are_scaled_to_cover_and_cut_around_the_centre() -> None:

@@ -184,14 +184,9 @@ def test_a_wrong_language_model_is_refused_before_work(folder: Path, model: Path
             check_files(config, origins)
         return str(error.value)
 
-    near = problems(path=str(TINY.with_name("tiny-ml")))
-    assert "tiny.yaml" in near and "trainer.rewriter.path: no such folder" in near
-    assert f"did you mean {TINY}?" in near
+    assert "trainer.rewriter.path: no such folder" in problems(path=str(TINY.with_name("tiny-ml")))
     assert "no config.json with a model_type" in problems(path=str(tmp_path))
     assert "leave no place for the prompt in 256 positions" in problems(max_new_tokens=300)
-    for name in ("config.json", "tokenizer_config.json"):
-        (tmp_path / name).write_text((TINY / name).read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
-    assert "has no eos_token" in problems(path=str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text((TINY / "tokenizer_config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     assert "is a BertModel; a rewriter is a causal language model" in problems(path=str(tmp_path))

@@ -15,8 +15,6 @@ from genrl.diffusion.config.estimate import plan
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.sft import train as sft
 from genrl.diffusion.policy import decoding
-from genrl.diffusion.policy.policy import without_guidance
-from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import train
 from tests.diffusion import runs
 from tests.diffusion.methods.watched import gradients, relative, resumed, watch
@@ -87,14 +85,6 @@ def test_calls_are_the_predicted_ones_and_nothing_is_sampled(folder: Path, konte
         assert row["model_calls/sample"] == plan(found).sample_calls == 0
         assert row["model_calls/train"] == plan(found).train_calls == 4 * 2
         assert "reward/total_mean" not in row
-
-
-def test_no_guidance_extrapolates_in_training(folder: Path, kontext: Path) -> None:
-    with runs.opened(config(folder, kontext)) as run:
-        sampling = {"guidance_scale": 2.5, "true_cfg_scale": 4.0, "negative_prompt": " "}
-        plain = without_guidance(run.policy, Batch(["edit 0"], [(0, 0, 0)], sampling))
-    assert plain.sampling["true_cfg_scale"] == 1.0
-    assert plain.sampling["guidance_scale"] == (2.5 if run.policy.embeds_guidance else 1.0)
 
 
 def test_impossible_settings_and_sets_are_refused(folder: Path, kontext: Path) -> None:

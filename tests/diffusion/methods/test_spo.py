@@ -155,12 +155,12 @@ def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> No
         assert two[key] == pytest.approx(one[key], rel=1e-4 if fsdp or key == "grad_norm" else 1e-9), key
 
 
-def crawled(name: str, kernel: Kernel, *, first: int = 1, last: bool | None = None) -> Any:
+def crawled(name: str, kernel: Kernel) -> Any:
     """A policy, its plan, and two chains of it."""
     family = FAMILIES[name]()
     policy = Policy(family.pipe)
-    noisy = 4 if (last_step_is_drawn(policy) if last is None else last) else 3
-    ways = tuple(WAYS if first <= i < noisy else 1 for i in range(4))
+    noisy = 4 if last_step_is_drawn(policy) else 3
+    ways = tuple(WAYS if 1 <= i < noisy else 1 for i in range(4))
     levels = tuple(kernel.noise_level if i < noisy else None for i in range(4))
     plan = SamplingPlan(roots=1, branching=ways, noise_levels=levels, continue_one=True)
     batch, calls = family.batch(**family.unguided), policy.model_calls
@@ -211,13 +211,3 @@ def test_clean_samples_are_those_of_the_model() -> None:
                 ab = policy.head.alphas_cumprod[int(level)]
                 expected = (x - (1 - ab).sqrt() * out) / ab.sqrt()
             torch.testing.assert_close(found[i].clean[:, j], expected, atol=2e-4, rtol=1e-4)
-
-
-def test_a_last_step_that_ends_without_noise_is_not_compared() -> None:
-    policy = Policy(FAMILIES["sd15"]().pipe)
-    assert last_step_is_drawn(policy)
-    policy.head.final_alpha_cumprod = torch.tensor(1.0)
-    assert not last_step_is_drawn(policy)
-    assert not last_step_is_drawn(Policy(FAMILIES["sd3"]().pipe))
-    _, plan, _, found, final, _, calls = crawled("sd15", Kernel("ddim", 1.0), last=False)
-    assert list(found) == [1, 2] and calls == 2 * plan.calls and final.isfinite().all()

@@ -94,19 +94,6 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(
         assert chosen == exit_step(found) == opened.loop.memory["exit"]["step"] and 1 <= chosen < STEPS
 
 
-def test_equal_rewards_choose_no_exit_step(folder: Path, kontext: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last one, and nothing is kept, so that it is looked at again."""
-    with runs.opened(config(folder, kontext, trainer=MOVE, **QUIET)) as opened:
-        trainer, equal = opened.config.trainer, torch.full((2, STEPS, 3), 0.5)
-        equal[:, 0] = torch.nan
-        rewards = iter([equal, equal + torch.rand(2, STEPS, 3)])
-        monkeypatch.setattr(talk2move, "evaluate_steps", lambda *_: next(rewards))
-        kernel = choose_kernel(opened, trainer, Steps.of(opened.config, trainer, 0).plan)  # type: ignore[arg-type]
-        found = [talk2move.choose_exit(opened, trainer, kernel, 0) for _ in range(3)]
-        assert found[0] == (STEPS - 1, {"exit/variance": 0.0})
-        assert found[2] == found[1] and found[1][1]["exit/variance"] > 0
-
-
 @pytest.mark.slow
 def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: Path, monkeypatch: Any) -> None:
     """2 x 3 chains of 4 drawn steps, with shortcuts of 2, 2, 2 and 1 steps; then it is remembered, over a stop."""

@@ -88,18 +88,6 @@ def test_the_last_step_of_ddim_is_trained_where_it_has_noise(folder: Path, sd: P
         run(found)
 
 
-def test_skipped_depths_are_said_once(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two, two and eight states: the first two are measured against the leaves. Of four: nothing is said."""
-    trainer = {"tree": {"ways": 2, "at": [0, 2, 3], "normalise": "depth"}}
-    train(config(folder, model, trainer, iterations=2))
-    told = capsys.readouterr().err
-    assert told.count("have fewer than 4 states: measured against the leaves") == 1
-    assert "depths 1, 2 have fewer" in told
-    enough = {"tree": {"ways": 4, "at": [0], "normalise": "depth"}}
-    train(config(folder, model, enough, output=str(folder / "enough")))
-    assert "fewer than 4 states" not in capsys.readouterr().err
-
-
 class Supervised(NamedTuple):
     """What the samples of the first iteration learn beside the policy gradient, before its update."""
 

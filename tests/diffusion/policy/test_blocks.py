@@ -12,10 +12,8 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from genrl.diffusion import train
-from genrl.diffusion.config.sections import Kernels, Model
+from genrl.diffusion.config.sections import Kernels
 from genrl.diffusion.policy.blocks import BLOCKS, Switches, install
-from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.train import use_kernels
 from tests.diffusion import runs
@@ -173,14 +171,3 @@ def test_what_our_blocks_cannot_do_is_an_error() -> None:
     install(policy.denoisers.values(), Switches(attention="flash3"))
     with pytest.raises(ValueError, match=r"attention back-end flash3: .*that can run here: auto, math"):
         policy.roll_out(family.batch())
-
-
-def test_the_precision_asked_of_a_back_end_is_that_of_the_layers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wan's first parameter stays in float32 when the model is loaded in bfloat16."""
-    FAMILIES["wan_t2v"]().pipe.save_pretrained(folder / "wan")
-    policy = Policy(load_pipeline(Model(path=str(folder / "wan"), dtype="bfloat16")))
-    assert next(policy.denoiser.parameters()).dtype == torch.float32
-    asked: list[torch.dtype] = []
-    monkeypatch.setattr(train, "attention_problem", lambda name, device, dtype, masked: asked.append(dtype))
-    use_kernels(policy, Kernels(attention="math"))
-    assert asked == [torch.bfloat16]

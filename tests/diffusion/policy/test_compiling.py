@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from genrl.diffusion.policy import compiling
 from genrl.diffusion.policy.adapters import trainable
@@ -18,8 +18,6 @@ from genrl.diffusion.policy.trajectory import Kernel
 from genrl.diffusion.steps.transitions import off_policy
 from genrl.diffusion.train import train
 from genrl.kernels.machine import compile_problem
-from genrl.runtime.loop.recorded import Recorded
-from genrl.runtime.loop.updating import descend
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES, tiered
 
@@ -88,24 +86,6 @@ def test_inputs_that_change_with_every_call_are_refused(traced: None, monkeypatc
     compiling.start_over([denoiser])
     denoiser(torch.ones(4, 2))
     assert lines[-1].rsplit(" (")[1] == "1 of at most 2 times)"
-
-
-@pytest.mark.parametrize(("compiled", "marks"), [("cuda_graphs", 2), (True, 0)])
-def test_the_memory_of_a_recorded_call_is_free_after_its_backward_pass(
-    compiled: Any, marks: int, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: seen.append(1))
-    monkeypatch.setattr("genrl.diffusion.run.compile_denoisers", lambda *_, **__: None)  # graphs are of GPUs
-    with runs.opened(runs.config(folder, model, kernels={"compile": compiled})) as run:
-        run.begin(None)
-        run.start_training(2)
-
-        def loss(*_: Any) -> dict[str, Tensor]:
-            return {"loss": torch.stack([p.sum() for p in run.weights.parameters]).sum()[None]}
-
-        descend(run.loop, run.settings, run.policy, [Recorded(run.probe, {})] * 2, lambda part: part, loss)
-    assert len(seen) == marks
 
 
 def test_what_cannot_be_compiled_is_said_before_work_starts(folder: Path, model: Path, monkeypatch: Any) -> None:

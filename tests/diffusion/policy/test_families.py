@@ -237,7 +237,6 @@ REASONS = {
     "ltx_i2v": "not all of them are denoised",
     "chroma_inpaint": "ChromaInpaintPipeline cannot be called so.*guidance_embeds",
     "sd_latent_upscaler": "StableDiffusionLatentUpscalePipeline cannot be called so.*no attribute 'sigmas'",
-    "stable_audio": "EDMDPMSolverMultistepScheduler is neither",
 }
 
 

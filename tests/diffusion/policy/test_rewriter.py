@@ -133,18 +133,6 @@ def test_the_saved_adapter_is_peft_s_and_writes_the_same(tmp_path: Path) -> None
         load_rewriter(tmp_path / "other")
 
 
-def test_without_a_chat_template_the_instruction_is_the_text(tmp_path: Path, saved: Callable[[str], Path]) -> None:
-    folder = saved("llama")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    rewriter = Rewriter(settings(folder, instruction="Say {prompt}:"))
-    assert rewriter.tokenizer.decode(rewriter.asked("a {jade} disc")["input_ids"][0]) == "Say a {jade} disc:"
-    chat = Rewriter(settings(TINY, instruction="Say {prompt}:"))
-    assert chat.tokenizer.decode(chat.asked("a disc")["input_ids"][0]) == "<|user|>Say a disc:<|end|><|assistant|>"
-
-
 def test_what_cannot_work_is_refused(tmp_path: Path, saved: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match=r"rewriter.path: .*nowhere cannot be loaded as a causal language model"):
         Rewriter(settings(tmp_path / "nowhere"))

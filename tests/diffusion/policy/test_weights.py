@@ -164,11 +164,7 @@ def test_state_and_restore_are_exact(lora: LoRA | None) -> None:
     assert all(equal(again[stem], kept[stem]) for stem in kept)
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [LoRA(rank=4, alpha=8.0, targets=("to_q",)), LoRA(rank=8, alpha=8.0), LoRA(rank=1, alpha=8.0), None],
-    ids=["other layers", "higher rank", "rank 1", "full"],
-)
+@pytest.mark.parametrize("lora", [LoRA(rank=4, alpha=8.0, targets=("to_q",)), LoRA(rank=8, alpha=8.0), None])
 def test_a_checkpoint_of_another_adapter_is_refused(lora: LoRA | None) -> None:
     policy, weights = tiny()
     some_steps(policy, weights, 1)
@@ -252,17 +248,3 @@ def test_refused_before_anything_is_loaded(folder: Path, model: Path, monkeypatc
     monkeypatch.setattr("genrl.config.sections.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"model.quantize: int8 .* not installed: pip install torchao"):
         load_pipeline(Model(path=str(model), quantize="int8"))
-
-
-def test_the_adapter_of_a_quantised_pipeline_without_a_loader_is_saved(folder: Path) -> None:
-    """diffusers' own way of saving it casts the denoiser, which a quantised one refuses."""
-    family = FAMILIES["ovis_image"]()
-    family.pipe.save_pretrained(folder / "ovis")
-    own = {key: value for key, value in family.call.items() if key in ("height", "width", "guidance_scale")}
-    further = {key: value for key, value in family.call.items() if key not in own}
-    tree: dict[str, Any] = {"model": {"quantize": {"transformer": "int8"}}, "iterations": 1, "evaluation": {"every": 0}}
-    run = train(runs.config(folder, folder / "ovis", **tree, sampling={**own, "pipeline_args": further}))
-    assert runs.rows(run)[-1]["ratio/max_abs_dev"] == 0.0
-    plain = FAMILIES["ovis_image"]().pipe
-    plain.transformer.load_lora_adapter(str(run / "lora"), prefix=None, use_safetensors=True)
-    assert any("lora" in name for name, _ in plain.transformer.named_parameters())

@@ -1,18 +1,11 @@
 """Samples that earlier weights drew: which, what is learned from them; and that it is one run, whoever draws them."""
 
-import threading
-import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from genrl.diffusion.forward.noising import solved
-from genrl.diffusion.rollout import ray_rollouts
-from genrl.diffusion.rollout.ray_rollouts import Order
-from genrl.diffusion.rollout.rollout import Finishing, Job, Sheet, Worker
 from genrl.diffusion.steps import transitions
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
@@ -93,34 +86,3 @@ def test_the_samples_are_those_of_the_earlier_weights(folder: Path, model: Path,
     monkeypatch.setattr("genrl.diffusion.methods.flow_grpo.train.collect", watched)
     train(runs.config(folder, model, **changes("window", 1)))
     assert seen == [0.0] * 3
-
-
-def test_a_slow_worker_is_heard(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the drawing thread hears of the workers, while no micro-batch comes, reaches the run in its own thread."""
-    far_here.install(monkeypatch)
-    settings = runs.config(folder, model, engine=far_here.ENGINE, **changes("diffusion_nft"))
-    with runs.opened(settings) as run:
-        assert run.ahead is not None and run.far is not None and run.versions is not None
-        run.begin(None)
-        threads: list[str] = []
-        worker = Worker(beat=lambda: threads.append(threading.current_thread().name))
-        real = run.far.drawn
-
-        def slow(order: Order, jobs: Iterable[Job], here: Worker, counted: Callable[[int], None]) -> Finishing:
-            for _ in range(3):
-                here.beat()
-                time.sleep(2 * ray_rollouts.POLL_S)
-            yield from real(order, jobs, here, counted)
-
-        monkeypatch.setattr(run.far, "drawn", slow)
-        run.versions.note(0, run.weights.named)
-        sheet = Sheet.of(run.config, run.prompts, 0, leaves=1, roots_together=None)
-        run.ahead.begin(run.config, sheet, run.far.order(solved, run.weights.named, worker), worker)
-        rollouts, calls = run.ahead.take(0, worker, running={})
-        assert len(rollouts.mine) == len(sheet.plan) and calls > 0
-        assert threads.count("MainThread") == len(threads) >= 3
-
-
-def test_a_reward_may_move_where_pictures_are_scored_before_the_model_is_trained(folder: Path, model: Path) -> None:
-    """Not on a rollout worker: tests/fixtures/config/impossible.yaml."""
-    runs.config(folder, model, **changes("window", rewards=[runs.reward(folder, "redness", offload=True)]))

@@ -130,20 +130,6 @@ def walk(policy: Policy, plan: SamplingPlan, tree: Tree, prompt: int, leaf: int)
     return steps
 
 
-def test_siblings_differ_and_are_correlated_as_told(policy: Policy) -> None:
-    """The noises of siblings have correlation 1 / (1 + spread^2): over 16 x 256 numbers within four deviations."""
-    for spread, expected in ((None, 0.0), (0.5, 0.8), (2.0, 0.2)):
-        plan = make_plan(2, noise={0: 0.7}, splits={0: 16}, spread=spread)
-        found = drawn(policy, plan)
-        piece = found.pieces[0]
-        replayed = policy.replay(piece.trajectory.step(0))
-        noise = ((piece.trajectory.next_states[0] - replayed.mean) / replayed.std).flatten(1)[:16].double()
-        assert float(noise.std()) == pytest.approx(1.0, abs=0.1)
-        off = torch.corrcoef(noise)[~torch.eye(16, dtype=torch.bool)]
-        assert float(off.mean()) == pytest.approx(expected, abs=0.05)
-        assert not torch.equal(noise[0], noise[1])
-
-
 @pytest.mark.parametrize(("ratio", "splits"), [(0.3, {1: 3}), (0.5, {}), (1.0, {1: 3})])
 def test_the_tail_is_the_solvers_and_ends_at_0(
     policy: Policy, ratio: float, splits: dict[int, int], monkeypatch: pytest.MonkeyPatch

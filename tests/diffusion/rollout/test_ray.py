@@ -27,7 +27,6 @@ from genrl.diffusion.rollout.rollout import Job, Sheet, Worker, jobs_of
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import check_processes, train
 from genrl.runtime.folder.run import Run, read_metrics
-from genrl.runtime.loop import ray_cluster
 from genrl.runtime.loop.ray_cluster import room_for
 from genrl_rewards.failures import RewardFailed
 from genrl_rewards.service.remote import ServerRaised
@@ -207,24 +206,6 @@ def test_what_is_wrong_with_scoring_is_told(cluster: Any, folder: Path, model: P
         ended.append(True)
         assert all(map(math.isnan, pool.score(slow, {"images": [0.0, 1.0]})[0]))
         pool.close()
-
-
-@needs_ray
-def test_room_that_others_have(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All actors of a run have room at the same time, on as many nodes as can be, or it is told at the start."""
-    monkeypatch.setattr(ray_cluster, "PATIENCE_S", 2.0)
-    with room_for(2, "cpu") as options:
-        there = [cluster.remote(Somebody).options(**options).remote() for _ in range(2)]
-        assert len(set(cluster.get([actor.node.remote() for actor in there]))) == 2
-        with pytest.raises(ValueError, match=r"no room for 1 actors .* others use the Ray cluster"):
-            room_for(1, "cpu").__enter__()
-    with room_for(2, "cpu"):
-        pass
-
-
-class Somebody:
-    def node(self) -> str:
-        return str(ray_cluster.connected().get_runtime_context().get_node_id())
 
 
 @needs_ray

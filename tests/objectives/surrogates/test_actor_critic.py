@@ -280,15 +280,7 @@ def test_each_sample_is_clipped_at_its_own_bounds_and_weighs_0_for_the_best_and_
     assert (weights[1:] == 0).all()
 
 
-def test_the_best_leaf_and_the_target_have_no_gradient_and_the_sound_target_leads_to_the_picture() -> None:
-    velocity = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    target = torch.zeros(3, 2, 4, requires_grad=True)
-    weights = torch.tensor([0.0, 0.5, 1.0])
-    loss = train.progress_loss(weights, velocity, target)
-    assert loss.shape == (3,) and loss[0] == 0
-    loss.sum().backward()
-    assert target.grad is None
-    assert torch.allclose(velocity.grad, weights[:, None, None] * 2 * velocity.detach() / 8)
+def test_the_sound_target_leads_to_the_picture() -> None:
     x, clean = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).unbind()
     sigma = torch.tensor([1.0, 0.6, 0.2])
     velocity = train.velocity_towards(x, clean, sigma)

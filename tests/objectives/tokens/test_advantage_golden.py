@@ -204,15 +204,6 @@ def test_icpo(golden: Any) -> None:
     data.all_used("icpo_.*")
 
 
-def test_lp_reg_without_a_share_is_ppo_between_0_and_10() -> None:
-    generator = torch.Generator().manual_seed(0)
-    new, old, advantage = (torch.randn(3, 6, generator=generator, dtype=torch.float64) for _ in range(3))
-    mask, none = torch.ones(3, 6), torch.zeros(3, 6, dtype=torch.bool)
-    found = token_weights.low_probability_surrogate(new, old, advantage, mask, old, none).loss
-    ratio = (new - old).exp()
-    torch.testing.assert_close(found, -torch.minimum(ratio * advantage, ratio.clamp(0, 10) * advantage))
-
-
 def test_hapo_as_intended(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
     mask, ratio = data.given("rein_mask"), data.given("hapo_ratio")

@@ -112,30 +112,17 @@ def test_vespo_weighs_by_the_sequence_and_vanishes_on_both_sides() -> None:
 
 @given(SEEDS)
 def test_gmpo_is_the_product_of_clipped_ratios_to_the_power_of_one_over_their_number(seed: int) -> None:
-    """Written out in NumPy, with the gradient by central differences."""
+    """Written out. Its gradient on policy: above."""
     new, old, advantage, mask = drawn(seed, drift=0.5)
-
-    def loss(values: np.ndarray) -> float:
-        total = 0.0
-        for b in range(3):
-            sign, product, length = np.sign(advantage[b].item()), 1.0, int(mask[b].sum())
-            for t in range(length):
-                ratio = math.exp(values[b, t] - old[b, t].item())
-                clipped = min(max(ratio, math.exp(-0.4)), math.exp(0.4))
-                product *= min(sign * ratio, sign * clipped) * sign  # PPO's minimum, for either sign
-            total -= advantage[b].item() * product ** (1 / length)
-        return total
-
+    wanted = 0.0
+    for b in range(3):
+        sign, product, length = math.copysign(1.0, advantage[b].item()), 1.0, int(mask[b].sum())
+        for ratio in (new - old).detach()[b, :length].exp().tolist():
+            clipped = min(max(ratio, math.exp(-0.4)), math.exp(0.4))
+            product *= min(sign * ratio, sign * clipped) * sign  # PPO's minimum, for either sign
+        wanted -= advantage[b].item() * product ** (1 / length)
     output = ts.geometric_mean_surrogate(new, old, advantage, mask)
-    values = new.detach().numpy()
-    assert output.loss.shape == (3, 1) and float(output.loss.detach().sum()) == pytest.approx(loss(values), rel=1e-12)
-    (gradient,) = torch.autograd.grad(output.loss.sum(), new)
-    near = ((new - old).abs() - 0.4).abs().detach() < 1e-4  # on the clip's corner there is no derivative
-    for b, t in (mask & ~near).nonzero().tolist():
-        step = np.zeros_like(values)
-        step[b, t] = 1e-6
-        slope = (loss(values + step) - loss(values - step)) / 2e-6
-        assert gradient[b, t].item() == pytest.approx(slope, rel=1e-5, abs=1e-8)
+    assert output.loss.shape == (3, 1) and float(output.loss.detach().sum()) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_kl_cov_holds_back_the_chosen_tokens_alone_and_cispo_keeps_every_gradient_and_bounds_its_weight() -> None:

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -269,16 +268,6 @@ def test_several_servers_must_hold_the_same() -> None:
             Remote([one, two])
         with pytest.raises(ValueError, match="no reward server http://127.0.0.1:1"):
             Remote([one, "http://127.0.0.1:1"])
-
-
-def test_bytes_that_are_not_http_do_not_stop_the_server() -> None:
-    bad = (b"\x00" * 1000, b"GET " + b"a" * 200_000, b"POST /score HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"")
-    with servers.live(plain_rewards.mean) as url, ExitStack() as stack:
-        remote = Remote(url)
-        for text in bad:  # left open: the next one must not wait for it
-            address = ("127.0.0.1", int(url.rpartition(":")[2]))
-            stack.enter_context(socket.create_connection(address)).sendall(text)
-        assert score(remote) == score(plain_rewards.mean)
 
 
 def test_the_reply_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,27 +166,21 @@ def test_requests_are_bounded() -> None:
 def test_a_malformed_request_is_told_what_is_wrong() -> None:
     for body, kind, words in (
         (b"", wire.SAFETENSORS, "cut off"),
-        (b"\xff" * 8, wire.SAFETENSORS, "cut off"),
         (tensors()[:-5], wire.SAFETENSORS, "not safetensors"),
         (tensors(images=IMAGES.half()), wire.SAFETENSORS, "type F32"),
         (tensors(images=IMAGES.movedim(1, -1).contiguous()), wire.SAFETENSORS, "none of images"),
-        (tensors(other=IMAGES + 1), wire.SAFETENSORS, "none of images"),
         (tensors(pixels=torch.zeros(4, 2, 2, 3, dtype=torch.uint8)), wire.SAFETENSORS, "one tensor"),
         (save({"images": IMAGES}), wire.SAFETENSORS, "not JSON"),
         (tensors(fields={"prompts": PROMPTS[:2]}), wire.SAFETENSORS, "4 images, but 2 values of 'prompts'"),
         (tensors(fields={"prompts": [1, 2, 3, 4]}), wire.SAFETENSORS, "list of texts"),
         (tensors(fields={"group": [0, 0, 0, "1"]}), wire.SAFETENSORS, "whole numbers"),
         (tensors(fields={"columns": {"style": "oil"}}), wire.SAFETENSORS, "object of lists"),
-        (b"{", wire.JSON, "not JSON"),
         (b"[" * 100_000, wire.JSON, "not JSON"),
-        (b"\xff\xfe", wire.JSON, "not JSON"),
         (b"[]", wire.JSON, "must be an object"),
         (b'{"prompts": []}', wire.JSON, "list of files"),
         (b'{"images": ["!"], "prompts": [""]}', wire.JSON, "images 0 is not a picture"),
         (sent([BLACK, BLACK.resize((3, 3))]), wire.JSON, "one size"),
-        (json.dumps({"images": [png(BLACK)], "prompts": ["", ""]}).encode(), wire.JSON, "2 values"),
         (tensors(), "application/python-pickle", "content type must be"),
-        (tensors(), "", "content type must be"),
     ):
         with served(plain_rewards.mean) as client:
             reply = post(client, body, kind)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from genrl.runtime.folder import run as runs
 from genrl.runtime.folder.contents import WHOLE, changed, contents, fingerprint, is_model
 from genrl.runtime.folder.hub import own_files, whole_folder
 from genrl.runtime.folder.run import Run
-from genrl.runtime.loop.frame import train
-from tests.run_folders import differences
-from tests.vla import vla_runs
 
 FILES = {
     "prompts.txt": "a red cube\n",
@@ -96,17 +92,6 @@ def test_another_model_is_refused(folder: Path, how: str) -> None:
     runs.resume(folder / "run", config, step=0, command=[])  # nothing was trained yet
 
 
-def test_a_run_of_an_older_version_has_nothing_to_compare(folder: Path) -> None:
-    config = begun(folder)
-    run = Run(folder / "run")
-    run.info.write_text('{"resumed": []}')
-    scaled(folder / "model/unet/weights.safetensors")
-    assert runs.resume(run.folder, config, step=1, command=[]) == []
-    scaled(folder / "model/unet/weights.safetensors")
-    with pytest.raises(ValueError, match="what it trains"):
-        runs.resume(run.folder, config, step=1, command=[])
-
-
 def test_code_of_a_model_and_edited_keys_are_no_refusal() -> None:
     assert not is_model("vlm.output: mine.py") and is_model("policy.path: p/model.safetensors")
     before = {"engine.path: a": "1", "prompts.train: b": "2", "prompts.eval: c": "3"}
@@ -143,23 +128,6 @@ def test_a_fingerprint_sees_both_ends_and_the_size(tmp_path: Path, size: int, wh
     edited = {"first": b"1" + content[1:], "last": content[:-1] + b"1", "size": content + b"\0"}[where]
     file.write_bytes(edited)
     assert fingerprint(file) != before
-
-
-# -- A run that was begun when genrl had fewer keys goes on as if it had been begun today
-def test_a_run_whose_configuration_lacks_todays_keys(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    straight, older = tmp_path / "straight", tmp_path / "older"
-    train(vla_runs.config(tmp_path, iterations=2, output=str(straight)))
-    whole = vla_runs.config(tmp_path, iterations=2, output=str(older))
-    written = (tmp_path / "tiny.yaml").read_text()
-    with monkeypatch.context() as patch:
-        brief = written.replace("iterations: 2", "iterations: 1")
-        patch.setattr("genrl.runtime.loop.process.dump", lambda config: brief)
-        train(whole.model_copy(update={"iterations": 1}))
-    assert "idle_iterations" not in Run(older).config.read_text()
-    train(load(Run(older).config, ["iterations=2"]), older)
-    lines = [line for line in caplog.messages if "since the last" in line]
-    assert lines == ["changed since the last save: iterations: 1 -> 2"]
-    assert differences(straight, older) == []
 
 
 # -- Folders that are complete or not there, and files that are a folder's own

@@ -93,9 +93,9 @@ def test_ids_of_a_new_run_and_broken_ones(tmp_path: Path) -> None:
             trackers.kept_ids(run)
 
 
-# -- stand-ins that record calls: these packages are not among those of the tests ------------------------------------
+# -- trackio, which is not among the packages of the tests
 class Recorder(ModuleType):
-    """A package whose functions and classes only note how they were called."""
+    """Stands for it: its functions and classes only note how they were called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -117,94 +117,21 @@ class Recorder(ModuleType):
         return [given["step"] for name, args, given in self.calls if name == "log" and key in args[0]]
 
 
-@pytest.fixture
-def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder(request.param)
-    monkeypatch.setitem(sys.modules, request.param, recorder)
-    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: [request.param])
-    return recorder
-
-
-def twice(tmp_path: Path, package: Recorder, name: str) -> dict[str, Any]:
-    """Four iterations in two parts, each logged once; how the package was begun, equal both times."""
-    for kind in ("Image", "Video"):
+def test_trackio_goes_on_by_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four iterations in two parts, each logged once."""
+    package = Recorder("trackio")
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["trackio"])
+    for kind in ("Image", "Video", "Table"):
         setattr(package, kind, package.note(kind))
-    log_all(Run(tmp_path), name, 0)
-    log_all(Run(tmp_path), name, 2)
+    for done in (0, 2):
+        log_all(Run(tmp_path), "trackio", done)
     first, second = package.given("init")
     assert first == second and first["resume"] == "allow"
+    assert first["name"] == f"{tmp_path.name}-{trackers.kept_ids(Run(tmp_path))['trackio'][:6]}"
     for key in ("loss", "samples/grid", "videos/success-00", "samples/rewards"):
         assert package.logged(key) == [1, 2, 3, 4]
-    return first
-
-
-@pytest.mark.parametrize("package", ["trackio"], indirect=True)
-def test_trackio_goes_on_by_a_name_of_its_own(tmp_path: Path, package: Recorder) -> None:
-    package.Table = package.note("Table")  # type: ignore[attr-defined]
-    begun = twice(tmp_path, package, "trackio")
-    assert begun["name"] == f"{tmp_path.name}-{trackers.kept_ids(Run(tmp_path))['trackio'][:6]}"
     assert package.given("Table")[0] == {"columns": ["prompt", "shapes"], "data": [["a | b", 0.5], ["c", None]]}
-
-
-@pytest.mark.parametrize("package", ["swanlab"], indirect=True)
-def test_swanlab_goes_on_by_its_id(tmp_path: Path, package: Recorder) -> None:
-    package.config = type("Config", (dict,), {"update": lambda self, values, **_: None})()
-    tables: list[tuple[list[str], list[list[str]]]] = []
-    table = SimpleNamespace(add=lambda headers, rows: tables.append((headers, rows)))
-    package.echarts = SimpleNamespace(Table=lambda: table)  # type: ignore[attr-defined]
-    assert len(twice(tmp_path, package, "swanlab")["id"]) == 21
-    assert tables[0] == (["prompt", "shapes"], [["a | b", "0.5"], ["c", ""]])
-
-
-class MlflowException(Exception):
-    pass
-
-
-@pytest.fixture
-def mlflow(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """As much of MLflow as is used: its server makes the ids, and refuses other values of a parameter."""
-    module = Recorder("mlflow")
-    server: dict[str, dict[str, Any]] = {}
-
-    def start_run(run_id: str | None = None, **given: Any) -> Any:
-        if run_id is not None and run_id not in server:
-            raise MlflowException(f"Run '{run_id}' not found")
-        module.calls.append(("start_run", (), {"run_id": run_id, **given}))
-        number = run_id or f"run{len(server)}"
-        server.setdefault(number, {})
-        return SimpleNamespace(info=SimpleNamespace(run_id=number))
-
-    def log_params(values: dict[str, Any]) -> None:
-        assert values == {"a.b": 1, "c": "[1, 2]"}
-        assert not set(values) & set(server["run0"]), "MLflow refuses another value"
-        server["run0"] |= values
-
-    parts = {name: module.note(name) for name in ("log_metrics", "log_image", "log_table", "log_artifact", "end_run")}
-    validation = SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
-    parts |= {"utils": SimpleNamespace(validation=validation), "search_experiments": lambda **_: []}
-    for name, part in {**parts, "create_experiment": lambda **_: "0", "start_run": start_run}.items():
-        setattr(module, name, part)
-    module.log_params = log_params  # type: ignore[attr-defined]
-    errors = ModuleType("mlflow.exceptions")
-    errors.MlflowException = MlflowException  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mlflow", module)
-    monkeypatch.setitem(sys.modules, "mlflow.exceptions", errors)
-    monkeypatch.setattr("accelerate.tracking.get_available_trackers", lambda: ["mlflow"])
-    return module
-
-
-def test_mlflow_goes_on_with_the_run_that_its_server_made(tmp_path: Path, mlflow: Recorder) -> None:
-    log_all(Run(tmp_path), "mlflow", 0)
-    log_all(Run(tmp_path), "mlflow", 2)
-    assert [given["run_id"] for given in mlflow.given("start_run")] == [None, "run0"]
-    assert [given["step"] for given in mlflow.given("log_metrics")] == [1, 2, 3, 4]
-    assert [given["step"] for given in mlflow.given("log_image")] == [1, 2, 3, 4]
-    assert mlflow.given("log_artifact")[0]["artifact_path"] == "videos/success-00/step-000001"
-    name, args, _ = next(call for call in mlflow.calls if call[0] == "log_table")
-    assert args == ({"prompt": ["a | b", "c"], "shapes": [0.5, None]},)
-    Run(tmp_path).trackers.write_text('{"mlflow": "lost"}')
-    with pytest.raises(ValueError, match="run lost .*MLFLOW_TRACKING_URI"):
-        MetricLogger(Run(tmp_path), ["mlflow"])
 
 
 FAILURES = [

@@ -15,11 +15,10 @@ from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics, truncate_metrics
 from genrl.runtime.loop import collapse
-from genrl.runtime.loop.loop import Interrupted
 from genrl.runtime.show.compare.statistics import wilson
 from tests.run_folders import differences
 from tests.runtime.loop.loops import Evaluation, Settings, loop, moved, values
-from tests.runtime.loop.test_loop import Counter, learn, train
+from tests.runtime.loop.test_loop import Counter, train
 
 SCORES = [0.5, 0.7, 0.4, 0.3, 0.2]
 EVERY = 20
@@ -184,36 +183,6 @@ class TestActing:
             train(two, again)
             assert again.seen == counter.seen
             assert differences(one.process.run.folder, run.folder) == []
-
-    def test_an_evaluation_that_was_left_acts_on_the_resume(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """So the checkpoint that was saved before it is written anew."""
-        scores, asked = {0: 0.9, 1: 0.1}, []
-
-        def judge(iteration: int) -> dict[str, float]:
-            asked.append(iteration)
-            if asked == [0, 1]:
-                raise Interrupted
-            return {"eval/r_mean": scores[iteration]}
-
-        monkeypatch.setattr(collapse, "PATIENCE", 1)
-        watched = Monitor(reward="r", tolerance=0.05)
-        settings = Settings(iterations=4, evaluation=Evaluation(1, watched, "back"))
-        one = loop(tmp_path, settings, evaluate=judge)
-        before = values(one)
-        for _ in one.iterations():
-            learn(one, Counter())
-            break
-        folder = one.process.run.checkpoints
-        assert moved(one, before) and checkpoint.load(folder / "step-000001").state["unfinished_row"] is not None
-        two = loop(tmp_path, settings, evaluate=judge)
-        two.restore(folder / "step-000001")
-        next(two.iterations())
-        two.save()
-        saved = checkpoint.load(folder / "step-000001")
-        assert saved.state["unfinished_row"] is None
-        assert all(torch.equal(saved.tensors["weights"][name], value) for name, value in before.items())
 
 
 def test_the_best_checkpoint_stays_on_disk(tmp_path: Path) -> None:

@@ -63,15 +63,6 @@ def test_the_live_line_and_the_time_left() -> None:
     progress.finish_iteration(1, {})
     progress.phase("training")
     assert progress._line().plain.split() == "training iteration 2/10 18 s left".split()
-    progress = Progress(1, console=Console(file=io.StringIO()), clock=Clock())
-    progress.phase("training", 7)
-    for _ in range(2 * 7):
-        progress.advance(1 / 3)
-    assert progress._line().plain.split() == "training iteration 1/1 5/7 0 s so far".split()
-    for _ in range(7):
-        progress.advance(1 / 3)
-    assert "7/7" in progress._line().plain
-    clock = Clock()
     progress = Progress(10, console=Console(file=io.StringIO()), clock=clock)
     clock.now += 30  # loading, and an evaluation
     for seconds, left in ((4, 36), (2, 16), (2, 14)):

@@ -35,17 +35,6 @@ def test_every_tile_is_there_can_be_read_and_is_enlarged_by_whole_pixels() -> No
         assert 128 + 20 <= sheet.width <= 600 and 128 + 20 <= sheet.height <= 330
 
 
-def test_texts_neither_overlap_pictures_nor_leave_the_sheet() -> None:
-    """The same sheet with and without texts: only paper may have changed, and the margins are empty."""
-    long = "a very long prompt " * 30 + "W" * 200
-    with_text = np.asarray(pictures.grid(plain(), [long] * 5, [long] * 5))
-    without = np.asarray(pictures.grid(plain(), [" \n" + "." * 4 * 60] * 5, [long] * 5))
-    for array in (with_text, without):
-        assert (array[:8] == 255).all() and (array[-3:] == 255).all()
-        assert (array[:, :8] == 255).all() and (array[:, -8:] == 255).all()
-        assert [area(Image.fromarray(array), colour) for colour in COLOURS] == [192 * 192] * 5
-
-
 @pytest.mark.parametrize(
     "text", ["", "word", "x" * 500, "many words " * 50, "\x00\n\ttabs", "日本語 " * 60, "no\u00a0break " * 9]
 )

@@ -1,6 +1,5 @@
 """The report is one offline page, of whatever is there, in which nothing from outside is markup."""
 
-import json
 import math
 import re
 from html import unescape
@@ -88,29 +87,6 @@ def test_of_a_run_whatever_is_there_is_shown_and_a_collapse(tmp_path: Path) -> N
     (warning,) = re.findall(">(collapse: [^<]*)<", text)
     assert "total lies 0.2 below its best at iteration 3; it helps: a lower optimizer.lr" in warning
     assert "3 of 9 iterations, stopped or still running" in text
-
-
-def test_of_many_prompts_some_are_listed(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", steps=1)
-    record = {"step": 20, "prompts": [f"prompt {i}" for i in range(10_000)], "rewards": {"r": [0.5] * 10_000}}
-    (run.samples / "step-000020").mkdir()
-    (run.samples / "step-000020" / "samples.json").write_text(json.dumps(record))
-    text = write_report(run.folder).read_text()
-    assert len(re.findall(">prompt ", text)) == 500
-    assert "9500 more prompts are in samples/step-*/samples.json" in text
-
-
-@pytest.mark.slow
-def test_a_long_run_with_large_pictures_stays_below_five_megabytes(tmp_path: Path) -> None:
-    run, chance = Run(tmp_path), torch.Generator().manual_seed(0)
-    names = ["loss", "kl", "grad_norm", *(f"reward/{name}_mean" for name in "abcdefghijklmnopqrst")]
-    rows = [dict(zip(names, torch.rand(23, generator=chance).tolist(), strict=True)) for _ in range(5000)]
-    run.metrics.write_text("".join(runs.json_line({"step": step} | row) for step, row in enumerate(rows, 1)))
-    for step in range(0, 6):
-        save_samples(run.samples, step, list(torch.rand(12, 3, 512, 512, generator=chance)), ["p"] * 12, {})
-    path = write_report(tmp_path)
-    assert 1_000_000 < path.stat().st_size < 5_000_000
-    assert "more pictures are in samples/" in path.read_text()
 
 
 SPANS = [(0, 1), (0.123, 0.987), (-5, 5), (0.99997, 1.00002), (1e-9, 3e-9), (1234567, 98765432), (3, 3), (0, 0)]

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,24 +30,6 @@ def test_the_accelerator_at_hand_is_taken_but_one_without_float64(monkeypatch: p
     monkeypatch.setenv(devices.VARIABLE, "xpu")
     with pytest.raises(ValueError, match="GENRL_DEVICE=xpu: there is no such device here; .* one of cpu, cuda"):
         devices.default_device()
-
-
-def test_memory_is_asked_of_the_devices_own_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[str] = []
-    module = SimpleNamespace(
-        empty_cache=lambda: called.append("empty"),
-        reset_peak_memory_stats=lambda device: called.append(f"reset {device}"),
-        max_memory_allocated=lambda device: 5 * 2**20,
-        mem_get_info=lambda device: (1, 7),
-    )
-    for told, peak, total in ((module, 5 * 2**20, 7), (SimpleNamespace(empty_cache=module.empty_cache), 0, None)):
-        monkeypatch.setattr(torch, "get_device_module", lambda kind, told=told: told)
-        device = torch.device("xpu")
-        devices.empty_cache(device)
-        devices.reset_peak(device)
-        assert devices.peak_bytes(device) == peak and devices.total_bytes(device) == total
-    assert called == ["empty", "reset xpu", "empty"]
-    assert devices.total_bytes(torch.device("cpu")) is None and devices.resident_peak_bytes() > 2**20
 
 
 WITHOUT_UNIX = """
@@ -98,15 +79,3 @@ def test_tf32_is_as_wanted_and_afterwards_as_it_was(wanted: bool | None, then: A
     monkeypatch.setattr(devices.torch.backends, "cuda", None)
     with devices.tf32(None):
         pass
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU does not round to TF32")
-def test_tf32_rounds_on_a_gpu() -> None:
-    one, two = torch.randn(2, 512, 512, generator=torch.Generator().manual_seed(0)).cuda()
-    exact = one.double() @ two.double()
-    errors = {}
-    for wanted in (False, True):
-        with devices.tf32(wanted):
-            errors[wanted] = float(((one @ two) - exact).abs().max())
-    assert errors[True] > 20 * errors[False]

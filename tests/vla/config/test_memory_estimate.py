@@ -78,22 +78,6 @@ def test_measured_peaks_and_that_the_stored_estimate_is_the_present_one(root: Pa
     assert estimate == pytest.approx(rows["smolvla"]["estimate_bytes"], rel=0.01)
 
 
-def test_each_change_saves_and_shards_leave_the_whole_that_acts() -> None:
-    config = recipe("pi05_libero")
-    policy = known(config)
-
-    def total(*changes: str, processes: int = 1) -> int:
-        return sum(size for _, size in memory(recipe("pi05_libero", *changes), policy, processes))
-
-    whole = total()
-    assert whole > total("policy.dtype=bfloat16") > total("policy.dtype=bfloat16", "policy.lora={rank: 32}")
-    few = "environment.num_envs=8"
-    assert whole > total(few) > total(few, "trainer.microbatch=8")
-    assert total("policy.freeze=nothing") > total("policy.freeze=nothing", "policy.gradient_checkpointing=true")
-    parts = dict(memory(recipe("pi05_libero", "distributed.fsdp=true"), policy, 8))
-    assert parts["shares of them, beside the whole that acts"] * 8 == parts["weights that are trained (float32)"]
-
-
 @pytest.mark.parametrize(("name", "gigabytes"), [("pi05", 40), ("pi0", 40), ("smolvla", 12), ("openvla_oft", 24)])
 def test_check_names_cards_without_a_policy_on_the_machine(name: str, gigabytes: int, monkeypatch: Any) -> None:
     """And why there are none, and which keys to change."""

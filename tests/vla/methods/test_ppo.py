@@ -84,20 +84,6 @@ def test_an_iteration_that_teaches_nothing_changes_nothing(opened: Opened) -> No
     assert rows[-1]["critic/explained_variance"] == 0.0
 
 
-def test_figures_of_partial_chunks_are_means(tmp_path: Path, opened: Opened) -> None:
-    """Value losses are over decisions, whatever the number of ratios in one, or of passes."""
-    rows = []
-    for level, part in (("chunk", None), ("element", None), ("chunk", 5)):
-        trainer = {"level": level, "microbatch": part, "epochs": 1, "minibatch": 999}
-        with opened(trainer=trainer, output=str(tmp_path / f"{level} {part}")) as run:
-            rows.append(trained(run)[-1])
-    for row in rows:
-        assert row["loss/value"] == pytest.approx(rows[0]["loss/value"], rel=1e-4)
-        assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
-    for name in ("loss/policy", "kl/updates", "grad_norm/policy", "grad_norm/critic"):
-        assert rows[2][name] == pytest.approx(rows[0][name], rel=1e-3, abs=1e-6)
-
-
 @pytest.fixture
 def rollout(opened: Opened) -> ChunkRollout:
     """With values, which a new critic has not."""

@@ -51,15 +51,6 @@ def test_the_numbers_of_the_released_trainer(golden: Callable[[str], Any]) -> No
     assert np.array_equal(which != 2, told["route_both_conditional_mask"])
 
 
-def test_an_advantage_does_not_depend_on_whether_anyone_succeeded() -> None:
-    """Worked by hand: two failures of 3 and 2 steps that cost 4 each; values of 0 everywhere."""
-    left = recap.returns(torch.tensor([3, 2]), torch.tensor([False, False]), 4.0)
-    assert left.tolist() == [-6, -5, -4, -5, -4]
-    found = recap.advantages(left, torch.zeros(5), torch.tensor([3, 2]), 2)
-    assert found.tolist() == [-1.0, -2.5, -2.0, -2.5, -2.0]  # -2 / 2 within, all that is left beyond
-    assert recap.normalised(left).tolist() == [-1.0, -0.5, 0.0, -0.5, 0.0]
-
-
 def test_the_best_steps_have_the_bare_instruction(root: Path, tmp_path: Path) -> None:
     settings = small(root, "recap", tmp_path)
     assert isinstance(settings.trainer, RECAP)

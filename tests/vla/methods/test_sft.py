@@ -89,19 +89,6 @@ def test_the_parts_of_the_processes_add_up(policy: Any) -> None:
         assert sum(parts) == pytest.approx(whole, rel=1e-5)
 
 
-def test_iterations_steps_and_what_is_logged(tmp_path: Path) -> None:
-    run = config(tmp_path, iterations=3, optimizer={"lr": 1e-3, "schedule": "cosine"})
-    _, shown = open_policy(run)
-    with vla_runs.opened(run) as opened:
-        opened.frames = shown
-        sft.train(opened, run.trainer)
-        assert opened.loop.optimizer_steps == 9
-        logged = vla_runs.rows(opened.loop.process.run.folder)
-        assert [row["updates"] for row in logged] == [3, 3, 3]
-        assert [row["lr"] for row in logged] == pytest.approx([1e-3, 0.75e-3, 0.25e-3])
-        assert all(row["loss"] > 0 and row["grad_norm/policy"] > 0 for row in logged)
-
-
 def test_a_loaded_policy_goes_on_with_its_own_words_and_statistics(tmp_path: Path) -> None:
     run = config(tmp_path, policy={"path": str(vla_runs.folder("flow")), "new": None})
     policy, shown = open_policy(run)

@@ -125,19 +125,6 @@ def test_a_step_trains_critics_actor_and_slow_copies(monkeypatch) -> None:
     assert set(plain) == {"loss/policy"}
 
 
-def test_plain_cloning_weighs_everything_alike(monkeypatch) -> None:
-    data = played(10, 0.5)
-    net, few = nets(data), take(data, torch.arange(8))
-
-    def loss(settings: FISOR) -> torch.Tensor:
-        recorded = fisor.recorded_batch(net, few, SAMPLER, settings, generator(0))
-        return fisor.loss(settings, Acting(net.actor, SAMPLER), recorded)["loss"]
-
-    plain = loss(FISOR(weighted=False))
-    monkeypatch.setattr(fisor, "weights", lambda *_: torch.full((8,), 3.0))
-    torch.testing.assert_close(loss(FISOR()), 3.0 * plain)
-
-
 def test_the_losses_of_the_critics_by_hand() -> None:
     """Of rewards the lower Q, whose expectile is above the mean; of violations the higher, the other way round."""
     data = played(40, 0.0)

@@ -14,24 +14,19 @@ from PIL import Image
 import genrl_rewards
 from genrl.config import ConfigError, check_files, load
 from genrl.playground.minitable import MiniTable, expert_chunk
-from genrl.runtime.folder.metrics import by_heading, catalogue, document
-from genrl.runtime.folder.run import Run, read_metrics
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import recorded
 from genrl.vla.data.recordings import extremes, read_steps
 from genrl.vla.methods.fisor import train as fisor
-from genrl.vla.methods.ppo.settings import PPO
 from genrl.vla.methods.v_ptr.settings import VPTR
-from genrl.vla.offline.critics import seen_statistics
-from genrl.vla.offline.transitions import Transitions, Words
+from genrl.vla.offline.transitions import Words
 from genrl.vla.policies.folder import load_policy
-from genrl.vla.policies.policy import Statistics
 from genrl.vla.setup import load_trained
 from genrl.vla.train import check_processes, open_policy, train
 from tests.rewards import tiny_vlm
 from tests.run_folders import assert_resumes, rows
 from tests.servers import live
-from tests.vla import frail, vla_runs
+from tests.vla import frail
 
 _RL100 = (
     "environment.num_envs=8 demonstrations.expert=6 trainer.imitation_steps=4 trainer.rounds=1 trainer.episodes=8 "
@@ -91,20 +86,6 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_what_critics_read_keeps_its_meaning(root: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """What is seen is normalised by the first round's data, in every round."""
-    asked: list[int] = []
-
-    def counting(data: Transitions) -> Statistics:
-        asked.append(len(data.reward))
-        return seen_statistics(data)
-
-    monkeypatch.setattr("genrl.vla.methods.rl100.train.seen_statistics", counting)
-    kept = rows(train(small(root, "rl100_points", tmp_path, "trainer.rounds=2")))
-    assert asked == [kept[1]["data/transitions"]] != [kept[2]["data/transitions"]]
-
-
-@pytest.mark.slow
 def test_what_looks_is_frozen_after_imitation(root: Path, tmp_path: Path) -> None:
     """The rest learns on what it sees, and the one-step copy looks with it."""
     config = small(root, "rl100", tmp_path, PICTURES, "trainer.distil_steps=2")
@@ -151,46 +132,7 @@ def test_what_cannot_work_is_refused(root: Path, tmp_path: Path, case: dict[str,
         (of_file if line else small)(root, case["recipe"], *line, tmp_path, case["change"])
 
 
-# -- What a policy's run logs is what the catalogue documents, both ways
-CRITIC = set(PPO.metrics)
-OWN = set(by_heading()["Policies in simulation"]) | CRITIC
-SHARED = {"loss/policy", "ratio/mean", "lr", "updates", "timing/train_s", "timing/eval_s", "timing/iteration_s"}
-SHARED |= {"memory/peak_mb", "eval/below_best"}
-UPDATES = {"ratio/mean", "ratio/clipped", "kl/updates"}
-LEARNED_NOISE = {"entropy"}  # only with entropy_weight above 0
-EVALUATION = {key for key in OWN if key.startswith("eval/")} | {"timing/eval_s", "eval/below_best"}
-CONFIGURATIONS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    # settings, and the entries that such a run logs
-    "ppo": ({"evaluation": {"every": 1}}, (OWN | SHARED) - LEARNED_NOISE),
-    "flow_noise": ({"sampler": "flow_noise", "trainer": {"entropy_weight": 0.01}}, (OWN | SHARED) - EVALUATION),
-    "warm-up": (
-        {"trainer": {"critic_warmup": 9}},
-        (OWN | SHARED) - EVALUATION - LEARNED_NOISE - {"loss/policy", "grad_norm/policy"} - UPDATES,
-    ),
-    "grpo": (vla_runs.GRPO, (OWN | SHARED) - EVALUATION - LEARNED_NOISE - CRITIC),
-    "sft": (
-        {**vla_runs.SFT, "evaluation": {"every": 1}},
-        {"loss", "grad_norm/policy", *(SHARED - {"loss/policy", "ratio/mean"}), *EVALUATION},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_run_logs_what_the_catalogue_has(name: str, tmp_path: Path) -> None:
-    """That no other key is logged is the logger's to refuse (`document` raises)."""
-    changes, wanted = CONFIGURATIONS[name]
-    run = train(vla_runs.config(tmp_path, **changes))
-    entry = {id(doc): key for key, doc in catalogue().items()}
-    logged = {entry[id(document(key))] for row in read_metrics(Run(run).metrics) for key in row if key != "step"}
-    assert logged == wanted
-
-
-def test_every_entry_is_logged_by_some_run_and_times_are_not_compared() -> None:
-    assert OWN <= set.union(*(logged for _, logged in CONFIGURATIONS.values()))
-    times = {"env_steps_per_s", "timing/rollout_s", "timing/simulator_s"}
-    assert {key for key in OWN if not document(key).reproducible} == times
-
-
+# -- Steps of a file
 LINE = f"{frail.__file__}:Line"
 LIMIT = 8
 

@@ -15,10 +15,10 @@ from genrl.vla.methods.rl100.experience import Dynamics, distil, offline_value, 
 from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.offline.critics import Critics, seen_statistics
 from genrl.vla.offline.transitions import from_rollout
-from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, Inputs, rows
+from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise
-from tests.vla.tiny_policies import FEELS, TOLD, WORDS, flow, frames
+from tests.vla.tiny_policies import FEELS, TOLD, flow, frames
 
 SAMPLER = FlowSteps("flow_cps", 4, 0.7, "all")
 
@@ -54,7 +54,6 @@ def test_the_gate_the_clip_range_and_policies_that_are_refused() -> None:
     assert [gate.admits(value) for value in (0.5, 1.0, 1.2, 1.1, 1.3)] == [False, False, True, False, True]
     assert (gate.best, gate.accepted, gate.refused) == (1.3, 2, 3)
     assert [rl100.decayed_clip(0.25, 0.96, uses) for uses in (0, 2)] == pytest.approx([0.25, 0.25 * 0.96**2])
-    assert rl100.decayed_clip(0.25, 0.96, 5000) == rl100.decayed_clip(0.25, 0.96, 200) > 0
     published = SimpleNamespace(config=SimpleNamespace())
     with pytest.raises(ValueError, match="policy.path: rl100's critics .* a SimpleNamespace has inputs of its own"):
         rl100.inputs_of(published)
@@ -73,7 +72,6 @@ def test_every_denoising_step_is_an_update_of_its_own_and_the_first_is_on_policy
     again, half = (rl100.draw_at(*given, generator(0), executed=n) for n in (4, 2))
     assert torch.equal(again.log_prob, batch.log_prob) and torch.equal(again.states, batch.states)
     assert torch.equal(half.states, batch.states) and not torch.equal(half.log_prob, batch.log_prob)
-    assert torch.equal(rl100.part(batch, torch.tensor([3, 1])).advantage, batch.advantage[[3, 1]])
     short = batch._replace(log_prob=batch.log_prob[:, :1])
     with pytest.raises(TypeError, match="one per chain"):
         next(rl100.surrogate_steps(policy, LearnedNoise(), scored_by(policy), short, clip=0.2, executed=4))
@@ -133,8 +131,7 @@ def test_what_is_imagined_is_what_the_encoder_sees() -> None:
     shown = {name: value[3] for name, value in rollout.observations.items()}
     told = {name: value[3] for name, value in kept.observations.items()}
     torch.testing.assert_close(policy.encode(told)["prefix"], policy.encode(shown)["prefix"], rtol=1e-4, atol=1e-5)
-    data, same = (from_rollout(one, policy, gamma=0.98) for one in (kept, rollout))
-    torch.testing.assert_close(data.action, same.action, rtol=1e-4, atol=1e-5)
+    data = from_rollout(kept, policy, gamma=0.98)
     torch.manual_seed(0)
     model = Dynamics(data, policy.stats | seen_statistics(data), width=64)
     losses = list(train_dynamics(model, data, steps=150, batch_size=64, learning_rate=3e-3, seed=0))
@@ -143,14 +140,6 @@ def test_what_is_imagined_is_what_the_encoder_sees() -> None:
     assert torch.equal(following[TOKENS], data.observation[TOKENS]) and over.dtype == torch.bool
     wanted = data.next_observation[SEEN]
     assert (following[SEEN] - wanted).square().mean() < 0.8 * (data.observation[SEEN] - wanted).square().mean()
-    critics = Critics(Inputs(3, WORDS, seen=policy.encoder.sees), policy.stats, 12, width=16)
-    critics.normalise_by(seen_statistics(data))
-    for net in critics.q:
-        nn.init.normal_(net.head[-1].weight)
-    start = rows(data.observation, torch.arange(8))
-    other = critics.q_values(start | {SEEN: start[SEEN] + 1.0}, data.action[:8])
-    assert (other - critics.q_values(start, data.action[:8])).abs().max() > 1e-4
-    assert seen(flow(), start) is start  # states stay as they are
 
 
 def test_online_advantages_are_those_of_exact_gae() -> None:

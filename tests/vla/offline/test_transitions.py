@@ -4,14 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.mdp import ddpm
-from genrl.mdp.levels import flow_times
 from genrl.mdp.noise import generator, keyed_noise
 from genrl.playground.minitable import MiniTable, demonstrate, expert_chunk, task
 from genrl.runtime.weights import state
 from genrl.vla.data.frames import STD_FLOOR, frame_statistics
 from genrl.vla.methods.fisor.train import judged
-from genrl.vla.offline import imitation
 from genrl.vla.offline import transitions as offline
 from genrl.vla.offline.critics import Critics, Learning, train_iql
 from genrl.vla.offline.imitation import imitate
@@ -109,22 +106,6 @@ def test_sets_are_merged_and_cut() -> None:
     back = offline.take(both, both.episode >= 4)
     assert torch.equal(back.observation[STATE], other.observation[STATE]) and torch.equal(back.action, other.action)
     assert set(offline.frames_of(both)) == {STATE, ENVIRONMENT, TOKENS, ACTION}
-
-
-def test_cloning_errors_are_the_matching_loss_of_each_row() -> None:
-    """Whose formulas are those of tests/vla/methods/test_sft.py."""
-    data, bars = expert_data(4, one_episode=True), ddpm.cosine_alpha_bars(20)
-    observation, action = data.observation, data.action
-    for policy in (flow(), diffusion()):
-        weight = torch.ones(len(action))
-        chunks = imitation.recorded_chunks(policy, observation, action, bars, generator(7), weight)
-        found = imitation.cloning_errors(policy, chunks)
-        rng, actions = generator(7), policy.normalised(action)
-        noise = torch.randn(action.shape, generator=rng)
-        flows = policy.__class__.__name__ == "TinyFlowVLA"
-        level = flow_times(len(action), rng) if flows else torch.randint(20, (len(action),), generator=rng)
-        error = imitation.matching_error(policy, policy.encode(observation), actions, noise, level, bars)
-        torch.testing.assert_close(found, error.square().mean((1, 2)))
 
 
 def test_what_undoes_an_iteration_copies_of_a_store_what_may_change() -> None:

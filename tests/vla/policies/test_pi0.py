@@ -149,21 +149,6 @@ def test_gradients_reach_a_language_model_that_is_trained(adaptive: bool, folder
             assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
 
 
-def test_heads_can_be_changed_and_taken_away(folders, tmp_path) -> None:
-    first = load_policy(folders[False]).with_heads(critic=1, noise_head="expert", seed=0)
-    kept = first.value_head[0].weight.clone()
-    assert torch.equal(first.with_heads(critic=1, noise_head="none", seed=5).value_head[0].weight, kept)
-    weight = first.with_heads(critic=6, noise_head="none", seed=5).value_head[0].weight
-    assert first.critic == 6 and not torch.equal(weight, kept)
-    save_policy(first, tmp_path)
-    assert load_policy(tmp_path).critic == 6
-    assert {name.split(".")[0] for name in load_file(tmp_path / "genrl_heads.safetensors")} == {"value_head"}
-    save_policy(first.with_heads(critic=0, noise_head="none", seed=0), tmp_path)
-    assert not (tmp_path / "genrl_heads.safetensors").exists() and not load_policy(tmp_path).critic
-    with pytest.raises(ValueError, match="use flow_noise"):
-        first.with_heads(critic=0, noise_head="context", seed=0)
-
-
 def test_cameras_can_be_renamed_and_left_out_and_what_an_observation_lacks_is_named(folders) -> None:
     path = folders[False]
     policy = load_policy(path, adapt=Adapt(rename={"observation.image": "observation.images.left_wrist_0_rgb"}))
@@ -179,10 +164,6 @@ def test_cameras_can_be_renamed_and_left_out_and_what_an_observation_lacks_is_na
         policy.encode({key: value for key, value in seen.items() if "base" not in key})
     with pytest.raises(ValueError, match="observation.state has 4 numbers"):
         policy.encode(seen | {STATE: seen[STATE][:, :4]})
-    with pytest.raises(ValueError, match="uint8"):
-        policy.encode(seen | {"observation.images.base_0_rgb": seen["observation.images.base_0_rgb"].float()})
-    with pytest.raises(ValueError, match="row 1 has no instruction"):
-        policy.tokenise(["touch the blue block", " "])
 
 
 def test_what_does_not_fit_is_refused(tmp_path) -> None:

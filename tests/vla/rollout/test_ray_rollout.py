@@ -15,7 +15,7 @@ from torch import Tensor
 
 from genrl.vla.rollout import ray_rollout
 from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, episode_returns, joined
-from genrl.vla.rollout.ray_rollout import RayRollouts, gpu_share
+from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.run import check_on_policy
 from genrl.vla.simulators.contract import Simulation
@@ -24,7 +24,7 @@ from genrl.vla.train import train
 from tests import ray_nodes
 from tests.vla import vla_runs
 from tests.vla.test_resume import straight_and_stopped
-from tests.vla.tiny_policies import SEES, TOLD, flow
+from tests.vla.tiny_policies import TOLD, flow
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
@@ -127,16 +127,6 @@ def test_an_actor_that_dies(far: RayRollouts) -> None:
     whole = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
     assert_same(whole, joined([local(policy, range(4)), local(policy, range(4, 8))]))
     assert (far.dropped, far.restarts) == (4, 1)
-
-
-@pytest.mark.slow
-def test_what_is_wrong_there_is_told_here(cluster: Any) -> None:
-    rollouts = RayRollouts(Simulation(**WHERE))
-    with pytest.raises(ValueError, match="the policy reads"):
-        rollouts.collect(flow(SEES), FlowSteps(), RolloutPlan(**HOW))
-    rollouts.close()
-    with pytest.raises(ValueError, match="Write ray_simulators"):
-        gpu_share(2)
 
 
 @pytest.mark.slow

@@ -137,8 +137,7 @@ def test_the_first_ratio_is_one(name: str, tmp_path: Path) -> None:
                 scored = scored_by(run, rollout, batch)
                 off = 0.0 if len(slots) == 8 else 1e-5
                 torch.testing.assert_close(scored.log_prob.detach(), scored.old_log_prob, rtol=off, atol=off)
-        rng = torch.Generator().manual_seed(3)
-        order = torch.randperm(len(every.row), generator=rng)
+        order = torch.randperm(len(every.row), generator=torch.Generator().manual_seed(3))
         scored = scored_by(run, rollout, every.chosen(order))
         torch.testing.assert_close(scored.log_prob.detach(), scored.old_log_prob, rtol=1e-5, atol=1e-4)
         sums = actor_loss(run.settings, scored, recorded(run, rollout, every.chosen(order))).sums
@@ -308,9 +307,6 @@ def test_the_success_filter_leaves_out_what_always_or_never_succeeds(tmp_path: P
         rewards[0, 0, 0] = 0.0
         assert scores.filtered(mixed, run.settings).tolist() == [True] * 4 + [False] * 4
         assert not scores.filtered(mixed._replace(valid=lost), run.settings).any()
-        assert not scores.filtered(mixed._replace(valid=torch.zeros_like(lost)), run.settings).any()
-        free = run.settings.model_copy(update={"success_filter": None})
-        assert scores.filtered(mixed._replace(valid=lost), free).tolist() == [False] + [True] * 7
 
 
 def test_the_entropy_is_of_what_can_reach_the_robot(tmp_path: Path) -> None:

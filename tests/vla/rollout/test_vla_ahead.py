@@ -16,7 +16,6 @@ from torch import Tensor
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import running
-from genrl.runtime.loop.loop import MemoryRanOut
 from genrl.vla.rollout import ray_rollout, scores
 from genrl.vla.rollout.collect import RolloutPlan, training_rows
 from genrl.vla.rollout.sampling import Acting
@@ -63,7 +62,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 METHODS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "dppo": {"sampler": "diffusion"},  # at this rate ratios pass the largest float32
-    "flow_noise": {"sampler": "flow_noise", "policy": {"freeze": "nothing"}},
     "grpo": vla_runs.GRPO,
 }
 
@@ -76,7 +74,7 @@ def changes(name: str, staleness: int, **environment: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "staleness"),
-    [("ppo", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("dppo", "flow_noise", "grpo"))],
+    [("ppo", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("dppo", "grpo"))],
 )
 def test_one_run_whoever_acts_and_wherever_it_ends(tmp_path: Path, name: str, staleness: int, monkeypatch: Any) -> None:
     here = train(vla_runs.config(tmp_path, output=str(tmp_path / "here"), **changes(name, staleness)))
@@ -156,21 +154,6 @@ def test_a_loss_and_importance_by_hand(tmp_path: Path) -> None:
         settings = run.settings.model_copy(update={"importance": "none"})
         without = weighed(run.policy, rollout._replace(log_prob=flat.view(shifted.shape)), settings, run.loop.fitting)
         assert without.importance is None and torch.equal(without.log_prob, found.log_prob)
-
-
-def test_memory_of_another_process_while_it_weighs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All leave the iteration before they ask each other anything else."""
-    with begun(tmp_path, **changes("ppo", 1)) as run:
-
-        def weighed_there(*given: Any) -> Any:
-            found = weighed(*given)
-            monkeypatch.setattr("genrl.runtime.loop.loop.any_ranks", lambda *_: [True, False])
-            return found
-
-        monkeypatch.setattr(VLARun, "age", 1)
-        monkeypatch.setattr("genrl.vla.run.weighed", weighed_there)
-        with pytest.raises(MemoryRanOut):
-            run.collect(run.settings)
 
 
 @pytest.mark.slow

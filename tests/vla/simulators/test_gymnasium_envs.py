@@ -1,7 +1,6 @@
-"""Other people's gymnasium environments by the same function: those that are installed, how they are read, and what an
-expert would do from here: told in every slot, whatever process has it; nothing moves."""
+"""Other people's gymnasium environments by the same function: how they are read, and what an expert would do from here:
+told in every slot, whatever process has it; nothing moves."""
 
-import importlib.util
 import re
 import runpy
 from pathlib import Path
@@ -14,72 +13,14 @@ from gymnasium import spaces
 
 from genrl.config import load
 from genrl.playground.minitable import MiniTable, expert_chunk
-from genrl.vla.simulators.contract import Environment, Misuse, Reading, Simulation
+from genrl.vla.simulators.contract import Misuse, Reading, Simulation
 from genrl.vla.simulators.simulator import Simulator, as_picture, find_registered, headless, is_function, named
 from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import train
 from tests.run_folders import rows
 from tests.vla.frail import Frail
-from tests.vla.simulators.test_vla_workers import same
 
 headless()
-
-
-def needs(package: str, what: str) -> pytest.MarkDecorator:
-    missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"needs {package}: pip install '{what}'")
-
-
-ROBOTICS = needs("gymnasium_robotics", "genrl-diffusion[robotics]")
-
-
-def play(env: Environment, steps: int = 4, scale: float = 1.0, seed: int = 1) -> list[Any]:
-    rng = np.random.default_rng(0)
-    observation, _ = env.reset(seed=seed)
-    shown = [*observation.values(), env.task_description]
-    for _ in range(steps):
-        actions = scale * rng.uniform(-1, 1, (env.num_envs, env.chunk, env.action_dim)).astype(np.float32)
-        observation, *rest = env.step(actions)
-        shown += [*observation.values(), *rest[:3], rest[3]["n_executed"]]
-    env.close()
-    return shown
-
-
-@needs("gym_pusht", "genrl-diffusion[pusht]")
-def test_pusht() -> None:
-    """Actions are places in pixels, [0, 512]; the goal is always the same, the start by the seed."""
-    how: dict[str, Any] = {"num_envs": 4, "chunk": 4, "proprioception": 2, "instruction": "push the t to its place"}
-    name = "gym_pusht/PushT-v0"
-    env = open_environment(Simulation(name, group_size=2, image_size=96, max_steps=12, **how))
-    observation, _ = env.reset(seed=1)
-    assert env.action_dim == 2 and env.max_steps == 12 and env.task_description == ["push the t to its place"] * 4
-    assert observation["pixels"].shape == (4, 96, 96, 3) and observation["environment_state"].shape == (4, 5)
-    assert np.array_equal(observation["agent_pos"], observation["environment_state"][:, :2])
-    assert np.array_equal(observation["pixels"][0], observation["pixels"][1])
-    assert not np.array_equal(observation["pixels"][1], observation["pixels"][2])
-    target = np.tile(np.float32([600.0, 100.0]), (4, 4, 1))  # clipped to the table
-    for _ in range(3):
-        observation, _, _, truncated, info = env.step(target)
-    assert truncated.all() and info["n_executed"].tolist() == [4] * 4
-    assert (observation["agent_pos"][:, 0] > 400).all() and (observation["agent_pos"] <= 512).all()
-    assert env.render([0]).shape == (1, 128, 128, 3)
-    env.close()
-    assert open_environment(Simulation(name, **how)).max_steps == 300
-    here = play(open_environment(Simulation(name, **how)), scale=500.0)
-    assert same(here, play(open_environment(Simulation(name, workers=2, **how)), scale=500.0))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("metaworld", marks=needs("metaworld", "genrl-diffusion[metaworld]")),
-        *(pytest.param(name, marks=ROBOTICS) for name in ("point_maze", "fetch", "reacher")),
-    ],
-)
-def test_rollouts_do_not_depend_on_workers(name: str) -> None:
-    how: dict[str, Any] = {"num_envs": 4, "chunk": 4, "group_size": 2, "max_steps": 8, "image_size": 32}
-    here, there = (play(open_environment(Simulation(name, workers=workers, **how))) for workers in (0, 2))
-    assert same(here, there)
 
 
 def test_gymnasiums_own() -> None:
@@ -276,24 +217,3 @@ class Lost(Frail):
 class TooShort(Frail):
     def expert_chunk(self, horizon: int) -> np.ndarray:
         return np.zeros((horizon - 1, 2))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("metaworld") is None, reason="needs Meta-World")
-@pytest.mark.parametrize("task", ["push-v3", "drawer-open-v3", "assembly-v3"])
-def test_meta_worlds_expert_is_tried_on_a_copy(task: str) -> None:
-    """Its chunk is what it does when it is followed, and an episode that is asked about goes on as one that is not."""
-    from genrl.vla.simulators.metaworld import MetaWorldEnv
-
-    asked, silent = MetaWorldEnv(task), MetaWorldEnv(task)
-    seen = asked.reset(seed=4)[0]["environment_state"]
-    silent.reset(seed=4)
-    followed: list[np.ndarray] = []
-    for t in range(12):
-        if t in (0, 5):
-            chunk = asked.expert_chunk(6)
-            followed = list(chunk)
-        action = asked.expert_action(seen)
-        if followed:
-            np.testing.assert_array_equal(followed.pop(0), action)
-        seen = asked.step(action)[0]["environment_state"]
-        np.testing.assert_array_equal(seen, silent.step(action)[0]["environment_state"])

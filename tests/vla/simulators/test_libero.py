@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from genrl.vla.data.demonstrations import demonstrated
-from genrl.vla.data.lerobot_dataset import write_dataset
 from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.simulators.contract import Misuse, Reading, Run, Simulation
 from genrl.vla.simulators.libero import env as libero
@@ -252,14 +250,6 @@ def two() -> Any:
 @real
 @pytest.mark.slow
 class TestTheRealOne:
-    def test_lists(self) -> None:
-        folder = package.opened()
-        for suite, count in package.SUITES.items():
-            tasks = package.tasks_of(suite)
-            assert len(tasks) == count and all(task.language for task in tasks)
-            rows = package.starts(folder / "init_files" / tasks[0].problem_folder / tasks[0].init_states_file)
-            assert rows.ndim == 2 and len(rows) == 50
-
     def test_pictures_of_several_are_those_of_each_alone(self) -> None:
         """By processes of their own, which is what another environment cannot disturb."""
         tasks = ("libero_object/1", "libero_spatial/2")
@@ -298,12 +288,3 @@ class TestTheRealOne:
                 success = env.step(expert.action(env))[2]
             assert success, env.task
             assert np.array_equal(env.reset(seed=0, options={"start": 0})[0]["agent_pos"], first["agent_pos"])
-
-    def test_demonstrations_in_lerobots_format(self, tmp_path: Path) -> None:
-        shown = demonstrated("libero", ("libero_object/1",), 1, seed=0, image_size=32, cameras=("image2",))
-        (episode,) = write_dataset(tmp_path / "data", shown.episodes, fps=20).read(
-            ["observation.state", "action", "observation.images.image2"]
-        )
-        assert episode.columns["observation.state"].shape[1:] == (8,) and len(episode.instructions) < 150
-        assert episode.columns["observation.images.image2"].shape[1:] == (32, 32, 3)
-        assert set(episode.instructions) == set(shown.texts)

@@ -1,7 +1,5 @@
 """ManiSkill: the batch over a double, and its own PickCube where it and a Vulkan driver are installed."""
 
-import functools
-import importlib.util
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,42 +76,30 @@ def test_a_batch() -> None:
     assert seed_of(3, Reading(chunk=1, goals=2)) == seed_of(5, Reading(chunk=1, goals=2)) < 2**31
 
 
-@functools.cache
-def missing() -> str:
-    if importlib.util.find_spec("mani_skill") is None:
-        return "needs ManiSkill: pip install mani-skill"
-    import sapien
-
+def test_pick_cube() -> None:
+    """The same in this process as on workers, with a time limit that falls into the second chunk."""
+    pytest.importorskip("mani_skill", reason="needs ManiSkill: pip install mani-skill")
+    sapien = pytest.importorskip("sapien")
     try:
         sapien.render.RenderSystem()
     except RuntimeError as error:
-        return f"ManiSkill needs a Vulkan driver: {error}"
-    return ""
-
-
-@pytest.fixture
-def maniskill() -> None:
-    if missing():
-        pytest.skip(missing())
-
-
-def shown(**how: Any) -> list[Any]:
-    how |= {"max_steps": 5, "settings": {"control_mode": "pd_ee_delta_pose"}}
-    env = open_environment(Simulation("maniskill", num_envs=2, chunk=3, **how))
-    rng = np.random.default_rng(0)
-    found = [*env.reset(seed=1)[0].values()]
-    assert env.task_description == ["pick cube"] * 2 and env.action_dim == 7
-    for _ in range(4):
-        observation, *rest = env.step(rng.uniform(-1, 1, (2, 3, 7)).astype(np.float32))
-        found += [*observation.values(), *rest[:3], rest[3]["n_executed"]]
-    assert env.render([1]).shape == (1, 128, 128, 3)
-    env.close()
-    return found
-
-
-def test_pick_cube(maniskill: None) -> None:
-    here, there = shown(image_size=64), shown(image_size=64, workers=2)
-    assert all(np.array_equal(a, b) for a, b in zip(here, there, strict=True))
-    state, pixels = here[1], here[2]
-    assert here[0].shape == (2, 9) and state.shape == (2, 42) and pixels.shape == (2, 64, 64, 3) and pixels.std() > 5
-    assert any(np.asarray(value).tolist() == [2, 2] for value in here), "the time limit falls into the second chunk"
+        pytest.skip(f"ManiSkill needs a Vulkan driver: {error}")
+    how: dict[str, Any] = {
+        "chunk": 3,
+        "image_size": 64,
+        "max_steps": 5,
+        "settings": {"control_mode": "pd_ee_delta_pose"},
+    }
+    found = []
+    for workers in (0, 2):
+        env = open_environment(Simulation("maniskill", num_envs=2, workers=workers, **how))
+        rng = np.random.default_rng(0)
+        shown = [*env.reset(seed=1)[0].values()]
+        assert env.task_description == ["pick cube"] * 2 and [value.shape[1:] for value in shown[:2]] == [(9,), (42,)]
+        for _ in range(2):
+            observation, *rest = env.step(rng.uniform(-1, 1, (2, 3, 7)).astype(np.float32))
+            shown += [*observation.values(), *rest[:3], rest[3]["n_executed"]]
+        env.close()
+        assert shown[-1].tolist() == [2, 2]
+        found.append(shown)
+    assert all(np.array_equal(here, there) for here, there in zip(*found, strict=True))

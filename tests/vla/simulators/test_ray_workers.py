@@ -12,8 +12,7 @@ import torch
 
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import FlowSteps
-from genrl.vla.simulators.contract import Ask, Description, Simulation
-from genrl.vla.simulators.ray_workers import Remote
+from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.tables import open_environment
 from tests import ray_nodes
 from tests.vla import frail
@@ -58,23 +57,6 @@ def test_rollouts_are_those_of_local_workers(cluster: Any) -> None:
             assert torch.equal(value, getattr(rollouts[1], name)), name
 
 
-def test_messages_are_handed_on_whatever_ray_sends() -> None:
-    """It resumes generators by values, of which a list's takes none."""
-    messages = Remote(Description(Pictures), 1).run(Ask("render", [0], 8))
-    assert next(messages) == []
-    with pytest.raises(StopIteration):
-        messages.send(True)
-
-
-class Pictures:
-    """A host of which only pictures are asked."""
-
-    def __init__(self, slots: int) -> None: ...
-
-    def render(self, slots: list[int], size: int) -> list[int]:
-        return []
-
-
 @pytest.mark.parametrize("failure", [KILL, HANG])
 def test_an_actor_that_dies_or_hangs_is_replaced(cluster: Any, failure: float) -> None:
     env = open_environment(Simulation(FRAIL, timeout_s=2.0, **HOW))
@@ -90,12 +72,6 @@ def test_an_actor_that_dies_or_hangs_is_replaced(cluster: Any, failure: float) -
 def test_misuse_is_told(cluster: Any) -> None:
     with pytest.raises(ValueError, match="99 actors of one CPU each, the Ray cluster has 4"):
         open_environment(Simulation(FRAIL, num_envs=99, chunk=2, workers="ray", ray_actors=99))
-    env = open_environment(Simulation(FRAIL.replace(":make", ":missing"), **HOW))
-    with pytest.raises(ValueError, match="has no 'missing'"):
-        env.reset(seed=0)
-    env = open_environment(Simulation(FRAIL.replace(":make", ":broken_start"), **HOW))
-    with pytest.raises(RuntimeError, match="(?s)failed 3 times.*no such robot"):
-        env.reset(seed=0)
 
 
 def test_a_node_that_goes(cluster: Any) -> None:

@@ -1,10 +1,8 @@
-"""Fetch, PointMaze and Reacher: their experts, their independence of one another, pictures; and costs of gymnasium
-environments, and bullet-safety-gym's as functions of their seeds."""
+"""Fetch, PointMaze and Reacher: their experts, their independence of one another; and costs of gymnasium environments,
+and bullet-safety-gym's as functions of their seeds."""
 
 import importlib.util
 import random
-import subprocess
-import sys
 from typing import Any
 
 import gymnasium
@@ -12,8 +10,6 @@ import numpy as np
 import pytest
 
 from genrl.vla.data.demonstrations import demonstrated
-from genrl.vla.evaluate import evaluation_episodes
-from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE
 from genrl.vla.simulators.contract import Misuse, Simulation
 from genrl.vla.simulators.robotics.env import RoboticsEnv
 from genrl.vla.simulators.robotics.families import FORE, UPPER, FetchEnv, PointMazeEnv, ReacherEnv, posture, steps_to
@@ -62,21 +58,6 @@ def test_the_experts_chunk_is_tried_on_a_copy(family: type[RoboticsEnv], task: s
 
 
 @installed
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_triton_can_be_imported_after_a_picture_was_drawn() -> None:
-    """Here a segmentation fault would end the process that trains: Mesa and Triton have an LLVM each."""
-    lines = (
-        "import torch",
-        "from genrl.vla.simulators.contract import Simulation",
-        "from genrl.vla.simulators.tables import open_environment",
-        'env = open_environment(Simulation("point_maze", tasks=("umaze",), num_envs=1, chunk=2, image_size=32))',
-        "env.reset(seed=0)",
-        "from triton import knobs",
-    )
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, capture_output=True)
-
-
-@installed
 @pytest.mark.parametrize(("family", "task"), [(PointMazeEnv, "umaze"), (FetchEnv, "push"), (FetchEnv, "reach")])
 def test_an_episode_is_the_packages_own_whatever_runs_beside_it(family: type[RoboticsEnv], task: str) -> None:
     """Two slots take turns in one model, with pictures in between; a third environment is the package's own."""
@@ -116,65 +97,6 @@ def test_a_shortest_way_and_a_posture_that_touches_its_target() -> None:
         way.append(following[way[-1]])
     assert way == [(1, 1), (1, 2), (1, 3), (2, 3), (3, 3), (3, 2), (3, 1)]
     assert (0, 0) not in following and (2, 1) not in following
-
-
-@installed
-def test_the_contract() -> None:
-    with pytest.raises(ValueError, match="point_maze has no task 'U-Maze'; the nearest is 'umaze', of umaze, open, "):
-        open_environment(Simulation("point_maze", tasks=("U-Maze",), num_envs=1, chunk=2))
-    with pytest.raises(ValueError, match="fetch has no settings, got .'width'."):
-        open_environment(Simulation("fetch", num_envs=1, chunk=2, settings={"width": 64}))
-    with pytest.raises(ValueError, match="fetch has one camera, observation.image"):
-        open_environment(Simulation("fetch", num_envs=1, chunk=2, image_size=32, cameras=("top",)))
-    env = open_environment(Simulation("fetch", num_envs=6, chunk=2, image_size=32))
-    seen, _ = env.reset(options={"episodes": evaluation_episodes(1, 6)})
-    shapes = {"agent_pos": (6, 10), "environment_state": (6, 6), "pixels": (6, 32, 32, 3)}
-    assert {name: value.shape for name, value in seen.items()} == shapes
-    assert env.max_steps == 50 and env.action_dim == 4
-    assert [env.task_description.count(FetchEnv.tasks[task].instruction) for task in ("reach", "push")] == [3, 3]
-    env.close()
-
-
-def reddest(picture: np.ndarray) -> tuple[float, float]:
-    red = picture[..., 0].astype(int) - picture[..., 1:].max(-1)
-    rows, columns = np.nonzero(red > 80)
-    assert len(rows), "the target is in the picture"
-    return (rows.mean() + 0.5) / len(picture), (columns.mean() + 0.5) / len(picture)
-
-
-@installed
-@pytest.mark.parametrize("seed", range(2))
-def test_a_picture_shows_the_maze_from_above(seed: int) -> None:
-    env = PointMazeEnv("umaze")
-    seen, _ = env.reset(seed=seed)
-    picture, half = env.picture(64).astype(int), 1.7
-    green = picture[..., 1] - picture[..., [0, 2]].max(-1) > 20
-    rows, columns = np.nonzero(green)
-    places = {"environment_state": reddest(picture)}
-    places["agent_pos"] = (rows.mean() + 0.5) / 64, (columns.mean() + 0.5) / 64
-    for name, (row, column) in places.items():
-        x, y = seen[name][:2]
-        assert abs((2 * column - 1) * half - x) < 0.25 and abs((1 - 2 * row) * half - y) < 0.25
-
-
-@installed
-def test_demonstrations() -> None:
-    """Replayed from the same seed they end in success; those that take too long are left out."""
-    shown = demonstrated("fetch", ("reach", "push"), 2, seed=3, image_size=32)
-    episodes = list(shown.episodes)
-    assert [episode.instructions[0] for episode in episodes] == [text for text in shown.texts for _ in "12"]
-    again = list(demonstrated("fetch", ("reach", "push"), 2, seed=3).episodes)
-    for episode, same in zip(episodes, again, strict=True):
-        columns, count = episode.columns, len(episode.instructions)
-        shapes = {STATE: (count, 10), ENVIRONMENT: (count, 6), ACTION: (count, 4), IMAGE: (count, 32, 32, 3)}
-        assert {name: columns[name].shape for name in shapes} == shapes and IMAGE not in same.columns
-        assert np.array_equal(columns[ACTION], same.columns[ACTION]) and np.abs(columns[ACTION]).max() <= 1.0
-        assert columns["next.success"][:, 0].tolist() == [False] * (count - 1) + [True]
-    assert shown.rest is not None and list(shown.rest(episodes[0].columns[ACTION])) == [0.0] * 4
-    short = list(demonstrated("point_maze", ("umaze",), 3, seed=0, max_steps=60).episodes)
-    assert len(short) == 3 and max(len(episode.instructions) for episode in short) <= 60
-    with pytest.raises(RuntimeError, match="the expert of push succeeded in 0 of 10 episodes of at most 3 steps"):
-        list(demonstrated("fetch", ("push",), 1, seed=0, max_steps=3).episodes)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

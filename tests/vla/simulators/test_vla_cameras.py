@@ -1,5 +1,5 @@
 """Several cameras: from an environment, or a data set, to the pictures that a policy has names for. Clouds of points:
-pixels to places, farthest points, and what MuJoCo's simulators show of themselves."""
+pixels to places, farthest points, what MuJoCo shows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.config.sections import Demonstrations
-from genrl.vla.data.demonstrations import demonstrated, frames_of
+from genrl.vla.data.demonstrations import frames_of
 from genrl.vla.data.lerobot_dataset import Episode, write_dataset
 from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.lerobot import Adapt
-from genrl.vla.policies.policy import POINTS, STATE, TOKENS
+from genrl.vla.policies.policy import STATE, TOKENS
 from genrl.vla.rollout.collect import RolloutPlan, collect, training_rows
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.setup import open_tables
@@ -118,10 +118,6 @@ SCENE = """<mujoco>
 </mujoco>"""
 
 
-def needs(package: str) -> Any:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
-
-
 def test_pixels_become_places_and_the_farthest_are_taken() -> None:
     """A camera one metre over the origin that looks down, its up along y: right is x, and depth is along its axis."""
     near = {"frustum_near": 0.1, "frustum_top": 0.1, "frustum_bottom": -0.1, "frustum_center": 0.0}
@@ -135,7 +131,7 @@ def test_pixels_become_places_and_the_farthest_are_taken() -> None:
     assert few[:, 0].tolist() == [0, 1, 0, 0, 0]
 
 
-@needs("mujoco")
+@pytest.mark.skipif(importlib.util.find_spec("mujoco") is None, reason="needs mujoco")
 def test_a_boxs_corners_are_where_they_are() -> None:
     """Those that the camera sees, to a centimetre; and no point is off the surfaces."""
     import mujoco
@@ -162,29 +158,6 @@ def test_a_boxs_corners_are_where_they_are() -> None:
         with pytest.raises(Misuse, match="sees nothing"):
             cloud(mujoco, shown, 8, Box((3.0, 3.0, 3.0), (4.0, 4.0, 4.0)))
         shown.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "task", "where", "away"),
-    [
-        pytest.param("metaworld", "push-v3", slice(4, 7), 0.03, marks=needs("metaworld")),
-        pytest.param("fetch", "push", slice(0, 3), 0.04, marks=needs("gymnasium_robotics")),
-        pytest.param("point_maze", "umaze", slice(0, 2), 0.3, marks=needs("gymnasium_robotics")),
-        pytest.param("reacher", "reach", slice(0, 2), 0.04, marks=needs("gymnasium_robotics")),
-    ],
-)
-def test_simulators_show_what_they_know(name: str, task: str, where: slice, away: float) -> None:
-    """There are points at the object (or the target) that the state tells of; demonstrations show the same."""
-    env = open_environment(Simulation(name, num_envs=2, chunk=2, tasks=(task,), points=128))
-    seen, _ = env.reset(seed=0)  # where no arm hides them
-    env.close()
-    points = seen["environment_points"]
-    assert points.shape == (2, 128, 3) and points.dtype == np.float32
-    goal = seen["environment_state"][:, where]
-    gaps = np.linalg.norm(points[..., : goal.shape[1]] - goal[:, None], axis=-1).min(1)
-    assert gaps.max() < away
-    shown = next(iter(demonstrated(name, (task,), 1, seed=0, points=64).episodes))
-    assert shown.columns[POINTS].shape[1:] == (64, 3)
 
 
 class ShowsPoints(Draws):

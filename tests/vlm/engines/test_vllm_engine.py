@@ -66,14 +66,6 @@ def test_the_weights_are_those_of_a_checkpoint(family: str, tmp_path: Path) -> N
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
-def test_buffers_are_there_where_a_checkpoint_has_them() -> None:
-    policy = Policy(str(vlm_runs.MODEL))
-    for name, persistent in (("scale", True), ("places", False)):
-        policy.model.model.multi_modal_projector.register_buffer(name, torch.ones(2), persistent=persistent)
-    names = [name for name in checkpoint_weights(policy) if name.rpartition(".")[2] in ("scale", "places")]
-    assert len(names) == 1 and names[0].endswith("multi_modal_projector.scale")
-
-
 def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(sampler, tmp_path) -> None:
     prompts, keys = questions(tmp_path, sampler.policy), [("a",), ("b",), ("c",)]
     found = sampler.generate(prompts, 4, Sampling(12), keys)
@@ -299,10 +291,10 @@ def served(shared: bool, model: Path) -> Iterator[dict[str, Any]]:
         yield {"url": url}
 
 
-def trained(place: Path, vllm: dict[str, Any], make: Any = vlm_runs.config, *given: Any, **changes: Any) -> list[Any]:
+def trained(place: Path, vllm: dict[str, Any], **changes: Any) -> list[Any]:
     """The metrics of a run in two processes, which answer with the weights after the last step."""
     place.mkdir()
-    make(place, *given, generation={"vllm": vllm}, **{**COMMON, **changes})
+    vlm_runs.config(place, generation={"vllm": vllm}, **COMMON, **changes)
     vlm_runs.in_processes(place, vlm_ranks.by_vllm)
     found = rows(place / "run")
     assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
@@ -328,12 +320,6 @@ def test_two_processes_draw_what_one_draws(shared: bool, fsdp: bool, lora: Any, 
     for mine, yours in zip(one, two, strict=True):
         for name in [name for name in names if name in mine]:
             assert mine[name] == pytest.approx(yours[name], rel=1e-4, abs=1e-6), name
-
-
-@pytest.mark.slow
-def test_agents_share_a_server(tmp_path: Path) -> None:
-    with served(True, agent_runs.MODEL) as vllm:
-        trained(tmp_path / "two", vllm, agent_runs.config, "vl_dac")
 
 
 def test_shards_are_of_several_processes_and_a_server_that_draws_ahead_is_for_one(tmp_path: Path) -> None:

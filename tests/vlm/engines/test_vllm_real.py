@@ -25,7 +25,7 @@ from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.train import train
 from tests.ports import free_port
-from tests.run_folders import rows, start, wait
+from tests.run_folders import rows
 from tests.vlm import vlm_ranks, vlm_runs
 from tests.vlm.methods.episodes import agent_runs
 
@@ -83,15 +83,6 @@ def test_an_engine_in_this_process(engine: InProcess, adapted: bool, tmp_path: P
     draws_as_the_trainer_scores(engine, policy, tmp_path)
 
 
-def test_a_run(engine: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("genrl.vlm.engines.vllm.InProcess", lambda config: engine)  # one takes half a minute to start
-    changes = {"iterations": 3, "optimizer": {"lr": 1e-3}, "evaluation": {"every": 1}, "checkpoint": {"every": 3}}
-    train(vlm_runs.config(tmp_path, generation=VLLM, **changes))
-    for row in rows(tmp_path / "run"):
-        if "sampler/gap_max" in row:
-            assert row["sampler/gap_max"] < ROUNDING and row["sampler/corrected"] == 0
-
-
 def in_two_processes(place: Path, **changes: Any) -> list[Any]:
     """The metrics of a run of three iterations, whose gap stays that of rounding while the weights change."""
     common = {"optimizer": {"lr": 1e-3}, "evaluation": {"every": 1, "questions": 7}, "checkpoint": {"every": 3}}
@@ -107,18 +98,6 @@ def in_two_processes(place: Path, **changes: Any) -> list[Any]:
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_an_engine_in_each_of_two_processes(fsdp: bool, tmp_path: Path) -> None:
     in_two_processes(tmp_path, generation=VLLM, distributed={"fsdp": fsdp})
-
-
-@pytest.mark.parametrize("preset", ["vl_dac", "grpo"])
-def test_agents_by_an_engine(preset: str, tmp_path: Path) -> None:
-    """In a process of its own: an engine is made for a model, and none is taken down before the process ends. The
-    embedded agent has heads of 28, for which vLLM's CPU build has no attention."""
-    own = {"vlm": {"path": str(agent_runs.CROP)}, "optimizer": {"lr": 1e-3}}
-    config = agent_runs.config(tmp_path, preset, generation=VLLM, iterations=2, **own)
-    process = start(vlm_ranks.run, str(tmp_path / "tiny.yaml"), log=tmp_path / "log.txt")
-    assert wait([process], START_S) == [0], (tmp_path / "log.txt").read_text()[-2000:]
-    assert len(found := rows(Path(config.output))) == 2
-    assert all(row["sampler/gap_max"] < ROUNDING and row["sampler/corrected"] == 0 for row in found)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from genrl.vlm.methods.rlfr.settings import Flow
 from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped
 from genrl.vlm.policies.processor import answer_ids
 from genrl.vlm.recipe.shaping import ReferenceProbability
-from genrl.vlm.rollout.data import tell
 from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.train import train
 from tests.run_folders import rows
@@ -93,16 +92,7 @@ def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_tok
 
 
 @pytest.mark.slow
-def test_the_flow_learns_the_demonstrations_and_then_the_right_answers(tmp_path: Path) -> None:
-    settings = config(tmp_path, {"pretraining": 30})
-    method: Any = settings.trainer
-    with vlm_runs.opened(settings) as run:
-        flow, _ = opened(run, method)
-        told = tell(run.policy, [run.questions[k] for k in range(8)], TARGET)
-        of = latents(run.policy, told.prompts, told.tokens, told.mask, method.flow.layers)
-        noise, t = torch.randn(of.states.shape), torch.full((len(of.states),), 0.5)
-        fitted, new = (float(one.error(of, noise, t).mean().detach()) for one in (flow, LatentFlow(128, 1, 0)))
-        assert fitted < 0.8 * new
+def test_the_flow_learns_the_right_answers(tmp_path: Path) -> None:
     found = rows(train(config(tmp_path, {"demonstrations": None}, iterations=4, optimizer={"lr": 1e-5})))
     assert found[-1]["flow/error_right"] < 0.9 * found[0]["flow/error_right"]
     assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["flow/advantage"] > 0 for row in found)

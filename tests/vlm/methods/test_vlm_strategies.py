@@ -1,16 +1,13 @@
 """Strategies of data: curriculum, pass counts, stages, augmentation, synthesis."""
 
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from genrl.diffusion import sample as drawing
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import Augmentation
 from genrl.vlm.rollout import augment, synthesis
@@ -130,19 +127,6 @@ class TestServer:
                 server.take("c")
         finally:
             server.close()
-
-    def test_what_cannot_be_drawn_is_said(self) -> None:
-        class Broken:
-            def set_progress_bar_config(self, disable: bool) -> None: ...
-
-            def __call__(self, **_: Any) -> None:
-                raise ValueError("no such word")
-
-        answers = io.StringIO()
-        asked = json.dumps({"id": "x", "description": "?", "seed": 0}) + "\n"
-        drawing.serve(Broken(), {}, io.StringIO(asked * 2), answers)
-        told = [json.loads(line) for line in answers.getvalue().splitlines()]
-        assert told == [{"id": "x", "error": "ValueError: no such word"}] * 2
 
 
 class Painter:

@@ -194,14 +194,6 @@ class TestCodes:
         assert seen[0, :, 0, 3].tolist() == red and seen[1, :, 0, 0].tolist() == green  # on the left from behind
         assert seen[2, :, 0, 2].tolist() == red and seen[2, :, 0, 1].tolist() == green  # from the left, upright
 
-    def test_no_view_is_a_mirror_image(self) -> None:
-        solid = torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
-        solid[0, 0, 0, 0] = 1  # at the front, the top and the left
-        palette = torch.tensor([[0, 0, 0], [255, 0, 0]], dtype=torch.uint8)
-        found = codes.views(solid, palette, scale=1)[0, :, 0].nonzero().tolist()
-        front, back, left, right, above, below = ([0, 0], [0, 3], [0, 3], [0, 0], [3, 0], [0, 0])
-        assert [place for _, *place in found] == [front, back, left, right, above, below]
-
     def test_tunes_are_heard(self) -> None:
         frames = torch.from_numpy(making.frames())
         rng = np.random.default_rng(0)

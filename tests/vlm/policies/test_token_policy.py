@@ -222,41 +222,6 @@ def test_draws_follow_the_distribution() -> None:
     assert torch.allclose(log_prob, want.log()[token], atol=1e-6)
 
 
-def test_an_image_goes_through_the_vision_tower_once_for_its_group(load, monkeypatch) -> None:
-    policy = load("qwen2_5_vl")
-    prompts = [policy.encode(prompt) for prompt in questions()]
-    once = sum(len(prompt.tokens.pixels["pixel_values"]) for prompt in prompts[:2])  # images, or patches of all
-    body, seen = policy.model.base_model, [0]
-    original = body.get_image_features
-
-    def counted(pixel_values: Tensor, *arguments: object, **options: object) -> object:
-        seen[-1] += len(pixel_values)
-        return original(pixel_values, *arguments, **options)
-
-    monkeypatch.setattr(body, "get_image_features", counted)
-    written = sample(policy, prompts)
-    for share in (True, False):
-        seen.append(0)
-        policy.log_probs(prompts, written.tokens, written.mask, group=written.group, share_prefix=share)
-    assert seen == [once, once, N * once]
-
-
-def test_neither_what_stands_behind_an_answer_nor_what_was_drawn_before_changes_a_score(load) -> None:
-    policy = load("smolvlm")
-    prompts = [policy.encode(questions()[0])]
-    mask, group = torch.tensor([[1, 1, 0, 0]]), torch.tensor([0])
-    with torch.no_grad():
-        one, other = (
-            policy.log_probs(prompts, torch.tensor([[65, 66, *tail]]), mask, group=group, entropy=True)
-            for tail in ([67, 68], policy.forbidden[:2].tolist())
-        )
-        sample(policy, [policy.encode(questions()[2])], n=5)
-        after = policy.log_probs(prompts, torch.tensor([[65, 66, 67, 68]]), mask, group=group)
-    assert torch.equal(after.log_prob, one.log_prob)
-    assert torch.equal(one.log_prob, other.log_prob) and torch.equal(one.entropy, other.entropy)
-    assert (one.entropy[0, :2] > 0).all() and not one.entropy[0, 2:].any()
-
-
 def test_the_reference_is_the_model_before_training(load, folder) -> None:
     policy, base = load("llava"), Policy(str(folder("llava")))
     tokens, mask, group = torch.full((1, 3), 65), torch.ones(1, 3), torch.tensor([0])
@@ -279,28 +244,14 @@ def test_bfloat16_weights_give_near_float32_log_probabilities(folder: Callable[[
     assert all(parameter.dtype == torch.float32 for parameter in policy.parameters)
 
 
-def test_bad_images_are_named(load: Callable[[str], Policy], tmp_path: Path) -> None:
-    policy = load("llava")
-    (tmp_path / "bad.png").write_bytes(b"no picture")
-    picture(0, 16, 16).save(tmp_path / "cut.png")
-    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:200])
-    for name, says in (("gone", ": there is no such file"), ("bad", ""), ("cut", "")):
-        with pytest.raises(ValueError, match=rf"a.jsonl row 3: picture .*{name}.png' cannot be read{says}"):
-            policy.encode(Prompt((tmp_path / f"{name}.png",), where="a.jsonl row 3"))
-    with pytest.raises(ValueError, match="holds '<image>', which stands for an image"):
-        policy.encode(Prompt(("What is an <image>?",)))
-
-
 def test_a_prompt_that_does_not_fit_is_named_before_any_work(load, monkeypatch) -> None:
     policy = load("qwen2_5_vl")
     prompts = [policy.encode(Prompt(("a",))), policy.encode(Prompt(("b" * 480,), where="row 9"))]
     monkeypatch.setattr(policy, "prefix", lambda _: pytest.fail("worked"))
     with pytest.raises(ValueError, match=r"row 9: 499 tokens of prompt .* and 40 new ones are more than the 512"):
         generate(policy, prompts, 2, Sampling(40), [(0,), (1,)])
-    with pytest.raises(ValueError, match="2 prompts need as many keys, got 1"):
-        generate(policy, prompts, 2, Sampling(1), [(0,)])
-    with pytest.raises(ValueError, match="nothing to sample"):
-        generate(policy, prompts, 0, Sampling(1), [(0,), (1,)])
+    with pytest.raises(ValueError, match="holds '<|image_pad|>', which stands for an image".replace("|", r"\|")):
+        policy.encode(Prompt(("What is an <|image_pad|>?",)))
 
 
 def test_checkpoints_that_are_no_policy_say_why(folder: Callable[[str], Path], tmp_path: Path) -> None:

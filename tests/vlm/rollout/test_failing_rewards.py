@@ -15,7 +15,6 @@ from genrl.vlm.evaluate import figures, judge
 from genrl.vlm.methods.policy_loss import estimate
 from genrl.vlm.recipe.advantages import CriticAdvantage, Hierarchical, SemiOnline, TurnLeaveOneOut
 from genrl.vlm.recipe.presets import PRESETS
-from genrl.vlm.recipe.shaping import BatchNormalise
 from genrl.vlm.recipe.surrogates import KlCov
 from genrl.vlm.recipe.weights import ClipCov
 from genrl.vlm.rollout.data import Questions
@@ -147,15 +146,6 @@ def test_a_baseline_that_the_judge_gave_no_score_leaves_its_group_without_one(tm
         assert advantage.isfinite().all() and (advantage[3:6] == 0).all() and (advantage[6:] != 0).all()
 
 
-def test_counting_passes_stops_where_too_many_have_no_score_and_names_the_first(tmp_path: Path) -> None:
-    task = {**data(tmp_path, 4), "passes": 2}
-    given = [{"name": f"{tmp_path}/picky.py:picky", "max_failed": 0.2}]
-    settings = vlm_runs.config(tmp_path, task=task, rewards=given)
-    with vlm_runs.opened(settings) as run, pytest.raises(RewardFailed, match=r"(?s)8 of 16 samples.*a\.jsonl:\d"):
-        run.enter()
-    assert not (tmp_path / "run" / "passes-0.jsonl").exists()
-
-
 def broken(folder: Path, number: int) -> None:
     """So many of the pictures of `data` are cut off, not the first, which is looked at before a run starts."""
     for k in range(1, number + 1):
@@ -241,11 +231,3 @@ def test_tokens_are_chosen_among_those_of_scored_rows(name: str) -> None:
     pick = (lambda one: one.weight) if name == "clip_cov" else (lambda one: one.extra["kl_cov"])
     assert torch.equal(pick(ready)[OTHERS], pick(alone))
     assert pick(ready)[MISSING].unique().tolist() == [1.0 if name == "clip_cov" else 0.0]
-
-
-def test_a_normalised_batch_is_that_of_scored_rows() -> None:
-    """Mean 0 and deviation 1 over eleven rows, not twelve."""
-    chosen = replace(preset("grpo"), transforms=(BatchNormalise(),))
-    found = estimate(chosen, unscored()).batch.advantage
-    assert float(found[OTHERS].mean()) == pytest.approx(0.0, abs=1e-12)
-    assert float(found[OTHERS].std()) == pytest.approx(1.0, rel=1e-6)

@@ -84,7 +84,6 @@ def test_a_demonstration_that_is_not_right_is_not_taken(tmp_path: Path, caplog: 
 
 def test_what_cannot_be_rescued(tmp_path: Path) -> None:
     for changes, words in (
-        ({"rescue": {}}, "write one of them"),
         ({"rescue": {"hints": ["a"], "demonstration": "b"}}, "write one of them"),
         ({"rescue": {"hints": ["a"], "prompt": "{question}"}}, "places {question} and {hint}"),
         ({"rescue": {"demonstration": "a", "plain": True}}, "in any case"),

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from genrl.objectives import token_advantages, token_regularisers
 from genrl.objectives.groups import group_advantages
-from genrl.objectives.token_regularisers import clipped_value_loss
 from genrl.objectives.tokens import token_count
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe import shaping
 from genrl.vlm.recipe.advantages import GroupAdvantage, RankQuantiles, WhitenedGroups, WhitenedReturns
-from genrl.vlm.recipe.losses import EntropyBand, EntropyBonus, EntropyPenalty, Perception, ValueLoss
+from genrl.vlm.recipe.losses import EntropyBand, EntropyBonus, EntropyPenalty, Perception
 from genrl.vlm.recipe.preset import Preset
 from genrl.vlm.recipe.presets import PRESETS
 from genrl.vlm.recipe.surrogates import Clip
@@ -142,18 +141,6 @@ def test_the_bands_quantiles_are_of_the_tokens_that_are_weighted() -> None:
     entropy = -batch.log_prob[ready.weight.bool()].mean()
     wanted = (entropy - high).clamp(min=0) + (low - entropy).clamp(min=0)
     assert torch.allclose(part(preset, batch, "entropy_band"), wanted)
-
-
-def test_the_value_loss_of_rows_adds_up_over_micro_batches() -> None:
-    batch = rollout()
-    columns = {name: batch.extra[name][:, 0] for name in ("value", "old_value", "returns")}
-    preset = replace(CENTRED, regularisers=(ValueLoss(coefficient=0.5, clip=0.1),))
-    ready = estimate(preset, replace(batch, extra=columns)).batch
-    whole = policy_loss(preset, ready).metrics["loss/value"]
-    squares = clipped_value_loss(columns["value"], columns["old_value"], columns["returns"], clip=0.1)
-    assert torch.allclose(whole, 0.5 * squares.mean())
-    halves = [policy_loss(preset, ready.select(rows)).metrics["loss/value"] for rows in torch.arange(12).split(6)]
-    assert torch.allclose(halves[0] + halves[1], whole)
 
 
 def test_rows_without_a_degraded_twin_are_left_out_of_the_perception_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from genrl.playground.tasks import shapes
 from genrl.vlm import tasks
 from genrl.vlm.policies.pictures import black, degraded, masked, with_pictures
 from genrl.vlm.policies.processor import Prompt, open_image
-from genrl.vlm.rollout import data as reading
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import totals
 from genrl.vlm.rollout.turns import prompt_of
@@ -50,20 +49,6 @@ class TestShapes:
             for number in range(60):
                 scene, _, _ = shapes.QUESTIONS["shapes"](np.random.default_rng(number), split)
                 assert shapes.held_out(cells(scene)) == (split == "eval")
-        sizes = {split: sum(len(shapes.arrangements(split, k)) for k in range(1, 7)) for split in ("train", "eval")}
-        assert sizes["eval"] / sum(sizes.values()) == pytest.approx(0.25, abs=0.02)
-
-
-def written(folder: Path, number: int, name: str) -> str:
-    """A .jsonl file of generated questions, pictures beside it."""
-    lines = []
-    for k in range(number):
-        row = tasks.row("count", "train", k)
-        Image.fromarray(pixels(row)).save(folder / f"{name}-{k}.png")
-        columns = {"question": row.columns["question"], "answer": row.columns["answer"]}
-        lines.append(json.dumps(columns | {"picture": f"{name}-{k}.png"}))
-    (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    return str(folder / f"{name}.jsonl")
 
 
 def test_a_data_set_with_pictures(tmp_path: Path) -> None:
@@ -99,25 +84,6 @@ def test_spoilt_pictures_keep_their_size() -> None:
     gone = np.array(masked(0.5, 16)(Image.new("RGB", (160, 160), "white"), rng)).reshape(10, 16, 10, 16, 3)
     patches = gone.max(axis=(1, 3, 4))
     assert set(np.unique(patches)) == {0, 255} and 0.3 < (patches == 0).mean() < 0.7
-
-
-def test_a_run_on_files_counts_their_places_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for training, and once for evaluation, however often its questions are opened; and once in the pass that
-    reads all expected answers at the start."""
-    task = {"name": None, "prompt": "question", "image": "picture"}
-    task |= {split: written(tmp_path, 4, split) for split in ("train", "eval")}
-    counted: list[tuple[str, int]] = []
-    own = reading.Questions._row
-
-    def row_of(self: reading.Questions, number: int, opened: dict[str, reading.Opener]) -> Row:
-        if opened["image"] is reading._unopened:
-            counted.append((self.split, number))
-        return own(self, number, opened)
-
-    monkeypatch.setattr(reading.Questions, "_row", row_of)
-    changes = {"task": task, "evaluation": {"every": 1, "questions": 4, "blind": False}}
-    train(vlm_runs.config(tmp_path, iterations=2, **changes))
-    assert sorted(counted) == sorted((split, k) for split in ("train", "train", "eval") for k in range(4))
 
 
 # -- Rows of questions as people have them, and what becomes of one that cannot be prepared

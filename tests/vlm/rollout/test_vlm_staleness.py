@@ -1,7 +1,6 @@
 """Answers that earlier weights drew: which, what is learned from them, and that it is one run wherever it stops."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,16 +144,3 @@ def test_the_weight_is_there_once(tmp_path: Path) -> None:
             wanted = expected if staleness or written or vllm is not None else None
             assert last == wanted if isinstance(last, EngineMismatch) else wanted is None
             assert not any(isinstance(one, EngineMismatch) for one in others)
-
-
-def test_a_policy_without_log_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw: Callable[[AnswersRun], Any] = AnswersRun.draw
-
-    def silent(run: AnswersRun) -> Any:
-        answers, row = draw(run)
-        answers.sampler_log_prob.fill_(torch.nan)
-        return answers, row
-
-    monkeypatch.setattr(AnswersRun, "draw", silent)
-    with pytest.raises(ValueError, match="does not say how likely its samples were"):
-        train(vlm_runs.config(tmp_path, **changes(1)))

@@ -2,11 +2,9 @@
 
 import json
 from collections import Counter, defaultdict
-from itertools import product
 from pathlib import Path
 from string import ascii_uppercase
 
-import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,13 +18,10 @@ from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
 from genrl.vlm.config.names import TASKS
-from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.rollout.data import Questions
 from genrl.vlm.tasks import Row, Split, inversion, negated
 from genrl.vlm.train import train
-from genrl_rewards.scorers.objects.shapes import PALETTE, SHAPES, parse
+from genrl_rewards.scorers.objects.shapes import PALETTE
 from tests.run_folders import rows
-from tests.vlm import vlm_runs
 
 
 def pictures(row: Row) -> list[np.ndarray]:
@@ -97,13 +92,6 @@ def test_stronger_degradations_are_farther_from_the_picture(kind: str) -> None:
         shapes.degraded(picture, "fog", 0.5, rng)
 
 
-def test_scores_of_quality_are_spread_evenly_and_the_better_picture_is_the_less_degraded() -> None:
-    scores = Counter(tasks.row("quality", "train", k).columns["answer"] for k in range(300))
-    assert set(scores) == {f"{k / 2:.1f}" for k in range(2, 11)} and max(scores.values()) < 60
-    answers = Counter(tasks.row("better", "train", k).columns["answer"] for k in range(200))
-    assert 70 < answers["A"] < 130
-
-
 def test_series_are_what_they_are_called() -> None:
     sine, pulse, trend = (series.values(kind, 2, 0.0, 64) for kind in ("sine", "pulse", "trend"))
     assert np.abs(sine).max() <= 1 and (np.diff(np.sign(sine[1:-1])) != 0).sum() == 3
@@ -122,34 +110,6 @@ def test_key_frames_show_the_colour_and_others_do_not() -> None:
             has = (np.abs(picture.astype(int) - PALETTE[colour]).max(-1) < 20).mean() > 0.05
             assert has == (str(k + 1) in row.columns["answer"].split())
         assert row.columns["about"] == f"which shape is {colour} ?" and len(row.columns["frames"]) == shapes.FRAMES
-
-
-def test_what_is_held_out_of_clips_tells_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every colour is asked for with every answer in both splits: none can be told by what training never showed."""
-    monkeypatch.setattr(shapes, "draw", lambda scene, size: np.zeros((size, size, 3), np.uint8))
-    for name, answers in (("key_frames", len(shapes.KEYS)), ("what", len(SHAPES))):
-        for split in ("train", "eval"):
-            rows = [tasks.row(name, split, k) for k in range(600)]
-            assert len({(row.columns["question"], row.columns["answer"]) for row in rows}) == len(PALETTE) * answers
-
-
-def test_captions_of_scenes_are_read_back() -> None:
-    for number in range(20):
-        columns = tasks.row("scenes", "eval", number).columns
-        asked = parse(columns["caption"])
-        assert asked is not None and sum(group.count for group in asked.groups) == int(columns["answer"])
-
-
-def test_held_out_shares() -> None:
-    shares = {
-        "clips": np.mean([shapes.held_out_clip(colours) for colours in product(PALETTE, repeat=shapes.FRAMES)]),
-        "series": np.mean([series.held_out_series(n, p) for n in range(2, 5) for p in range(8)]),
-        "sums": np.mean([series.held_out_sum(a, b) for a in range(10) for b in range(10)]),
-    }
-    assert all(0.2 <= share <= 0.3 for share in shares.values()), shares
-    assert {series.plus(np.random.default_rng(k), "eval").parts for k in range(50)}.isdisjoint(
-        series.plus(np.random.default_rng(k), "train").parts for k in range(200)
-    )
 
 
 def asked(name: str, split: Split, number: int) -> emoji.Asked:
@@ -206,12 +166,6 @@ def test_a_glyph_stands_in_its_cell_and_nothing_elsewhere() -> None:
     assert len({glyph.tobytes() for glyph in emoji.sheet_glyphs()}) == len(NAMES) == len(set(NAMES)) == 96
 
 
-def test_levels_grow_with_the_kind_of_question() -> None:
-    levels = [tasks.row(f"emoji_{name}", "train", 0).columns["level"] for name in ASKS]
-    assert levels == [1, 2, 3, 4]
-    assert {tasks.row("emoji", "train", k).columns["level"] for k in range(40)} == {1, 2, 3, 4}
-
-
 OPTIONS = ["Lied on", "Took", "Put down", "Washed"]
 COLUMNS = {"options": OPTIONS, "answer": "(C)"}
 ROWS = [{"video": f"{k}.mp4", "question": f"What did person {k} do ?", **COLUMNS} for k in range(400)]
@@ -263,21 +217,6 @@ def test_letters_and_tags_of_a_data_set_are_read_and_several_right_ones_stay() -
     assert inversion(row)["answer"] == "A, D"
     plain = {"problem": "Which moved ?", "options": ["A. The cup", "B. A. Smith"], "solution": "<answer>B</answer>"}
     assert inversion(plain)["prompt"] == "Which moved ?\nA. The cup\nB. A. Smith"
-
-
-def test_a_run_reads_such_rows_by_the_name_of_the_format(tmp_path: Path) -> None:
-    table = datasets.Dataset.from_list([{k: v for k, v in row.items() if k != "video"} for row in ROWS[:8]])
-    for split in ("train", "test"):
-        table.to_parquet(tmp_path / f"{split}.parquet")
-    task = {"name": None, "train": f"{tmp_path}:train", "eval": f"{tmp_path}:test"}
-    task |= {"format": "inversion", "image": None}
-    rewards = [{"name": "choice", "args": {"partial": True}}]
-    config: VLMConfig = vlm_runs.config(tmp_path, task=task, rewards=rewards)
-    questions = Questions(config, "train")
-    for number, row in enumerate(ROWS[:8]):
-        made = inversion(row)
-        assert questions[number].prompt.parts == (made["prompt"],)
-        assert questions[number].columns["answer"] == made["answer"]
 
 
 # -- Their configurations run as they stand, in miniature: the embedded model speaks their answers

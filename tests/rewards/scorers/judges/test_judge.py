@@ -268,18 +268,3 @@ def test_a_local_model_gives_the_chances_of_its_own_forward_pass(tmp_path: Path)
     told = r"prompts.jsonl:3: the answer 'yess' is no single token of the model \(the nearest that is one: 'yes'\)"
     with pytest.raises(ValueError, match=told):
         genrl_rewards.check_row(reward, {"vqa_list": ["Red?", ["What?", "yess"]]}, **where)
-
-
-def test_by_a_server(tmp_path: Path) -> None:
-    def reply(body: dict[str, Any], number: int) -> tuple[int, bytes]:
-        asked = body["messages"][0]["content"][-1]["text"]
-        return chat_server.next_token(**({"3": math.log(0.8)} if "many" in asked else {"No": math.log(0.9)}))
-
-    with chat_server.serve(reply) as (url, requests):
-        args = {"server": {"url": url}, "questions": "asked", "combine": "mean"}
-        rows = [[["How many?", "three"], ["Red?", "no"], ["Blue?", "yes"]]]
-        reward, images = genrl_rewards.load("questions", args), torch.rand(1, 3, 8, 8)
-        scores = genrl_rewards.score(reward, images=images, prompts=[""], columns={"asked": rows})
-    assert scores.values[0] == pytest.approx((0.8 + 0.9 + 0) / 3) and scores.parts["least"] == [0.0]
-    assert len(requests) == 3
-    refused("unknown combine 'meen'. Did you mean 'mean'", "questions", args | {"combine": "meen"})

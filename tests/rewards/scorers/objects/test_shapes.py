@@ -13,7 +13,6 @@ from genrl.playground import shapes as world
 from genrl_rewards.scorers.objects.shapes import (
     BACKGROUND,
     PALETTE,
-    SHAPES,
     Asked,
     Found,
     Group,
@@ -21,7 +20,6 @@ from genrl_rewards.scorers.objects.shapes import (
     alike,
     check,
     find,
-    outline,
     parse,
 )
 
@@ -135,15 +133,6 @@ def test_captions_outside_the_grammar_have_no_score() -> None:
     strict, _ = Shapes(strict=True)(pictures, ["two red stars"] * 2)
     assert soft == parts["soft"] == [0.5, 1.0] and strict == parts["strict"] == [0.0, 1.0]
     assert set(parts) == {"soft", "strict", "count", "colour", "shape", "position"}
-
-
-def test_outlines_point_up_and_an_unknown_one_is_named() -> None:
-    for shape in SHAPES:
-        corners = outline(shape)
-        assert corners.shape[1] == 2 and np.abs(corners.mean(0)).max() < 1e-9
-    assert outline("triangle")[0] == pytest.approx([0, -1.2])
-    with pytest.raises(ValueError, match="hexagon.*circle, square, triangle, star"):
-        outline("hexagon")
 
 
 def things(*sizes: tuple[str, str, int]) -> list[Found]:

@@ -148,41 +148,18 @@ def test_the_preference_is_of_logit_scale_times_cosine(clip: str) -> None:
     assert two == 2 * one
 
 
-class Whole:
-    """All that a trainable reward needs."""
-
-    loss = "hinge"
-
-    def __init__(self) -> None:
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        return self.logits(images, [])
-
-    def logits(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        return self.scale * images.mean(dim=(1, 2, 3))
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return [self.scale]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale.data}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale.data.copy_(state["scale"])
-
-
-def test_what_is_no_trainable_reward_is_told_why(tmp_path: Path) -> None:
-    check_trainable(Whole())
-    lacking = type("Lacking", (Whole,), {"state_dict": None})
-    with pytest.raises(ValueError, match="'Lacking' has logits.*but no state_dict"):
-        check_trainable(lacking())
-    with pytest.raises(ValueError, match="'loss' is 'wgan'|`loss` is 'wgan'"):
-        check_trainable(type("Odd", (Whole,), {"loss": "wgan"})())
-    with pytest.raises(ValueError, match="no parameters"):
-        check_trainable(type("Fixed", (Whole,), {"parameters": lambda self: []})())
-    with pytest.raises(ValueError, match="must not depend on other samples"):
-        check_trainable(type("Grouped", (Whole,), {"__call__": lambda self, images, group: images})())
+def test_what_is_no_trainable_reward_is_told_why(dino: str, tmp_path: Path) -> None:
+    grouped = type("Grouped", (DinoAdversary,), {"__call__": lambda self, images, group: images})
+    for kind, changes, words in (
+        (DinoAdversary, {"state_dict": None}, "'DinoAdversary' has logits.*but no state_dict"),
+        (DinoAdversary, {"loss": "wgan"}, "`loss` is 'wgan'"),
+        (DinoAdversary, {"parameters": list}, "no parameters"),
+        (grouped, {}, "must not depend on other samples"),
+    ):
+        reward = kind(dino, size=32, hidden=8)
+        vars(reward).update(changes)
+        with pytest.raises(ValueError, match=words):
+            check_trainable(reward)
     file = tmp_path / "own.py"
     file.write_text("class Own:\n    def __call__(self, images): ...\n    def logits(self, images, prompts): ...\n")
     names = [f"{file}:Own", "dino_adversary", "dino_layers_adversary", "pickscore_adversary"]

@@ -3,10 +3,7 @@
 import importlib.machinery
 import importlib.util
 import math
-import shutil
 import string
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -217,37 +214,3 @@ def test_case_and_spaces_are_read_where_they_count() -> None:
         scores[fold] = genrl_rewards.score(reward, images=picture.repeat(3, 1, 1, 1), prompts=prompts).values
     assert scores["case_space"] == [1, 1, 1] and scores["case"] == [1, 1, 0]
     assert scores["space"] == [1, 0, 1] and scores["none"] == [1, 0, 0]
-
-
-@pytest.mark.skipif(shutil.which("tesseract") is None, reason="the program tesseract is not installed")
-def test_tesseract_reads_words_and_gives_no_dense_score() -> None:
-    pytest.importorskip("pytesseract", reason="the extra is not installed: pip install 'genrl-diffusion[tesseract]'")
-    reward = genrl_rewards.load("ocr", {"engine": "tesseract"})
-    blank = Image.new("RGB", (128, 128), (200, 190, 180))
-    images = tensor(written("MOON", 128), written("bread", 128), blank)
-    scores = genrl_rewards.score(reward, images=images, prompts=['"moon"', '"light"', '"moon"'])
-    assert scores.values[0] == 1.0 and scores.values[1] < 0.5 and scores.values[2] == 0.0
-    assert set(scores.parts) == {"exact", "ned_max"}
-
-
-def test_paddleocr_gets_blue_first_and_its_unsure_lines_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine itself downloads models and does not run here; what is given to it and taken from it does."""
-    given: list[Any] = []
-
-    class PaddleOCR:
-        def __init__(self, **options: Any):
-            given.append(options)
-
-        def predict(self, image: np.ndarray) -> list[dict[str, Any]]:
-            given.append(image)
-            return [{"rec_texts": ["OPEN", "x"], "rec_scores": [0.9, 0.2]}]
-
-    module = types.ModuleType("paddleocr")
-    module.PaddleOCR = PaddleOCR  # type: ignore[attr-defined]
-    module.__spec__ = importlib.machinery.ModuleSpec("paddleocr", None)
-    monkeypatch.setitem(sys.modules, "paddleocr", module)
-    reward = genrl_rewards.load("ocr", {"engine": "paddleocr", "variant": "exact"})
-    red = torch.zeros(1, 3, 8, 8)
-    red[:, 0] = 1
-    assert genrl_rewards.score(reward, images=red, prompts=['"open"']).values == [1.0]
-    assert given[0]["device"] == "cpu" and given[1][0, 0].tolist() == [0, 0, 255]

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from genrl.runtime.show.compare.page import key_path
@@ -55,17 +53,6 @@ def test_counts_rates_and_categories(vote: Vote) -> None:
     found = read([vote("votes.json", choices)]).rewards
     shares = {label: (p.accuracy.value, p.accuracy.count, p.equal) for label, p in found.items() if p.accuracy}
     assert shares == {"good": (0.8, 10, 0), "bad": (pytest.approx(2 / 9), 9, 0), "equal": (0.5, 10, 10)}
-
-
-def test_several_judges(vote: Vote) -> None:
-    first = vote("first.json", {0: "b", 1: "b", 2: "b", 3: "a"}, "one")
-    second = vote("second.json", {0: "b", 1: "b", 2: "a", 4: "b"}, "two")
-    found = read([first, second])
-    assert found.judges == 2 and found.agreement is not None
-    assert (found.agreement.pairs, found.agreement.same) == (3, pytest.approx(2 / 3))
-    assert found.total.rate.count == 5
-    assert found.total.rate.value == pytest.approx((1 + 1 + 0.5 + 0 + 1) / 5)
-    assert (found.total.b, found.total.a) == (6, 2)
 
 
 def test_the_key_is_found_or_given(vote: Vote, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,19 +138,3 @@ def test_krippendorff_of_the_published_example() -> None:
     ]
     units = [[row[k] for row in rows if row[k] is not None] for k in range(12)]
     assert krippendorff_alpha(units) == pytest.approx(0.743, abs=5e-4)
-
-
-@given(units=st.lists(st.lists(st.sampled_from(["left", "right", "tie"]), min_size=0, max_size=4), max_size=30))
-def test_krippendorff_by_its_definition(units: list[list[str]]) -> None:
-    """1 - observed / expected disagreement, each as a mean over pairs of values."""
-    paired = [answers for answers in units if len(answers) > 1]
-    values = [answer for answers in paired for answer in answers]
-    n = len(values)
-    expected = sum(values[i] != values[j] for i in range(n) for j in range(n) if i != j) / max(1, n * (n - 1))
-    apart = [sum(one != other for one in answers for other in answers) / (len(answers) - 1) for answers in paired]
-    observed = sum(apart) / max(1, n)
-    found = krippendorff_alpha(units)
-    if expected == 0:
-        assert found is None
-    else:
-        assert found == pytest.approx(1 - observed / expected)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -231,18 +230,6 @@ def test_an_iteration_in_which_all_episodes_end_needs_no_value_of_what_follows(t
         assert row["critic/explained_variance"] == 1.0  # of one return
 
 
-def test_no_pass_is_larger_than_a_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", trainer={"micro_batch": 2})) as run:
-        acted, _ = run.act()
-        sizes: list[int] = []
-        inputs = run.policy.inputs
-        monkeypatch.setattr(
-            run.policy, "inputs", lambda rows, *a, **k: (sizes.append(len(rows)), inputs(rows, *a, **k))[1]
-        )
-        run.estimate(acted)
-        assert acted.walk is not None and len(acted.walk.following) > 2 and max(sizes) == 2
-
-
 def test_the_first_iterations_train_the_critic_alone(tmp_path: Path) -> None:
     config = agent_runs.config(tmp_path, "vl_dac", trainer={"critic": {"hidden": [8], "warmup": 1}}, iterations=2)
     before = Policy(str(agent_runs.MODEL)).parameters
@@ -277,23 +264,3 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["scores"]["eval/success_mean"] in (0, 0.5, 1)
     assert (films / "episode-00.png").is_file()
     assert CliRunner().invoke(app, ["eval", str(run), "--num-prompts", "2"]).exit_code == 2
-
-
-class TestRefused:
-    def test_what_does_not_go_together(self, tmp_path: Path) -> None:
-        for changes, text in (
-            ({"task": {"name": "shapes"}}, "questions, or an environment"),
-            ({"rewards": [{"name": "exact"}]}, "an environment has a reward of its own"),
-            ({"trainer": {"preset": "grpo", "critic": {}}}, "grpo has no critic"),
-            ({"environment": None, "task": {"name": "shapes"}, "rewards": [{"name": "exact"}]}, "learns from episodes"),
-            ({"trainer": {"preset": "vppo"}}, "reads what only questions have"),
-            ({"trainer": {"regularisers": []}}, "a critic's advantage and its loss go together"),
-        ):
-            tree: dict[str, Any] = {"vlm": {"path": str(agent_runs.MODEL)}, "output": str(tmp_path / "run")}
-            tree |= {"environment": {"name": "grid"}, "trainer": {"preset": "vl_dac"}}
-            for name, change in changes.items():
-                tree[name] = {**tree.get(name, {}), **change} if isinstance(change, dict) else change
-            (tmp_path / "a.yaml").write_text(yaml.safe_dump({k: v for k, v in tree.items() if v is not None}))
-            found = CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")])
-            assert found.exit_code != 0
-            assert text in " ".join(found.output.replace("│", " ").split()) + str(found.exception)
