@@ -66,7 +66,7 @@ PLAN: tuple[Check, ...] = (
     Check("flux", "an iteration of FLUX.1-dev at full size", 60),
     *(Check(f"ratio:{name}", "ratio of the first update by precision, attention, kernels", 45)
       for name in ("qwen_image", "wan21_1_3b", "sd15")),
-    Check("attention", "which attention kernels are right, backward too; of carried packages as well", 45),
+    Check("attention", "which attention kernels are right, backward too", 45),
     Check("kernel:prefix_attention", "against repeating the prefix by compiled and library kernels", 45),
     Check("language", "answers per second and an update of Qwen2.5-VL-3B, by choice", 60),
     Check("runs", "quickstart, language model and policy for a few iterations", 60),

@@ -1,6 +1,6 @@
 """One of torch's attention kernels through shapes and layouts that models make, forward and backward, on this device.
 
-    python -m benchmarks.gpu_attention auto|math|efficient|flash|cudnn|flash2|flash3|xformers
+    python -m benchmarks.gpu_attention auto|math|efficient|flash|cudnn
 
 A line of JSON per case: the largest errors of output and gradients against float64, over those of the exact kernel
 (math) in bfloat16. The gradient that comes in has the layout it has in the model: FLUX.1's single blocks put what
@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
-from genrl.kernels.blocks import OF_TORCH, joint_attention
-from genrl.kernels.machine import PACKAGES
+from genrl.kernels.blocks import OF_TORCH
 
 
 class Shape(NamedTuple):
@@ -54,11 +53,8 @@ def ran(
 ) -> list[Tensor]:
     """Output and gradients, of [B, S, H, D] as a model has them."""
     with nullcontext() if name not in OF_TORCH else sdpa_kernel(OF_TORCH[name]):
-        if name in PACKAGES:
-            out = joint_attention(*leaves, mask=mask, backend=name).flatten(2)  # type: ignore[arg-type]
-        else:
-            q, k, v = (t.transpose(1, 2) for t in leaves)
-            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        q, k, v = (t.transpose(1, 2) for t in leaves)
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
         joined = torch.cat([out, beside], 2) if case.beside else out
         return [out, *torch.autograd.grad(joined, leaves, grad)]
 

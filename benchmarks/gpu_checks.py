@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import gc
 import hashlib
-import importlib.util
 import json
 import os
 import statistics
@@ -38,7 +37,6 @@ from genrl.config import RunConfig, load
 from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.memory_estimate import memory
 from genrl.diffusion.config.schema import Config
-from genrl.kernels.machine import PACKAGES
 from genrl.runtime.folder.run import read_metrics, write_atomic
 from genrl.runtime.loop.frame import train
 from genrl.runtime.weights.devices import without_cudnn_attention
@@ -375,11 +373,9 @@ def kernel(found: Found, dry: bool, name: str) -> None:
 
 
 def attention(found: Found, dry: bool) -> None:
-    """Which attention kernels, torch's and those of packages that are there, go forward and backward through what
-    models make of them, and how exactly: each in a process of its own, since one that reads what is not its own ends
-    all use of the card."""
-    carried = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
-    names = ("auto", "math", "flash") if dry else (*ATTENTION, *carried)
+    """Which of torch's attention kernels go forward and backward through what models make of them, and how exactly:
+    each in a process of its own, since one that reads what is not its own ends all use of the card."""
+    names = ("auto", "math", "flash") if dry else ATTENTION
     command = [sys.executable, "-m", "benchmarks.gpu_attention"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     for name, process in [(name, subprocess.Popen([*command, name], **pipes)) for name in names]:  # type: ignore[call-overload]

@@ -26,7 +26,7 @@ from torch import nn
 
 from benchmarks.full_size import MODELS, Published
 from genrl.vlm.config.memory_estimate import PUBLISHED
-from genrl.vlm.policies.sizes import sizes
+from genrl.vlm.policies.loading import sizes
 from tests.vla import openvla_folders
 from tests.vla.published import PI_REAL, SMOL_REAL, pi_shapes, smol_shapes
 

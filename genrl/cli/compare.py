@@ -93,10 +93,7 @@ def compare(
     """
     if read:
         refuse({"A": a, "--prompts": prompts, "--model": model, "--reward": reward}, "--read")
-        from genrl.runtime.show.compare.votes import read as read_votes
-
-        reading = read_votes(read, key)
-        return typer.echo(json.dumps(asdict(reading), indent=1)) if as_json else _print(reading)
+        return _tell_votes(read, key, as_json=as_json)
     refuse({"--key": key, "--json": as_json}, "making a page: it reads votes, with --read")
     if a is None or b is None:
         raise typer.BadParameter("give two models, A and B, or --read votes.json", param_hint="A B")
@@ -221,6 +218,14 @@ def _scorers(first: Side, second: Side, asked: Asked) -> Iterator[Scorers]:
             loaded += rewards
             if run is not None and new:
                 yield rewards_of_run(run.model_copy(update={"rewards": new}), Path(name))
+
+
+def _tell_votes(files: Sequence[Path], key: Path | None, *, as_json: bool) -> None:
+    """Print what the votes in these files say, as JSON or in tables."""
+    from genrl.runtime.show.compare.votes import read
+
+    reading = read(files, key)
+    return typer.echo(json.dumps(asdict(reading), indent=1)) if as_json else _print(reading)
 
 
 def _print(reading: Reading) -> None:

@@ -26,8 +26,6 @@ OPTIONAL = {
     "onnxruntime": "reward ocr",
     "bitsandbytes": "model.quantize: nf4",
     "torchao": "model.quantize: int8, fp8; optimizer.name: adamw_8bit",
-    "xformers": "kernels.attention: xformers",
-    "flash-attn": "kernels.attention: flash2",
     "open_clip_torch": "reward hpsv2, CLIP in open_clip's format",
     "triton": "kernels.compile, kernels.fused",
     "math-verify": "reward math",

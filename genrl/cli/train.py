@@ -146,6 +146,7 @@ def _remark(text: str) -> None:
 def _launch(file: Path, overrides: list[str] | None, run: Path | None, nproc: int) -> None:
     """Be the launcher of the processes that train."""
     arguments = ["train", str(file), *(overrides or ()), *(("--resume", str(run)) if run else ())]
+    # Each would otherwise start as many threads as there are cores.
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **os.environ}
     # `-m` would search the current folder first, where a user's datasets.py or tests.py may lie
     environment["PYTHONSAFEPATH"] = "1"
@@ -212,6 +213,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], grace_s: float) -> int:
             return failed or max(ended)
         if failed and until == float("inf"):
             until = time.monotonic() + grace_s
+        # `launch` kills those that are left.
         if time.monotonic() > until:
             return failed
         time.sleep(0.05)

@@ -89,7 +89,7 @@ def sizes_of(config: VLMConfig, *, ask: bool = False) -> Sizes | None:
         if known := published(config.vlm.path):
             return known
         if ask:
-            from genrl.vlm.policies.sizes import sizes
+            from genrl.vlm.policies.loading import sizes
 
             with TemporaryDirectory() as place:
                 return sizes(_described(config.vlm.path, Path(place)))

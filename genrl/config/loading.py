@@ -164,6 +164,7 @@ def _merge(base: _Tree, new: dict[str, Any], tree: _Tree, at: KeyPath) -> None:
             base.origins[path] = tree.origins[path]
             _merge(base, value, tree, path)
             continue
+        # What is replaced has no place any more: messages would send people to lines that mean nothing.
         for old in [old for old in base.origins if old[: len(path)] == path]:
             del base.origins[old]
         target[key] = value
@@ -211,6 +212,7 @@ def _override(tree: _Tree, text: str) -> Problem | None:
         if last:
             node[step] = value
         elif isinstance(node, dict) and node.get(key) is None:
+            # A section that was null or missing begins empty; validation says what else it needs.
             node[step] = {}
         node = node[step]
         tree.origins[path] = origin

@@ -77,6 +77,7 @@ def _of_lines(file: Path, prompt: str | None) -> Iterator[Row | str]:
     with file.open("rb") as stream:
         for number, line in enumerate(lines_of(stream), start=1):
             try:
+                # A byte order mark, with which editors on Windows begin a file.
                 if text := line_text(line.removeprefix(b"\xef\xbb\xbf")):
                     yield _of_line(json_object(text), folder, prompt)
             except (ValueError, RowError) as error:

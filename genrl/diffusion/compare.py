@@ -169,6 +169,7 @@ def compare(
     seeds = range(seed, seed + len(repeated))
     begin(2 * len(repeated))
     with TemporaryDirectory(prefix="genrl-compare-") as folder:
+        # One model's samples wait on disk until those of the other are there: both need not fit into memory together.
         for k, (sample, rate) in enumerate(_made(first, repeated, seeds)):
             if k == 0:
                 check_size(encode(sample, fps=fps, rate=rate), len(repeated), beside=page.beside)

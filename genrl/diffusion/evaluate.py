@@ -8,8 +8,9 @@ beside those that the pipeline is given, with their scores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from genrl.diffusion.rollout.scoring import Scored, Scorers, score
 from genrl.mdp.noise import turns
 from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run
+from genrl.runtime.loop.running import TrainingRun
 from genrl.runtime.show import pictures
 from genrl.runtime.show.sheet import SHOWN as ON_SHEET
 from genrl.runtime.show.sheet import ContactSheet, Look, score_text
@@ -113,13 +115,13 @@ def evaluate(
     total = compose.evaluate(scored.values, scorers.components)
     numbers = spread(num_pictures, len(prompts))
     pictures = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in numbers]
+    # Bytes in between: a quarter of the traffic, and what a PNG holds.
     gathered = dict(gather_object([(r, to_bytes(image)) for r, image in pictures]))
     drawn_texts = [p.text for p in prompts] if texts is None else list(texts)
     _, small, frequencies = zip(*sorted(gather_object(statistics), key=itemgetter(0)), strict=True)
     thumbnails = torch.stack(small)
     figures = look_figures(thumbnails, torch.tensor(frequencies), groups)
     return Evaluated(
-        # Bytes in between: a quarter of the traffic, and what a PNG holds.
         scored,
         total,
         drawn_texts,
@@ -260,6 +262,45 @@ def moved_from(seen: Tensor, before: Tensor) -> float:
     return float((seen.float() / 255 - before.float() / 255).square().mean().sqrt())
 
 
+class HeldOut:
+    """What a run measures on its held-out prompts."""
+
+    def __init__(self, run: TrainingRun[Config], prompts: Sequence[Prompt], scorers: Scorers, worker: Worker) -> None:
+        self.run, self.prompts, self.scorers, self.worker = run, prompts, scorers, worker
+        self.before = Before()
+        """What was shown before training."""
+        self.rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
+        """Where prompts are rewritten: their new texts. Both are rendered."""
+
+    def evaluated(self, iteration: int) -> dict[str, float]:
+        """Metrics of the prompts, from fixed noise; empty without prompts."""
+        run, prompts = self.run, self.prompts
+        if not prompts:
+            return {}
+        run.loop.phase("evaluating", len(prompts) * (1 if self.rewrite is None else 2))
+        # Evaluations are due at other times after a resume with another `every`; the counts of training are not to
+        # depend on it.
+        with run.policy.uncounted():
+            held_out = partial(evaluate_held_out, run.config, run.policy, prompts, self.scorers, self.worker)
+            judged = held_out()
+            rewritten = None if self.rewrite is None else held_out(texts=self.rewrite(prompts))
+        metrics, inputs = judged.metrics, run.config.sampling.inputs
+        run.note_sheet(lambda: of_evaluated(self.scorers, judged, prompts, inputs))
+        if iteration == 0:
+            self.before.thumbnails = judged.thumbnails
+        if len(self.before.thumbnails):  # a run that was begun without has none to compare with
+            metrics["eval/moved"] = moved_from(judged.thumbnails, self.before.thumbnails)
+        if rewritten is not None:
+            figures = {key: value for key, value in rewritten.metrics.items() if key not in rewritten.looks}
+            metrics |= {f"eval_rewritten/{key.removeprefix('eval/')}": value for key, value in figures.items()}
+        if run.is_main:
+            samples, log = run.process.run.samples, run.process.log
+            show(judged, samples, log, iteration)
+            if rewritten is not None:
+                show(rewritten, samples / "rewritten", log, iteration, name="samples/rewritten")
+        return metrics
+
+
 def look(
     scorers: Scorers, scored: Scored, slot: int, row: Prompt, text: str, image: Tensor, inputs: Mapping[str, Any]
 ) -> Look:
@@ -281,6 +322,7 @@ def of_rollouts(scorers: Scorers, rollouts: Rollouts, rows: Sequence[Prompt]) ->
     slots = {
         slot: (micro_batch, k) for micro_batch in rollouts.mine.values() for k, slot in enumerate(micro_batch.slots)
     }
+    # Backwards, so that the first sample of a group is the one that stays.
     first = {int(rollouts.group[slot]): slot for slot in sorted(slots, reverse=True)}
     looks = []
     for group, slot in sorted(first.items())[:ON_SHEET]:

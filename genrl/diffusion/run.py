@@ -9,7 +9,7 @@ import inspect
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -18,23 +18,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
 
 from genrl.config.method import is_built_in
 from genrl.data.prompts import Prompt
 from genrl.diffusion.before import settle, sizes
 from genrl.diffusion.config.combinations import waiting
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.evaluate import (
-    Before,
-    draw_best_and_worst,
-    drawn_now,
-    evaluate_held_out,
-    moved_from,
-    of_evaluated,
-    of_rollouts,
-    show,
-)
+from genrl.diffusion.evaluate import HeldOut, draw_best_and_worst, drawn_now, of_rollouts
 from genrl.diffusion.files.export import accompany, export, probe_of, save_lora, write_card
 from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
@@ -95,14 +85,12 @@ class DiffusionRun(TrainingRun[Config]):
         )  # fmt: skip
         self.prompts, self.eval_prompts, self.scorers = prompts, eval_prompts, scorers
         self.far, self.ahead = far, ahead
-        self.before = Before()
-        """What evaluation showed before training."""
+        self.worker = Worker.of(process, self.loop, self.advance_together)
+        self.held_out = HeldOut(self, eval_prompts, scorers, self.worker)
         self.rollouts: Rollouts | None = None
         """Samples of the running iteration."""
         self.replays = False
         """Whether it was seen in this process that training replays what sampling did."""
-        self.rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
-        """Where prompts are rewritten: their new texts. Evaluation renders both."""
         self._train_started, self._calls, self._sample_calls = 0.0, 0, 0
 
     @property
@@ -114,7 +102,7 @@ class DiffusionRun(TrainingRun[Config]):
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
         super().begin(found)
         if self.eval_prompts and self.config.evaluation.every:
-            self.loop.keep("before", self.before, changes=False)
+            self.loop.keep("before", self.held_out.before, changes=False)
         settle(self, self.prompts)
         if slower := waiting(self.config, self.process.replicas):
             self.process.progress.say(slower)
@@ -174,7 +162,8 @@ class DiffusionRun(TrainingRun[Config]):
         if self.far is not None:
             with drawing():
                 order = self.far.order(draw, self.weights.named, worker)
-            finishing = self._unpacked(self.far.drawn(order, jobs, worker, self._count))
+            packed = self.far.drawn(order, jobs, worker, self._count)
+            finishing: Finishing = ((position, unpacked(finished, self.policy.device)) for position, finished in packed)
         else:
             beat, size = partial(self.loop.advance_or_leave, 0), config.sampling.batch_size
             finishing = drawn_here(jobs, self.policy, draw, worker, size, under=drawing, beat=beat)
@@ -191,28 +180,9 @@ class DiffusionRun(TrainingRun[Config]):
                 order = self.far.order(draws(iteration), self.versions.of(iteration), self.worker)
                 self.ahead.begin(self.config, sheet_of(iteration), order, self.worker)
 
-    def _unpacked(self, finishing: Finishing) -> Finishing:
-        """Micro-batches with what was on the device of a worker on this process's."""
-        return ((position, unpacked(finished, self.policy.device)) for position, finished in finishing)
-
     def _count(self, calls: int) -> None:
         """Model calls that were made elsewhere."""
         self.policy.model_calls += calls
-
-    @property
-    def worker(self) -> Worker:
-        """This process, as sampling and evaluating know it."""
-        loop, process = self.loop, self.process
-        return Worker(
-            process.replica,
-            process.replicas,
-            process.member,
-            process.context,
-            self.advance_together,
-            loop.alive,
-            loop.timed,
-            loop.fitting,
-        )
 
     def advance_together(self, images: int) -> None:
         """Images done in sampling or evaluating; all processes call it alike, and agree here on an asked-for end."""
@@ -235,12 +205,6 @@ class DiffusionRun(TrainingRun[Config]):
             check_on_policy(self, rollouts, clip=getattr(trainer, "clip_range", 1.0))
         self.loop.optimization.loss_scale = loss_scale(self.config, rollouts)
         return rollouts
-
-    def gather(self, mine: Sequence[tuple[int, list[int], Tensor]], table: Tensor) -> Tensor:
-        """`table` [T, N] filled in with (step, slots, values [B]) of all processes; the same in all of them."""
-        for i, slots, values in gather_object([(i, slots, values.detach().cpu()) for i, slots, values in mine]):
-            table[i, slots] = values.to(table.dtype)
-        return table
 
     def start_training(self, passes: int) -> None:
         """The learning half of the iteration begins; this process will go backward so many times."""
@@ -275,38 +239,8 @@ class DiffusionRun(TrainingRun[Config]):
         loop.finish(row)
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """Held-out prompts from fixed noise, as `Trained` asks; empty without such prompts."""
-        if not self.eval_prompts:
-            return {}
-        self.loop.phase("evaluating", len(self.eval_prompts) * (1 if self.rewrite is None else 2))
-        # Evaluations are due at other times after a resume with another `every`; the counts of training are not to
-        # depend on it.
-        with self.policy.uncounted():
-            held_out = partial(
-                evaluate_held_out, self.config, self.policy, self.eval_prompts, self.scorers, self.worker
-            )
-            judged = held_out()
-            rewritten = None if self.rewrite is None else held_out(texts=self.rewrite(self.eval_prompts))
-        metrics = judged.metrics
-        inputs = self.config.sampling.inputs
-        self.note_sheet(lambda: of_evaluated(self.scorers, judged, self.eval_prompts, inputs))
-        if iteration == 0:
-            self.before.thumbnails = judged.thumbnails
-        if len(self.before.thumbnails):  # a run that was begun without has none to compare with
-            metrics["eval/moved"] = moved_from(judged.thumbnails, self.before.thumbnails)
-        if rewritten is not None:
-            figures = {
-                key.removeprefix("eval/"): figure
-                for key, figure in rewritten.metrics.items()
-                if key not in rewritten.looks
-            }
-            metrics |= {f"eval_rewritten/{key}": value for key, value in figures.items()}
-        if self.is_main:
-            samples, log = self.process.run.samples, self.process.log
-            show(judged, samples, log, iteration)
-            if rewritten is not None:
-                show(rewritten, samples / "rewritten", log, iteration, name="samples/rewritten")
-        return metrics
+        """Held-out prompts from fixed noise, as `Trained` asks."""
+        return self.held_out.evaluated(iteration)
 
     def look(self) -> ContactSheet:
         """Training prompts, drawn and scored."""

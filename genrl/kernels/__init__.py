@@ -3,6 +3,6 @@
 | module | defines | computed by |
 | --- | --- | --- |
 | `blocks` | norms, rotations, gates and modulations of a block | torch.compile of the definitions |
-| `blocks` | attention by a chosen library | SDPA, FlashAttention-2/3, xformers |
+| `blocks` | attention by a chosen kernel | SDPA |
 | `prefix_attention` | rows that continue shared prefixes, kept once | masked SDPA, FlexAttention |
 """

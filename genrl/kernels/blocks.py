@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from genrl.kernels.machine import PACKAGES, AttentionBackend, attention_problem, usable
+from genrl.kernels.machine import AttentionBackend, attention_problem, usable
 
 GRAPHS = 64
 """Shapes of one function: two streams, whole and last micro-batches, training and evaluation, both passes."""
@@ -151,11 +151,8 @@ def joint_attention(
             f"attention back-end {backend}: {problem}; that can run here: {', '.join(usable(query, mask))} "
             "(kernels.attention)"
         )
-    if backend in PACKAGES:
-        output: Tensor = _library(backend)(query, key, value, mask)
-        return output
     with nullcontext() if backend == "auto" else sdpa_kernel(OF_TORCH[backend]):
-        # torch has heads before tokens; the packages have them as they come.
+        # torch has heads before tokens
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
     return _Contiguous.apply(out) if backend == "cudnn" else out  # type: ignore[no-untyped-call]
@@ -174,30 +171,3 @@ class _Contiguous(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """grad in the shape of x."""
         return grad.contiguous()
-
-
-@functools.cache
-def _library(backend: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]:
-    """The call of a package, each by its own conventions."""
-    if backend == "flash2":
-        from flash_attn import flash_attn_func
-
-        return lambda q, k, v, mask: flash_attn_func(q, k, v)
-    if backend == "flash3":
-        from flash_attn_interface import flash_attn_func as flash3
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-            output = flash3(q, k, v)
-            return output[0] if isinstance(output, tuple) else output  # with the log-sum-exp, in its first releases
-
-        return attend
-    from xformers.ops import memory_efficient_attention
-
-    def efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-        if mask is None:
-            return memory_efficient_attention(q, k, v)
-        keys = k.shape[1]  # rows of a bias begin at multiples of 8
-        bias = q.new_zeros(len(q), q.shape[2], q.shape[1], -(-keys // 8) * 8)[..., :keys]
-        return memory_efficient_attention(q, k, v, attn_bias=bias.masked_fill_(~mask, float("-inf")))
-
-    return efficient

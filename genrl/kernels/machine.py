@@ -9,13 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-AttentionBackend = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
-"""auto: torch chooses, in a run not cudnn; math, efficient, cudnn, flash: that kernel of torch; flash2, flash3,
-xformers: packages flash-attn, flash-attn 3 (flash_attn_interface), xformers."""
-
-PACKAGES = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers"}
-WITHOUT_MASK = ("flash", "flash2", "flash3")
-HALF_ONLY = ("cudnn", "flash2", "flash3")
+AttentionBackend = Literal["auto", "math", "efficient", "cudnn", "flash"]
+"""auto: torch chooses, in a run not cudnn; the others: that kernel of torch."""
 
 
 def compile_problem(device: torch.device) -> str | None:
@@ -33,14 +28,11 @@ def attention_problem(backend: AttentionBackend, device: torch.device, dtype: to
         raise ValueError(f"attention back-end must be one of {', '.join(get_args(AttentionBackend))}, not {backend!r}")
     if backend in ("auto", "math"):
         return None
-    package = PACKAGES.get(backend)
-    if package is not None and importlib.util.find_spec(package) is None:
-        return f"its package {package} is not installed"
     if device.type != "cuda" and not (backend == "flash" and device.type == "cpu"):
         return f"it needs a GPU and the tensors are on {device.type}"
-    if backend in HALF_ONLY and dtype not in (torch.bfloat16, torch.float16):
+    if backend == "cudnn" and dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')} (see model.dtype)"
-    if masked and backend in WITHOUT_MASK:
+    if masked and backend == "flash":
         return "it takes no mask, and this model pads its texts"
     return None
 

@@ -202,6 +202,7 @@ def draw_tokens(log_prob: Tensor, noise: Tensor) -> Tensor:
 
     log_prob [..., K] is normalised, noise standard normal [...]: it alone decides, so that a draw can be made again.
     """
+    # In float64, and below by the last sum: rounding must not put a share beyond the last token.
     cumulative = log_prob.double().exp().cumsum(-1)
     share = torch.special.ndtr(noise.double()).clamp(min=torch.finfo(torch.float64).tiny)  # 0 is of no token
     return torch.searchsorted(cumulative, share[..., None] * cumulative[..., -1:])[..., 0]

@@ -145,6 +145,7 @@ def from_parents(parent: Sequence[int] | Tensor) -> Tree:
     for level in levels[1:]:
         inside = slice(level.start, level.stop)
         mother = parents[inside]
+        # Below a mother the leaves of earlier sisters come first.
         first_leaf[inside] = first_leaf[mother] + before[inside] - before[first_child[mother]]
     return Tree(parents, depth, first_child, num_children, first_leaf, num_leaves)
 

@@ -137,6 +137,7 @@ def with_virtual_reward(
 
     A group that is all wrong gets a common negative advantage instead of 0. Sample std.
     """
+    # Not of groups without a score, which would be made of virtual samples alone.
     slots = torch.unique(group[~rewards.isnan()]).repeat_interleave(count)
     extended = torch.cat([rewards, rewards.new_full((len(slots),), best)])
     advantage = group_advantages(extended, torch.cat([group, slots]), scale="group", eps=eps, ddof=1)
@@ -159,6 +160,7 @@ def normalise_then_sum(
         total += weight * group_advantages(part, group, scale="group", eps=eps, ddof=1)
     if not rewhiten:
         return total
+    # Not the 0 of an empty sum, which would count in mean and std of the batch.
     total[components.isnan().all(dim=1)] = torch.nan
     return batch_normalised(total, eps=eps)
 
@@ -224,6 +226,7 @@ def smoothed_advantages(
         before, mean, std = after.get(prompt, (0, 0.0, 0.0))
         visit = before + 1
         new_mean = float(scores.mean())
+        # Exactly 0 for equal scores: what rounding leaves would be divided by.
         new_variance = float(scores.var()) if len(scores) > 1 and bool((scores != scores[0]).any()) else 0.0
         # The variance of all visits from two variances and the distance of their means (Chan's update).
         variance = (before * std**2 + new_variance + before / visit * (new_mean - mean) ** 2) / visit
@@ -257,6 +260,7 @@ def whitened(values: Tensor, mask: Tensor, *, eps: float = 1e-8, ddof: int = 1) 
     chosen = masked(values.detach().double(), mask)
     count = valid.sum().clamp(min=1)
     centred = masked(chosen - chosen.sum() / count, mask)
+    # eps may be 0: equal values less their rounded mean would be divided by that rounding.
     if not bool(valid.any()) or bool((chosen[valid] == chosen[valid][0]).all()):
         return torch.zeros_like(centred)
     return centred / ((centred**2).sum() / (count - ddof) + eps).sqrt()
@@ -281,6 +285,22 @@ def score_uncertainty(scores: Tensor, group: Tensor, *, low: float = 1.0, high: 
     squares = torch.where(values.isnan(), 0.0, (values - mean[index]) ** 2)
     variance = total.index_add(0, index, squares) / count.clamp(min=1)
     return (variance / (0.25 * (high - low) ** 2 + 1e-8)).clamp(0.0, 1.0)[index]
+
+
+def wide_groups(
+    rewards: Tensor, group: Tensor, average: float | None, *, share: float, decay: float
+) -> tuple[Tensor, float]:
+    """Which rows, bool [N], are of groups whose rewards [N] (NaN = none) have a deviation of `share` times its moving
+    average over iterations, or more; and that average, which begins as the first mean: RLPR (arXiv 2506.18254).
+    """
+    index, count = _scored_counts(rewards, group)
+    total, values = torch.zeros_like(count), rewards.detach().double()
+    mean = total.index_add(0, index, values.nan_to_num(nan=0.0)) / count.clamp(min=1)
+    squares = torch.where(values.isnan(), 0.0, (values - mean[index]) ** 2)
+    deviation = (total.index_add(0, index, squares) / count.clamp(min=1)).sqrt()
+    now = float(deviation[count > 0].mean()) if bool((count > 0).any()) else 0.0
+    average = now if average is None else decay * average + (1 - decay) * now
+    return (deviation >= share * average)[index], average
 
 
 def trajectory_weight(dependency: Tensor, mask: Tensor, *, minimum: float = 0.9) -> Tensor:

@@ -81,6 +81,7 @@ def clipped_value_loss(value: Tensor, old_value: Tensor, returns: Tensor, *, cli
     """`max((V - R)^2, (V_old + clip(V - V_old, -+clip) - R)^2)`, elementwise: PPO's value loss; VL-DAC takes half."""
     old, target = old_value.detach(), returns.detach()
     near = old + (value - old).clamp(-clip, clip)
+    # The larger of the two: to leave the neighbourhood of the old value is never cheaper than to stay.
     return torch.maximum((value - target) ** 2, (near - target) ** 2)
 
 

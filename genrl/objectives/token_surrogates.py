@@ -49,6 +49,7 @@ def clip_surrogate(
     if cap is not None:
         if bool((torch.as_tensor(high) + 1.0 >= cap).any()):
             raise ValueError(f"cap must be above 1 + high, got cap {cap} and high {high}")
+        # In the log, before the exponential can overflow.
         difference = difference.clamp(max=math.log(cap))
     return _clipped(difference, per_token(advantage, mask), low, high, dual=dual, drop_above=drop_above)
 
@@ -330,6 +331,7 @@ def classification_loss(score: Tensor, positive: Tensor, group: Tensor, *, tau: 
         if len(good) and len(bad):
             parts = torch.cat([anchor, -good / tau]).logsumexp(0) + torch.cat([anchor, bad / tau]).logsumexp(0)
         else:
+            # Not a plain 0: where no group has both classes, the loss must still have a graph to go back through.
             parts = 0.0 * score[members].sum()
         losses.append(parts)
     return torch.stack(losses)
@@ -360,6 +362,7 @@ def right_answer_loss(
         weight = None
         if balanced:
             same = torch.where(target > 0, target.sum(), number - target.sum())
+            # A group of one class has nothing to balance; the formula would halve its loss.
             weight = number / (2.0 * same) if bool(0 < target.sum() < number) else torch.ones_like(target)
         row_losses = F.binary_cross_entropy_with_logits(logit, target, weight=weight, reduction="none")
         losses = losses.index_put((members,), row_losses)

@@ -28,6 +28,7 @@ SUITS = ((20, 20, 24), (200, 30, 40))  # of black and of red ink
 LAST = 5  # the largest number on the line
 HEIGHT, WIDTH, CARD = 96, 240, (44, 64)  # pixels
 PAPER, TABLE, INK = (250, 250, 246), (38, 110, 74), (20, 20, 24)
+# On fractions: 8 / (3 - 8 / 3) is 24, but not in floats.
 OPERATORS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add,
     "-": operator.sub,

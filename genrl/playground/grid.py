@@ -129,6 +129,7 @@ class Grid(gymnasium.Env[NDArray[np.uint8], Any]):
     def view(self) -> NDArray[np.int64]:
         """Kinds of the 7 x 7 cells that the agent sees."""
         (row, column), facing = self.pose
+        # Wide enough that the view stays inside of it wherever the agent stands and looks.
         around = np.pad(self._cells(), VIEW, constant_values=WALL)
         far, top, left = VIEW - 1, VIEW + 1 + row, VIEW + 1 + column  # how far it sees; its place in `around`
         square = around[top - far : top + far + 1, left - far : left + far + 1]

@@ -16,7 +16,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.mdp.noise import generator
-from genrl.objectives.episodes import normalise_advantages
 from genrl.runtime.folder.run import read_metrics
 from genrl.runtime.loop.frame import halvings, say_result
 from genrl.runtime.loop.process import Process
@@ -176,16 +175,6 @@ class VLARun(TrainingRun[VLAConfig]):
         policy: Any = self.policy
         ours, other = policy.encoder.state_dict(), self.frozen.encoder.state_dict()
         return all(torch.equal(value, other[name].to(value)) for name, value in ours.items())
-
-    def normalised(self, advantages: Tensor, kept: Tensor) -> Tensor:
-        """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
-        every = torch.cat(gather_object([advantages[kept].double()]))
-        if len(every) == 0:
-            return torch.zeros_like(advantages)
-        # The kept ones of all processes give mean and spread; this process's own, appended, are scaled by them.
-        pooled = torch.cat([every, advantages.double().flatten()])
-        valid = torch.arange(len(pooled)) < len(every)
-        return normalise_advantages(pooled, valid, eps=1e-5)[len(every) :].view(advantages.shape)
 
     def finish(self, rollout: ChunkRollout, figures: Mapping[str, float]) -> None:
         """End of an iteration: what the episodes were like, the figures of its updates, evaluation, checkpoint."""

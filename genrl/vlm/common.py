@@ -20,7 +20,7 @@ from genrl.runtime.loop.running import Groups, TrainingRun
 from genrl.runtime.weights.sharding import in_step
 from genrl.runtime.weights.weights import Weights
 from genrl.vlm.config.schema import VLMConfig
-from genrl.vlm.engines.generation import weights_changed
+from genrl.vlm.engines.generation import answering, weights_changed
 from genrl.vlm.engines.vllm import use_vllm
 from genrl.vlm.methods.policy_loss import Estimate, estimate
 from genrl.vlm.methods.updates import Update, batch_of_all, ours, updates_of
@@ -126,12 +126,13 @@ class VLMRun(TrainingRun[VLMConfig]):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """`TrainingRun.drawing`; what the policy computed by other weights is forgotten."""
+        """`TrainingRun.drawing` and `answering`; what the policy computed by other weights is forgotten."""
         with super().drawing():
             # Prefixes that were computed with the present weights say nothing of older ones.
             if self.age:
                 weights_changed(self.policy)
-            yield
+            with answering(self.policy):
+                yield
         if self.age:
             weights_changed(self.policy)
 

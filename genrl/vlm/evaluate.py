@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -13,24 +14,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from genrl.config import load
+from genrl.config.method import module_of
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.loop.process import Process
+from genrl.runtime.loop.running import of_all
 from genrl.runtime.show.compare.page import Media, Page, Pair, as_wav, check_pairs, check_size, encode
 from genrl.runtime.show.compare.statistics import wilson
 from genrl.runtime.show.pictures import save_samples
 from genrl.runtime.show.sheet import SHOWN, ContactSheet, Look, score_text
 from genrl.runtime.weights.devices import default_device
-from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.common import VLMRun
+from genrl.vlm.config.schema import VLMConfig, columns_of
+from genrl.vlm.engines.generation import answering
 from genrl.vlm.policies.contract import Sampled, SequencePolicy
-from genrl.vlm.policies.folder import load_trained, open_policy
+from genrl.vlm.policies.folder import gathered, load_trained, open_policy
 from genrl.vlm.policies.pictures import black, with_pictures
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import open_image, without_clips
-from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.rollout import check_failed, failures_of, open_rewards, sample, score, text_of
+from genrl.vlm.rollout.data import Questions, held_out_loss
+from genrl.vlm.rollout.rollout import check_failed, failures_of, is_right, open_rewards, sample, score, text_of
 from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward
 from genrl_rewards.failures import Failure
@@ -126,9 +132,8 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
     RewardFailed as `rollout.check_failed`.
     """
     check_failed(config, found.failures, len(found.names))
-    first = np.array(found.scores[config.reward_labels[0]])
-    # 1e-9: rewards are sums of floats, and NaN compares as false, which is meant.
-    right = int((first >= config.evaluation.right_at - 1e-9).sum())
+    first = torch.tensor(found.scores[config.reward_labels[0]], dtype=torch.float64)
+    right = int(is_right(config, first).sum())
     low, high = wilson(right, len(first))
     row: dict[str, Any] = {
         "eval/accuracy_mean": right / len(first),
@@ -184,6 +189,90 @@ def save_answers(process: Process, found: Judged, shown: Shown, iteration: int) 
     write_atomic(samples / f"step-{iteration:06d}.jsonl", "\n".join(lines) + "\n")
     rows = list(zip(found.names, found.texts, *found.scores.values(), strict=True))
     process.log.log_table(iteration, "samples/answers", ["question", "answer", *found.scores], rows)
+
+
+class HeldOut:
+    """What a run measures on its held-out questions. alone: a context in which nothing else is drawn."""
+
+    def __init__(
+        self, run: VLMRun, opened: Mapping[str, Reward], alone: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.run, self.opened, self.alone = run, opened, alone
+        self.questions: Questions | None = None
+        """Read when they are first needed."""
+        self.shown = Shown()
+        """What the last evaluation made that is no text."""
+
+    def evaluated(self, iteration: int) -> dict[str, float]:
+        """The most probable answers; at the ends of the run with black pictures, too."""
+        config: VLMConfig = self.run.loop.config
+        row = self._target_loss(config, iteration)
+        if config.rewards:
+            row |= self._judged(config, iteration)
+        if evaluate := getattr(module_of(config.trainer), "evaluate", None):  # the method's own
+            row |= evaluate(self.run)
+        return row
+
+    def look(self, config: VLMConfig, questions: Questions) -> ContactSheet:
+        """The first of these questions, answered as in evaluations, and scored."""
+        numbers = questions.asked(0, 0, min(SHOWN, len(questions)))
+        self.shown = Shown()
+        if config.trainer.learns_from == "data":
+            config = config.model_copy(update={"rewards": ()})
+        opened = self.opened if config.rewards else {}
+        with answering(self.run.policy):
+            judged = judge(self.run.policy, config, opened, questions, numbers, shown=self.shown)
+        rows = [questions.row(number) for number in numbers]
+        return sheet_of(opened, rows, judged.texts, judged.scores, self.shown.images)
+
+    def _target_loss(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
+        """The loss on the held-out questions' answers by the last of the stages so far, or else the first, that teaches
+        any; empty without one, and where these questions lack its columns."""
+        number, methods = whole.at(max(0, iteration - 1))[0], [part.trainer for part in whole.parts]
+        taught = [None if method.learns_from != "data" else method.demonstrations for method in methods]
+        targets = [target for _, target in filter(None, (*reversed(taught[: number + 1]), *taught))]
+        questions = self._questions(whole)
+        if not targets or not set(columns_of(targets[0])) <= questions[0].columns.keys():
+            return {}
+        loop, policy = self.run.loop, self.run.policy
+        numbers = self.run.process.share(len(questions))
+        loop.phase("evaluating", len(numbers))
+        with gathered(policy):
+            local = held_out_loss(policy, questions, numbers, targets[0], loop.advance_or_leave)
+        total, squares, tokens = (sum(part) for part in zip(*gather_object([local]), strict=True))
+        mean = total / tokens
+        return {"eval/loss": mean, "eval/loss_se": (max(0.0, squares / tokens - mean**2) / tokens) ** 0.5}
+
+    def _judged(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
+        questions, process = self._questions(whole), self.run.process
+        judged = self._asked(whole, blind=False)
+        row = figures(whole, judged)
+        # twice is enough: what can be guessed hardly changes, and it costs an evaluation
+        if iteration in (0, whole.iterations) and whole.evaluation.blind and shows_pictures(questions):
+            blind = figures(whole, self._asked(whole, blind=True))["eval/accuracy_mean"]
+            row["eval/accuracy_blind"] = blind
+            if iteration == 0:
+                self.run.warn_blind(row["eval/accuracy_mean"], blind, "answers are right")
+        if process.is_main:
+            save_answers(process, judged, self.shown, iteration)
+        rows = [questions.row(number) for number in range(min(SHOWN, len(questions)))] if iteration == 0 else []
+        self.run.note_sheet(lambda: sheet_of(self.opened, rows, judged.texts, judged.scores, self.shown.images))
+        return row
+
+    def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
+        questions, loop, policy = self._questions(whole), self.run.loop, self.run.policy
+        loop.phase("evaluating", len(questions))
+        numbers = self.run.process.share(len(questions))
+        self.shown = Shown()
+        with self.alone(), answering(policy):
+            arguments = (policy, whole, self.opened, questions, numbers)
+            local = judge(*arguments, shown=self.shown, blind=blind, advance=loop.advance_or_leave)
+        return of_all(local)
+
+    def _questions(self, whole: VLMConfig) -> Questions:
+        if self.questions is None:
+            self.questions = Questions(whole, "eval")
+        return self.questions
 
 
 Made = tuple[list[Media], dict[str, list[float]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,21 +14,19 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 
-from genrl.config.method import module_of
 from genrl.runtime.loop.process import Process
-from genrl.runtime.loop.running import of_all
 from genrl.runtime.show.sheet import SHOWN, ContactSheet
 from genrl.vlm.common import Estimated, VLMRun
-from genrl.vlm.config.schema import VLMConfig, columns_of
-from genrl.vlm.engines.generation import answering, uses_engine
-from genrl.vlm.evaluate import Judged, Shown, figures, judge, save_answers, sheet_of, shows_pictures
+from genrl.vlm.config.schema import VLMConfig
+from genrl.vlm.engines.generation import uses_engine
+from genrl.vlm.evaluate import HeldOut, sheet_of
 from genrl.vlm.methods.extras import Average, computed
-from genrl.vlm.policies.folder import checkpoint_weights, gathered
+from genrl.vlm.policies.folder import checkpoint_weights
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.method import RecipeMethod
 from genrl.vlm.rollout import rescue
 from genrl.vlm.rollout.augment import augmented, gaps, leave_out
-from genrl.vlm.rollout.data import Questions, held_out_loss
+from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import Answers, draw, joined, sampled_figures, totals, trained_on
 from genrl.vlm.rollout.server import Server
 from genrl.vlm.rollout.synthesis import Synthesis
@@ -75,10 +73,7 @@ class AnswersRun(VLMRun):
             stack.callback(self.synthesis.close)
         self.stage = -1
         """Whose questions and method these are; -1: none was entered."""
-        self.held_out: Questions | None = None
-        """The questions of evaluations, read when they are first needed."""
-        self.shown = Shown()
-        """What the last evaluation made that is no text."""
+        self.held_out = HeldOut(self, opened, nullcontext if self.server is None else self.server.alone)
 
     @property
     def settings(self) -> Any:
@@ -94,7 +89,7 @@ class AnswersRun(VLMRun):
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Context with the weights that draw the running iteration, unless a server has them."""
+        """What it takes to draw the running iteration in this process; nothing where a server draws."""
         with super().drawing() if self.server is None else nullcontext():
             yield
 
@@ -140,7 +135,7 @@ class AnswersRun(VLMRun):
             rows = [self.questions.row(number) for number in numbers]
             if self.synthesis is not None:
                 rows = self.synthesis.replaced(rows)
-            with loop.timed("rollout"), self.drawing(), self._answering():
+            with loop.timed("rollout"), self.drawing():
                 answers_here, seconds = self._answers(rows, first)
                 # All answers are measured, those too that the filter leaves out, else figures would flatter the model.
                 all_answers.append(answers_here)
@@ -148,7 +143,8 @@ class AnswersRun(VLMRun):
                 answers_here = self._augmented(answers_here, first, memory)
                 answers_here = self._rescued(answers_here, first, helped)
                 if self.synthesis is not None:
-                    described = self._described(self.synthesis, numbers[-1:], first)
+                    pictured = [self.synthesis.described(number) for number in numbers[-1:]]
+                    described = self._ask(pictured, "describe", iteration, first)
             loop.check_stop()
             first += len(picks)
             trained.append(trained_on(config, answers_here))
@@ -157,7 +153,7 @@ class AnswersRun(VLMRun):
             if sum(counts) >= per_iteration:
                 break
         loop.memory |= memory | {"questions": first}
-        if not self.shown.images:  # else the evaluation has shown them
+        if not self.held_out.shown.images:  # else the evaluation has shown them
             self.note_sheet(lambda: self._sheet(all_answers[0].chosen(range(min(SHOWN, len(all_answers[0].rows))))))
         # of more groups than wanted, the first of each process are left out last
         answers = joined(trained).chosen(list(range(max(0, min(counts[rank], per_iteration - sum(counts[:rank]))))))
@@ -189,24 +185,8 @@ class AnswersRun(VLMRun):
         config, settings = self.config, self.config.rescue
         if settings is None or self.loop.iteration < settings.warmup:
             return answers
-        one = config.model_copy(update={"generation": config.generation.model_copy(update={"group_size": 1})})
-
-        def ask(rows: Sequence[Row], level: int) -> Answers:
-            if settings.demonstration is not None:
-                return rescue.given(one, settings, self.policy, self.opened, rows)
-            keys = (config.seed, "rescue", level, self.loop.iteration, first)
-            return draw(self.policy, one, self.opened, rescue.hinted(settings, rows, level), keys)
-
+        ask = partial(rescue.one_each, config, settings, self.policy, self.opened, (self.loop.iteration, first))
         return helped.rescued(config, settings, answers, ask)
-
-    def _described(self, synthesis: Synthesis, numbers: Sequence[int], first: int) -> Answers:
-        """What the model says of the pictures of these questions, of which others are made."""
-        questions = [synthesis.described(number) for number in numbers]
-        return self._ask(questions, "describe", self.loop.iteration, first)
-
-    def _answering(self) -> AbstractContextManager[None]:
-        """`answering`, unless a server draws by itself."""
-        return answering(self.policy) if self.server is None else nullcontext()
 
     def _answers(self, rows: Sequence[Row], first: int) -> tuple[Answers, float]:
         """The answers to this iteration's questions, drawn now, or by the server before; and the seconds they took."""
@@ -243,15 +223,7 @@ class AnswersRun(VLMRun):
 
     def look(self) -> ContactSheet:
         """Questions of the training data, answered as in evaluations, and scored."""
-        config, numbers = self.config, self.questions.asked(0, 0, min(SHOWN, len(self.questions)))
-        self.shown = Shown()
-        if config.trainer.learns_from == "data":
-            config = config.model_copy(update={"rewards": ()})
-        opened = self.opened if config.rewards else {}
-        with answering(self.policy):
-            judged = judge(self.policy, config, opened, self.questions, numbers, shown=self.shown)
-        rows = [self.questions.row(number) for number in numbers]
-        return sheet_of(opened, rows, judged.texts, judged.scores, self.shown.images)
+        return self.held_out.look(self.config, self.questions)
 
     @property
     def needs_old(self) -> bool:
@@ -300,64 +272,8 @@ class AnswersRun(VLMRun):
         return ready
 
     def evaluated(self, iteration: int) -> dict[str, float]:
-        """The most probable answers to held-out questions; at the ends of the run with black pictures, too."""
-        run_config: VLMConfig = self.loop.config
-        row = self._target_loss(run_config, iteration)
-        if run_config.rewards:
-            row |= self._judged(run_config, iteration)
-        if evaluate := getattr(module_of(run_config.trainer), "evaluate", None):  # the method's own
-            row |= evaluate(self)
-        return row
-
-    def _target_loss(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
-        """The loss on the held-out questions' answers by the last of the stages so far, or else the first, that teaches
-        any; empty without one, and where these questions lack its columns."""
-        number, methods = whole.at(max(0, iteration - 1))[0], [part.trainer for part in whole.parts]
-        taught = [None if method.learns_from != "data" else method.demonstrations for method in methods]
-        targets = [target for _, target in filter(None, (*reversed(taught[: number + 1]), *taught))]
-        questions = self._held_out(whole)
-        if not targets or not set(columns_of(targets[0])) <= questions[0].columns.keys():
-            return {}
-        target = targets[0]
-        numbers = self.process.share(len(questions))
-        self.loop.phase("evaluating", len(numbers))
-        with gathered(self.policy):
-            local = held_out_loss(self.policy, questions, numbers, target, self.loop.advance_or_leave)
-        every = gather_object([local])
-        total, squares, tokens = (sum(part) for part in zip(*every, strict=True))
-        mean = total / tokens
-        return {"eval/loss": mean, "eval/loss_se": (max(0.0, squares / tokens - mean**2) / tokens) ** 0.5}
-
-    def _judged(self, whole: VLMConfig, iteration: int) -> dict[str, float]:
-        judged = self._asked(whole, blind=False)
-        row = figures(whole, judged)
-        # twice is enough: what can be guessed hardly changes, and it costs an evaluation
-        if iteration in (0, whole.iterations) and whole.evaluation.blind and shows_pictures(self._held_out(whole)):
-            blind = figures(whole, self._asked(whole, blind=True))["eval/accuracy_mean"]
-            row["eval/accuracy_blind"] = blind
-            if iteration == 0:
-                self.warn_blind(row["eval/accuracy_mean"], blind, "answers are right")
-        if self.process.is_main:
-            save_answers(self.process, judged, self.shown, iteration)
-        questions = self._held_out(whole)
-        rows = [questions.row(number) for number in range(min(SHOWN, len(questions)))] if iteration == 0 else []
-        self.note_sheet(lambda: sheet_of(self.opened, rows, judged.texts, judged.scores, self.shown.images))
-        return row
-
-    def _held_out(self, whole: VLMConfig) -> Questions:
-        if self.held_out is None:
-            self.held_out = Questions(whole, "eval")
-        return self.held_out
-
-    def _asked(self, whole: VLMConfig, *, blind: bool) -> Judged:
-        questions = self._held_out(whole)
-        self.loop.phase("evaluating", len(questions))
-        numbers = self.process.share(len(questions))
-        arguments, watch = (self.policy, whole, self.opened, questions, numbers), self.loop.advance_or_leave
-        self.shown = Shown()
-        with nullcontext() if self.server is None else self.server.alone(), answering(self.policy):
-            local = judge(*arguments, shown=self.shown, blind=blind, advance=watch)
-        return of_all(local)
+        """The most probable answers to held-out questions (`HeldOut`)."""
+        return self.held_out.evaluated(iteration)
 
     def rows_at_most(self) -> int:
         """The answers that a process has in an update."""

@@ -1,9 +1,7 @@
 """All back-ends against the definition, values and gradients; the definition against plain attention row by row."""
 
 import functools
-import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,10 +114,9 @@ def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is missing here may be there")
 def test_a_named_attention_that_cannot_run_is_an_error_and_flash_takes_no_mask() -> None:
     q = torch.randn(1, 4, 2, 8)
-    for name, reason in (("flash2", "not installed"), ("cudnn", "needs a GPU and the tensors are on cpu")):
-        says = rf"attention back-end {name}: .*{reason}.*; that can run here: auto, math"
-        with pytest.raises(ValueError, match=says):
-            blocks.joint_attention(q, q, q, backend=name)
+    says = r"attention back-end cudnn: .*needs a GPU and the tensors are on cpu.*; that can run here: auto, math"
+    with pytest.raises(ValueError, match=says):
+        blocks.joint_attention(q, q, q, backend="cudnn")
     problem = machine.attention_problem("flash", torch.device("cpu"), torch.float32, masked=True)
     assert problem == "it takes no mask, and this model pads its texts"
     with pytest.raises(ValueError, match="must be one of auto, math, .* not 'fa2'"):
@@ -129,30 +126,6 @@ def test_a_named_attention_that_cannot_run_is_an_error_and_flash_takes_no_mask()
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | float = 0.0) -> Tensor:
     scores = torch.einsum("bshd,bthd->bhst", q, k) / q.shape[-1] ** 0.5 + bias
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v)
-
-
-def test_packages_are_called_by_their_own_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins with the signatures of the packages, which need a GPU: [B, S, H, D] for all, a bias for xformers."""
-
-    def efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None = None) -> Tensor:
-        assert attn_bias is None or attn_bias.stride(-2) % 8 == 0
-        return softmax_attention(q, k, v, 0.0 if attn_bias is None else attn_bias)
-
-    third = lambda q, k, v: (softmax_attention(q, k, v), None)  # noqa: E731
-    flash = {"flash_attn": softmax_attention, "flash_attn_interface": third}
-    for package, function in flash.items():
-        monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_func=function))
-    monkeypatch.setitem(sys.modules, "xformers", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "xformers.ops", SimpleNamespace(memory_efficient_attention=efficient))
-    blocks._library.cache_clear()
-    q, k, v = torch.randn(3, 2, 7, 3, 8)
-    for name in machine.PACKAGES:
-        assert torch.equal(blocks._library(name)(q, k, v, None), softmax_attention(q, k, v)), name
-    mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
-    found = blocks._library("xformers")(q, k, v, mask)
-    exact = blocks.joint_attention(q, k, v, mask=mask)
-    torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
-    blocks._library.cache_clear()
 
 
 def test_a_gradient_comes_back_contiguous() -> None:

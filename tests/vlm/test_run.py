@@ -22,8 +22,8 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.evaluate import judge
 from genrl.vlm.policies.folder import load_trained
+from genrl.vlm.policies.loading import sizes
 from genrl.vlm.policies.policy import Policy
-from genrl.vlm.policies.sizes import sizes
 from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import open_rewards

@@ -103,6 +103,7 @@ def _guidance(scale: float | None, pipeline_args: Mapping[str, Any], components:
     """2 where the pipeline evaluates the model twice per step. Unknown (null, the pipeline's default) counts as 2."""
     true_cfg = pipeline_args.get("true_cfg_scale")
     if isinstance(true_cfg, int | float):
+        # diffusers makes the second call of such a pipeline only with a negative prompt.
         return 2 if true_cfg > 1 and pipeline_args.get("negative_prompt") is not None else 1
     if any(component.settings.get("guidance_embeds") is True for component in components):
         return 1
@@ -187,6 +188,7 @@ def _adapter_size(lora: LoRA, rank: int, shape: tuple[int, ...]) -> int:
     if lora.type != "lokr":
         return rank * sum(shape) + (shape[0] if lora.type == "dora" else 0)
     (out_small, out_large), (in_small, in_large) = (_near_square(side) for side in shape)
+    # peft holds the large factor whole where the rank would not make it smaller.
     low = rank * (out_large + in_large) if rank < max(out_large, in_large) / 2 else out_large * in_large
     return out_small * in_small + low
 
@@ -227,7 +229,9 @@ def token_counts(config: Config, settings: Mapping[str, Any], vae: Mapping[str, 
     sizes = [(*bucket, *plain[len(bucket) :]) for bucket in listed] or [plain]
     unit: int = scale * packed
     return [
-        max(1, int((1 + (frames - 1) // 4) * (height // unit) * (width // unit))) for height, width, frames in sizes
+        # Autoencoders of videos keep the first frame alone and take four of the others together.
+        max(1, int((1 + (frames - 1) // 4) * (height // unit) * (width // unit)))
+        for height, width, frames in sizes
     ]
 
 

@@ -105,6 +105,7 @@ def weight_bytes(config: Config, component: Component) -> int:
     for name, shape in component.shapes.items():
         count = math.prod(shape)
         if _is_linear(name, shape):
+            # A scale for each row; nf4's are in its bits already.
             total += count * BITS[kind] / 8 + (0 if kind == "nf4" else held * shape[0])
         else:
             total += count * held
@@ -211,6 +212,8 @@ def _kept_bytes(config: Config, components: tuple[Component, ...]) -> int:
     picture, text = tokens(config, settings, vae.settings if vae else {}), text_tokens(config, components)
     per_block = _kept_by_blocks(denoiser, layers, picture / (picture + text))
     if model.lora is None:
+        # Of all weights, float32 alone was measured: half a precision is taken to save the share that it saves of
+        # adapters.
         each = per_block.whole * (per_block.half / per_block.lora if _half(config) else 1) * width
     else:  # with what stands between the two matrices of an adapter
         each = (per_block.half if _half(config) else per_block.lora) * width + held * adapted_ranks(

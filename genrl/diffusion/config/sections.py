@@ -19,7 +19,7 @@ from genrl.config.run_config import FileFinding
 from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Section, Text, Whole
 from genrl.config.sections import Distributed, EvaluationBase, LoRA, Outage, Precision, Quantized
 
-Attention = Literal["auto", "math", "efficient", "cudnn", "flash", "flash2", "flash3", "xformers"]
+Attention = Literal["auto", "math", "efficient", "cudnn", "flash"]
 
 # The names of attention projections in diffusers, over all model families: what an adapter is put on by default.
 ENCODER_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")

@@ -113,6 +113,7 @@ def require_alike(
     expected, actual = (_step(config, make(), probe) for make in (one, other))
     tolerance = MERGED.get(getattr(torch, config.model.dtype), 0.05) * float(expected.abs().max())
     difference = float((expected - actual).abs().max())
+    # Written so that NaN is refused, too.
     if not difference <= tolerance:
         shutil.rmtree(what if what.is_dir() else what.parent)
         raise ExportError(f"{what} acts differently from the model that was trained (by up to {difference:g}): deleted")

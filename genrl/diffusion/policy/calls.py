@@ -89,6 +89,7 @@ class PipelineCalls:
             return output[0]
         except Leave:
             return None
+        # A RuntimeError too, but not to be explained: it is answered by smaller micro-batches.
         except torch.OutOfMemoryError:
             raise
         # What diffusers and torch raise for arguments that do not fit each other, mostly without a word on which.

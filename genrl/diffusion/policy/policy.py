@@ -272,7 +272,7 @@ class Policy:
                 with torch.no_grad(), self.uncounted():  # a resumed run tries again
                     self.calls.leave_at(batch, Request(at=sigma), state)
                 self._broadcasts_timesteps[settings] = True
-            except (torch.OutOfMemoryError, TooManyGraphs):
+            except (torch.OutOfMemoryError, TooManyGraphs):  # RuntimeErrors too, which say nothing of timesteps
                 raise
             # A pipeline says no in its own way: by shapes that do not match, or by `if t > ...` on several values.
             except (RuntimeError, TypeError, ValueError):

@@ -168,6 +168,7 @@ class PolicyHead:
         same_shape = handed_out is not None and sample.shape == handed_out.shape
         if same_shape and torch.equal(sample.to(handed_out.dtype), handed_out):
             return self._state
+        # A copy, as a pipeline that changes its latents may do so in place.
         return sample.to(torch.float32, copy=True)
 
     def denoised(self, latents: Tensor) -> Tensor:

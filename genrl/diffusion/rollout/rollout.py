@@ -32,6 +32,8 @@ from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
 from genrl.diffusion.rollout.scoring import Scored, Scoring
 from genrl.mdp.noise import bucketed_indices, generator, prompt_indices
 from genrl.objectives.credit import max_variance
+from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.process import Process
 from genrl_rewards import compose
 from genrl_rewards.compose import Running
 from genrl_rewards.contract import nearest
@@ -55,6 +57,12 @@ class Worker:
     """Context in which this phase runs."""
     fitting: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context in which memory may run out; it may leave then."""
+
+    @classmethod
+    def of(cls, process: Process, loop: Loop, advance: Callable[[int], None]) -> Self:
+        """This process of a run."""
+        place = (process.replica, process.replicas, process.member, process.context)
+        return cls(*place, advance, loop.alive, loop.timed, loop.fitting)
 
     def scores(self, number: int) -> bool:
         """Whether it hands on the micro-batch of this number, of those that it drew: members take turns."""

@@ -53,6 +53,7 @@ from genrl.objectives.credit import (
     width_pruned,
 )
 from genrl.objectives.groups import group_statistics
+from genrl.runtime.loop.running import filled
 from genrl.runtime.loop.updating import Meter
 
 
@@ -213,7 +214,7 @@ def estimate(
         # The likelihood of a path takes the log-probabilities of all its edges, and other processes ran some of the
         # trees.
         recorded = [(i, p.slots[i], log) for p in pieces for i, log in p.trajectory.log_probs.items()]
-        log_probs = run.gather(recorded, log_probs)
+        log_probs = filled(log_probs, recorded)
     edges = tree_edges(
         settings.layout.tree, steps.plan, steps.trained, rewards, advantages, log_probs,
         clip=settings.advantage_clip, iteration=iteration,

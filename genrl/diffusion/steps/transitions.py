@@ -370,4 +370,5 @@ class OldMeans:
 
     def note(self, action: Action, results: Results) -> None:
         """Keep the evaluation of the first update for the epochs that follow."""
+        # Of the first epoch alone: in later ones the weights have moved.
         self.means.setdefault(action.number, results["mean"].detach())

@@ -215,4 +215,5 @@ def _uniform(episodes: Keys, stream: int, count: int) -> NDArray[np.float64]:
     """[n, count] in [0, 1): a function of (episode, stream, place)."""
     start = spread(spread(episodes) + np.uint64(stream))
     bits = spread(start[:, None] + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    # The 53 bits that a double holds.
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from genrl.runtime.folder.run import synced
 from genrl.runtime.weights import sharding
 from genrl.runtime.weights.sharding import local
 
@@ -423,11 +424,7 @@ def _write_text(path: Path, text: str) -> None:
 
 def _sync(path: Path) -> None:
     _fault(f"fsync:{path.name}")
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    synced(path)
 
 
 def _rename(source: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ import yaml
 from genrl import __version__
 from genrl.config import RunConfig
 from genrl.config.folders import hub_errors, is_hub_id, looks_local
-from genrl.runtime.folder.run import Run, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, synced, write_atomic
 from genrl.runtime.show import pictures
 from genrl_rewards.given import is_given
 
@@ -43,7 +43,7 @@ def whole_folder(final: Path) -> Iterator[Path]:
         yield temporary
         for file in temporary.rglob("*"):  # a full disk may say so only here
             if file.is_file():
-                _sync(file)
+                synced(file)
         if is_empty:
             for path in list(temporary.iterdir()):
                 path.rename(final / path.name)
@@ -72,14 +72,6 @@ def own_files(folder: Path) -> list[Path]:
         for file in sorted(folder.iterdir())
         if file.is_file() and any(file.resolve().is_relative_to(place) for place in inside)
     ]
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 THIS_FOLDER = "THIS_FOLDER"

@@ -399,6 +399,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def synced(path: Path) -> None:
+    """Wait until a file, or a folder's list of its files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _is_work(path: Path, begun: bool) -> bool:
     """Whether this part of a run folder is more than a start that failed leaves. begun: a run.json is beside it."""
     if _LEFTOVER.fullmatch(path.name) or path.name == "run.lock":

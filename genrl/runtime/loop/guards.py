@@ -130,6 +130,7 @@ def read_dump(folder: Path) -> Dump:
 
 def statistics(tensor: Tensor) -> dict[str, object]:
     """Shape, dtype, counts of NaN and infinity, and min, max, mean of the finite elements (None if none)."""
+    # The mean of float16 numbers may overflow where none of them does.
     values = tensor.detach().to(torch.float64)
     finite = values[torch.isfinite(values)]
     return {

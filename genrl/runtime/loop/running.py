@@ -282,3 +282,10 @@ def of_all(own: J) -> J:
     """What all processes have judged, in their order."""
     every: list[J] = gather_object([own])
     return reduce(lambda whole, part: whole.joined(part), every)
+
+
+def filled(table: Tensor, mine: Sequence[tuple[int, list[int], Tensor]]) -> Tensor:
+    """`table` [T, N] filled in with (step, slots, values [B]) of all processes; the same in all of them."""
+    for i, slots, values in gather_object([(i, slots, values.detach().cpu()) for i, slots, values in mine]):
+        table[i, slots] = values.to(table.dtype)
+    return table

@@ -146,6 +146,7 @@ def save_samples(
     images = [to_pil(picture) for picture in pictures]
     for i, image in enumerate(images):
         stored = image.copy()
+        # The height is what is limited: a video is a strip of four frames, much wider than high.
         stored.thumbnail((max(512, 4 * stored.height), 512), Image.Resampling.LANCZOS)
         save_png(stored, inner / f"{i:02d}.png")
     scores = {name: [v if _is_score(v) else None for v in values] for name, values in rewards.items()}
@@ -158,6 +159,7 @@ def save_samples(
 
 def first_and_last(folder: Path) -> list[Samples]:
     """The first and the last complete set in a run's samples folder; only one, or none, where there are no more."""
+    # By length first, else step-1000000 would come before step-999999.
     paths = sorted(folder.glob("step-*/samples.json"), key=lambda path: (len(path.parent.name), path))
     return [read_samples(path) for path in dict.fromkeys([*paths[:1], *paths[-1:]])]
 

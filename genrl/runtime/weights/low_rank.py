@@ -91,6 +91,7 @@ def merged(networks: Collection[nn.Module]) -> Iterator[None]:
             layer.merge()
         yield
     finally:
+        # Not unmerged: W + B A - B A is W up to rounding only.
         for layer, weight, value in zip(layers, matrices, values, strict=True):
             weight.data = value
             layer.merged_adapters.clear()

@@ -197,6 +197,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
+        # torch's own, of the Newton-Schulz iteration that makes a step orthogonal.
         ns_coefficients: Sequence[float] = (3.4445, -4.775, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,

@@ -220,6 +220,7 @@ def shard(
     # Pinned memory is copied to a GPU while it computes.
     pinned = sharding.device.type != "cpu"
     waits = CPUOffloadPolicy(pin_memory=pinned) if sharding.offload else OffloadPolicy()
+    # Gradients of passes in half precision are summed in float32, or small shares would be rounded away.
     reduced = None if compute is None else torch.float32
     precision = MixedPrecisionPolicy(compute, reduced, cast_forward_inputs=False)
     for module in (*blocks, model):

@@ -64,6 +64,7 @@ def copied(tree: Any) -> Any:
 
 def _subclass(name: str) -> Any:
     module, _, attribute = name.partition(":")
+    # Of what is imported already: a file must not have this process import what it names.
     kind = getattr(sys.modules.get(module), attribute, None)
     if not (isinstance(kind, type) and issubclass(kind, Tensor) and hasattr(kind, "__tensor_unflatten__")):
         raise ValueError(f"the state holds tensors of {name}, which the optimiser of this run does not use")

@@ -116,6 +116,7 @@ def _dsrl(file: Any, path: Path, success_key: str | None) -> Steps:
 def _minari(file: Any, path: Path, success_key: str | None, cost_key: str | None) -> Steps:
     parts: list[Steps] = []
     for number in range(len(file)):
+        # By number: as names, episode_10 comes before episode_2.
         at = f"episode_{number}"
         group = _entry(file, at, path)
         observations = _finite(_vectors(_entry(group, "observations", path), f"{at}/observations", path), at, path)

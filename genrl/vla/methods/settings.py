@@ -22,6 +22,8 @@ class Update(VLAMethod):
 
     takes = frozenset({"older_samples", "actors"})
     trains: ClassVar[tuple[str, ...]] = ("velocity", "noise", "tokens")
+    measured: ClassVar[tuple[str, ...]] = ()
+    """Sums over decisions that its loss returns beside those of the surrogate, to be logged as means."""
 
     level: Literal["chunk", "action", "element"] = "chunk"
     """What has its own ratio: the executed chunk (pi_RL on LIBERO), each action, or each number of it."""

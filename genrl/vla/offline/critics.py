@@ -58,6 +58,7 @@ def seen_statistics(data: Transitions) -> Statistics:
     if SEEN not in data.observation:
         return {}
     values = data.observation[SEEN]
+    # A feature that never varies in the data would be divided by 0.
     return {SEEN: {"mean": values.mean(0), "std": values.std(0).clamp(min=1e-6)}}
 
 
@@ -135,6 +136,7 @@ def train_iql(
         value = critics.v(batch.observation)
         value_loss = actor_critic.expectile_loss(q_slow - value, settings.expectile).mean()
         with torch.no_grad():
+            # V in place of the largest Q: no action is judged that the data do not have.
             following = critics.v(batch.next_observation)
         target = actor_critic.q_target(
             batch.reward.to(device), following, batch.terminated.to(device), batch.discount.to(device)

@@ -61,6 +61,7 @@ class ACTConfig:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             kind = type(ACTConfig.__dataclass_fields__[name].default)
+            # By type, not isinstance: true would pass for 1.
             if kind is int and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number from 1 on, found {value!r}")
             if kind is bool and value not in (False, True):
@@ -150,6 +151,7 @@ class ACT(PublishedPolicy):
             else:
                 latent = actions.new_zeros(len(actions), self.config.latent_dim)
                 divergence = actions.new_zeros(len(actions))
+            # L1 instead of squares: the paper found it to model the sequence of actions more precisely.
             error = (self._act(context, latent) - actions).abs().mean(2)
         return Errors(error, self.config.kl_weight * divergence)
 
@@ -372,6 +374,7 @@ class _Decoder(nn.Module):
 
 def _places(count: int, size: int) -> Tensor:
     """Sines and cosines of the places 0, 1, .. (arXiv 1706.03762, section 3.5), float32 [count, size]."""
+    # In float64 and rounded once, as LeRobot makes its table in NumPy.
     rate = 10_000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     angle = torch.arange(count, dtype=torch.float64)[:, None] * rate
     return torch.stack([angle.sin(), angle.cos()], 2).flatten(1).float()
@@ -381,6 +384,7 @@ def _cells(height: int, width: int, size: int) -> Tensor:
     """Places of a map's cells, row by row: sines and cosines of down and across, both up to 2 pi: [H W, size]."""
 
     def along(count: int) -> Tensor:
+        # Counted from 1 and with DETR's epsilon, as LeRobot does: published weights were trained with these places.
         place = torch.arange(1, count + 1, dtype=torch.float32) / (count + 1e-6) * (2.0 * math.pi)
         angle = place[:, None] / 10_000.0 ** (torch.arange(0, size // 2, 2) / (size // 2))
         return torch.stack([angle.sin(), angle.cos()], 2).flatten(1)

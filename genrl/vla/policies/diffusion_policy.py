@@ -193,7 +193,9 @@ class _RgbEncoder(nn.Module):
         self.backbone = resnet(config.vision_backbone, group_norm if config.use_group_norm else nn.BatchNorm2d)
         self.pool = nn.Module()
         self.pool.nets = nn.Conv2d(512, points, 1)
+        # A ResNet halves a picture five times, rounding up.
         height, width = (-(-side // 32) for side in size)
+        # Zeros only for their shape: the file has the positions.
         self.pool.register_buffer("pos_grid", torch.zeros(height * width, 2))
         self.out = nn.Linear(2 * points, 2 * points)
 
@@ -279,6 +281,7 @@ class _Unet(nn.Module):
 
     def forward(self, x: Tensor, timestep: Tensor, features: Tensor) -> Tensor:
         half = self.wide // 2
+        # Over half - 1, as LeRobot: the slowest rate is 1 / 10,000 itself.
         rate = torch.exp(torch.arange(half, device=x.device) * (-math.log(10_000.0) / (half - 1)))
         angle = timestep.float()[:, None] * rate
         time = self.diffusion_step_encoder(torch.cat([angle.sin(), angle.cos()], 1))

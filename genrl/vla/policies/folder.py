@@ -222,9 +222,11 @@ class PublishedPolicy(nn.Module):
         has = {name.split(".")[0] for name in weights}
         last = max((name for name in weights if re.fullmatch(r"value_head\.\d\.bias", name)), default=None)
         values = 0 if last is None else len(weights[last])
+        # Any seed: the file's weights replace all that is made here.
         self.with_heads(critic=values, noise_head="expert" if "noise_head" in has else "none", seed=0)
         existing = {name for name in self.state_dict() if name.startswith(HEADS)}
         try:
+            # Not strict, as the rest of the policy is in another file; heads that lack something are refused below.
             self.load_state_dict(weights, strict=False)
         except RuntimeError as error:
             raise ValueError(f"{file} does not fit {path}/config.json: {error}") from error
@@ -267,6 +269,7 @@ class PublishedFlow(PublishedPolicy):
         return self._read(hidden), self.noise_head(hidden)
 
     def _read(self, hidden: Tensor) -> Tensor:
+        # Float32 from here on: likelihoods of the chain are made of it.
         velocity: Tensor = self.action_out_proj(hidden.to(self.action_out_proj.weight.dtype)).float()
         return velocity
 

@@ -197,6 +197,7 @@ class Groot(PublishedFlow):
         time = embedder["linear_2"](functional.silu(time))
         hidden = torch.cat([context["state"].to(dtype), actions], 1)
         embedded, valid, image = context["seen"].to(dtype), context["valid"], context["image"]
+        # Counted by LeRobot among the blocks that look at the prompt, which are every second one.
         every = 2 * self.config["attend_text_every_n_blocks"]
         for number, block in enumerate(model["transformer_blocks"]):
             if number % 2:
@@ -208,6 +209,7 @@ class Groot(PublishedFlow):
         shift, scale = model["proj_out_1"](functional.silu(time))[:, None].chunk(2, -1)
         hidden = functional.layer_norm(hidden, hidden.shape[-1:], eps=1e-6) * (1.0 + scale) + shift
         output: Tensor = model["proj_out_2"](hidden)
+        # The first place was the state's.
         return output[:, -self.horizon :].float()
 
     def _read(self, hidden: Tensor) -> Tensor:

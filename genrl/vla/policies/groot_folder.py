@@ -407,6 +407,7 @@ def _area(size: int, wanted: int, grows: bool) -> Tensor:
     if not grows:
         shares = (torch.minimum(old + 1, (new + 1) * step) - torch.maximum(old, new * step)).clamp(min=0.0)
         return (shares / step).float()
+    # A whole number may come out a hair below.
     first = (new * step + 1e-9).floor()
     second = ((new + 1) - (first + 1) / step).clamp(min=0.0)
     second = second - second.floor()

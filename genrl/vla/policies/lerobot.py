@@ -117,6 +117,7 @@ def read_folder(path: Path, adapt: Adapt | None) -> Folder:
                     f"change the policy{hint}"
                 )
             if "state_file" in step:
+                # `save_folder` writes under this name: a published folder must not name a file outside of it.
                 if Path(step["state_file"]).name != step["state_file"]:
                     raise ValueError(f"{path}/{name}.json: state_file must lie beside it, found {step['state_file']!r}")
                 states[step["state_file"]] = load_file(existing(path, step["state_file"]))
@@ -163,6 +164,7 @@ def place(
     for key, value in weights.items():
         name = names(key)
         if name in expected:
+            # Shared tensors may be stored twice; here they are one, so they must be equal.
             if name in placed and not torch.equal(placed[name], value):
                 raise ValueError(f"{path}/model.safetensors: {key} is another tensor than its alias {name}")
             layout.keys[key], layout.dtypes[key], placed[name] = name, value.dtype, value
@@ -246,6 +248,7 @@ def stored(layout: Layout, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_heads(path: Path, own: Mapping[str, Tensor]) -> None:
     """genrl_heads.safetensors of a folder; none where there is no head."""
     heads = {name: value for name, value in own.items() if name.startswith(HEADS)}
+    # Else a policy saved without heads would be loaded with those that were here before.
     (path / "genrl_heads.safetensors").unlink(missing_ok=True)
     if heads:
         write(path / "genrl_heads.safetensors", heads)
@@ -280,6 +283,7 @@ def _rename(folder: Folder, rename: Mapping[str, str]) -> None:
         if step["registry_name"] == "rename_observations_processor":
             step["config"] = {**step.get("config", {}), "rename_map": dict(rename)}
             return
+    # First: the steps behind it go by the policy's names.
     steps.insert(0, {"registry_name": "rename_observations_processor", "config": {"rename_map": dict(rename)}})
 
 
@@ -305,6 +309,7 @@ def _difference(
 ) -> str:
     """What is wrong with the keys, in one line."""
     stored, expected = _depths(map(names, weights)), _depths(own)
+    # Another depth is said first: it is one cause of very many unknown or missing keys.
     for stack, depth in expected.items():
         if stored.get(stack, 0) != depth:
             size = "bigger" if stored.get(stack, 0) > depth else "smaller"

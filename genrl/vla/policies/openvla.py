@@ -51,6 +51,7 @@ def action_tokens(actions: Tensor) -> Tensor:
 def token_actions() -> Tensor:
     """What each of the last 256 tokens of the vocabulary means, float32 [256], falling: the centre of its bin."""
     centres = (edges()[1:] + edges()[:-1]) / 2.0
+    # The first token is digit 256, behind the last edge: 1.0 itself falls there, and means what its neighbour does.
     return torch.cat([centres.flip(0)[:1], centres.flip(0)]).float()
 
 
@@ -68,6 +69,7 @@ class OpenVLA(PublishedPolicy):
         self.source, self.inputs = source, (*robot.inputs, TOKENS)
         self.prompts = Prompts(source)
         vision, text = _vision_sizes(source), _text_config(source)
+        # The embedding ends with rows that are no words, only there to fill it up; action tokens are the last words.
         self.words = text.vocab_size - int(source.config.get("pad_to_multiple_of", 64))
         self.end, width = int(text.eos_token_id), text.hidden_size
         self.colours = openvla_folder.colours(source)

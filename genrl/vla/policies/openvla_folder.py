@@ -226,6 +226,7 @@ def central(pictures: Tensor) -> Tensor:
     theta = pictures.new_tensor([[CROP, 0.0, 0.0], [0.0, CROP, 0.0]]).expand(len(pictures), 2, 3)
     grid = functional.affine_grid(theta, list(pictures.shape), align_corners=True)
     cropped = functional.grid_sample(pictures, grid, mode="bilinear", align_corners=True)
+    # 255.5, cut off: what `tf.image.convert_image_dtype` does, by which the authors make bytes again.
     return (cropped.clamp(0.0, 1.0) * 255.5).floor().clamp(max=255.0) / 255.0
 
 

@@ -219,10 +219,11 @@ class PI0(PublishedFlow):
             state = self.state_proj(context["state"].to(self.state_proj.weight.dtype))
             suffix = torch.cat([state[:, None], suffix], 1)
         length = suffix.shape[1]
-        causal = valid.new_ones(length, length)
+        # Not causal: the actions of a chunk see the later ones, too.
+        within = valid.new_ones(length, length)
         if not self.config.adaptive:
-            causal[0, 1:] = False  # the state does not see the actions
-        mask = torch.cat([valid[:, None].expand(-1, length, -1), causal.expand(batch, -1, -1)], 2)[:, None]
+            within[0, 1:] = False  # the state does not see the actions
+        mask = torch.cat([valid[:, None].expand(-1, length, -1), within.expand(batch, -1, -1)], 2)[:, None]
         # Behind what is there of the prefix, not behind its padding.
         positions = valid.sum(1, keepdim=True) + torch.arange(length, device=valid.device)
         hidden = suffix.to(layers[0].self_attn.q_proj.weight.dtype)
@@ -259,6 +260,7 @@ class PI0(PublishedFlow):
 
 def discretised(state: Tensor) -> Tensor:
     """Numbers of 256 equal bins over [-1, 1], -1 below them and 255 from the last one's edge on (pi0.5), int64."""
+    # As openpi's np.digitize, in float64: a state on an edge would else fall into the bin beside it.
     edges = torch.linspace(-1.0, 1.0, 257, dtype=torch.float64)[:-1]
     return torch.bucketize(state.detach().cpu().double(), edges, right=True) - 1
 

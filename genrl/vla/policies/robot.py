@@ -35,6 +35,7 @@ def statistics(values: Tensor) -> dict[str, Tensor]:
 
     Raises ValueError where there is none, or one is not finite.
     """
+    # A float32 sum over millions of steps would lose the digits that small ranges need.
     flat = values.reshape(-1, values.shape[-1]).double()
     if not len(flat) or not bool(flat.isfinite().all()):
         bad = (~flat.isfinite()).any(1).nonzero()[:3, 0].tolist()

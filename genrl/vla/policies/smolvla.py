@@ -180,6 +180,7 @@ class SmolVLA(PublishedFlow):
         hidden = hidden.to(expert["layers"][0].self_attn.q_proj.weight.dtype)
         for layer, before in zip(expert["layers"], unstacked(context), strict=True):
             if layer.crosses:
+                # Counted from 0, as LeRobot does; layers that see themselves, too, count on behind the prefix.
                 hidden, _ = layer(hidden, positions, valid[:, None, None], before)
             else:
                 hidden, _ = layer(hidden, valid.sum(1, keepdim=True) + positions, full_mask, before)
@@ -234,6 +235,7 @@ def _vlm_config(folder: Folder, name: str) -> Any:
         vision |= {"num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 512}
         return SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=4)
     file = folder.path / name / "config.json"
+    # The name may hold `..`, and what is beside the weights is written back under it.
     if file.is_file() and file.resolve().is_relative_to(folder.path.resolve()):
         folder.beside[f"{name}/config.json"] = json.loads(file.read_text())
     try:

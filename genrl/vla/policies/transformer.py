@@ -25,6 +25,7 @@ ROTARY_BASE = 10_000.0
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary position embedding (arXiv 2104.09864), halves paired: x [B, heads, T, D], positions int64 [B, T]."""
+    # In float32: bfloat16 cannot tell positions beyond 256 apart.
     half = x.shape[-1] // 2
     frequency = ROTARY_BASE ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = positions[:, None, :, None].float() * frequency
@@ -151,6 +152,7 @@ def final_norm(norm: nn.Module, x: Tensor, condition: Tensor | None = None) -> T
 
 def time_embedding(sigma: Tensor, width: int, shortest: float, longest: float) -> Tensor:
     """Sines, then cosines, of sigma [B] at width / 2 geometric periods from shortest to longest: float32 [B, width]."""
+    # In float64, as LeRobot: at the shortest period angles reach 1,600, where float32 is off by 1e-4.
     share = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=sigma.device)
     angle = sigma.double()[:, None] * 2.0 * math.pi / (shortest * (longest / shortest) ** share)
     return torch.cat([angle.sin(), angle.cos()], 1).float()

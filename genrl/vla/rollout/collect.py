@@ -60,7 +60,8 @@ class ChunkRollout(NamedTuple):
     episode int64 [T, B]: number of the episode in its slot. What it began from: `first_episodes` (uint64 [B]) for 0,
     later ones are functions of env_seed, the group int64 [B] and this number.
     instruction: of the first episode of every slot. action_dim: numbers of an action that the robot is given.
-    shared: what the loss reads of every decision alike; a method puts it in.
+    shared: what the loss reads of every decision alike; further, [T, B, N, ...]: of each scored step. Methods put them
+    in.
     """
 
     sampler: Sampler
@@ -86,6 +87,7 @@ class ChunkRollout(NamedTuple):
     instruction: list[str]
     action_dim: int
     shared: Batch = {}
+    further: Batch = {}
     importance: Tensor | None = None
 
     @property

@@ -181,6 +181,7 @@ class RayRollouts:
 
     def _crew(self, policy: Any, frozen: Any) -> Crew:
         """An actor for as many groups of slots each."""
+        # Copies, as `cpu` moves a module where it is.
         copies = connected().put((copy.deepcopy(policy).cpu(), None if frozen is None else copy.deepcopy(frozen).cpu()))
         described = Description(ActingHost, {"policies": copies, "simulation": self._simulation, "tf32": self._tf32})
         times = {"timeout_s": self.timeout_s, "start_timeout_s": self.start_timeout_s}

@@ -57,12 +57,13 @@ class Sample(NamedTuple):
 
 class Replay(NamedTuple):
     """log_prob [B, M, H, A], entropy [B, N, H, A] in nats; of denoising, means and stds [B, N, H, A] of the scored
-    steps. All with gradients."""
+    steps; of tokens, log-probabilities [B, 1, H, A, K] of all. All with gradients."""
 
     log_prob: Tensor
     entropy: Tensor
     means: Tensor | None = None
     stds: Tensor | None = None
+    every: Tensor | None = None
 
 
 class Acting(NamedTuple):
@@ -356,7 +357,8 @@ class Tokens(Sampler):
         """See `Sampler`."""
         every = self._log_probs(policy, context)
         tokens = next_states[:, 0].to(every.device)
-        return Replay(chains.chosen_log_prob(every, tokens)[:, None], chains.token_entropy(every)[:, None])
+        chosen, entropy = chains.chosen_log_prob(every, tokens), chains.token_entropy(every)
+        return Replay(chosen[:, None], entropy[:, None], every=every[:, None])
 
     @torch.no_grad()
     def act(self, policy: Policy, context: Batch, noise: Tensor, *, frozen: Frozen | None = None) -> Tensor:

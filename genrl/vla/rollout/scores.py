@@ -14,13 +14,13 @@ from torch import Tensor
 
 from genrl.mdp import chains
 from genrl.objectives import actor_critic
-from genrl.objectives.episodes import executed_mask, informative_groups
+from genrl.objectives.episodes import executed_mask, informative_groups, normalise_advantages
 from genrl.objectives.policy_losses import clipped_surrogate, truncated_weight
 from genrl.runtime.loop.recorded import Recorded
 from genrl.vla.methods.settings import Update
 from genrl.vla.policies.policy import Batch
 from genrl.vla.rollout.collect import ChunkRollout, episode_returns, training_rows
-from genrl.vla.rollout.sampling import Acting
+from genrl.vla.rollout.sampling import Acting, Replay
 
 
 class Decisions(NamedTuple):
@@ -77,10 +77,12 @@ def recorded_decisions(rollout: ChunkRollout, chosen: Decisions, *, total: int, 
     which of them the update trains."""
     rows = training_rows(rollout, chosen.row)
     states, following, index, old = rows.states, rows.next_states, rows.step_index, rows.log_prob
+    further = {name: value.flatten(0, 1)[chosen.row] for name, value in rollout.further.items()}
     ratios, size = rollout.log_prob.shape[2], rollout.rewards.shape[-1]
     if ratios > 1:  # every step is a decision of its own
         place, at = torch.arange(len(chosen.row)), chosen.step
         states, following, index, old = (value[place, at][:, None] for value in (states, following, index, old))
+        further = {name: value[place, at][:, None] for name, value in further.items()}
     tensors = {f"observation/{name}": value for name, value in rows.observation.items()}
     tensors |= {f"context/{name}": value for name, value in rows.context.items()}
     tensors |= {"states": states, "next_states": following, "step_index": index, "old_log_prob": old}
@@ -95,12 +97,12 @@ def recorded_decisions(rollout: ChunkRollout, chosen: Decisions, *, total: int, 
         assert rollout.values is not None
         # actions beyond those that are executed have no value to learn
         tensors |= {"returns": chosen.returns, "old_values": rollout.values.flatten(0, 1)[chosen.row, :size]}
-    return Recorded(None, tensors | rollout.shared)
+    return Recorded(None, tensors | further | rollout.shared)
 
 
 class Scored(NamedTuple):
     """Log-probabilities [n, ...] at the level of the ratio, now and then; the context; entropy [n], in nats for a
-    number, the mean over those that can reach the robot and over the scored steps."""
+    number, the mean over those that can reach the robot and over the scored steps; what the policy does now."""
 
     log_prob: Tensor
     old_log_prob: Tensor
@@ -108,6 +110,7 @@ class Scored(NamedTuple):
     """bool, shape of log_prob: an action that was executed."""
     context: Batch
     entropy: Tensor
+    replay: Replay
 
 
 def score(settings: Update, acting: Acting, given: Recorded) -> Scored:
@@ -122,7 +125,7 @@ def score(settings: Update, acting: Acting, given: Recorded) -> Scored:
         executed_actions = executed_mask(executed, size).to(now.device)
         counted = executed_actions if settings.level == "action" else executed_actions[..., None].expand(now.shape)
     reaching = chains.executed(replay.entropy, size, action_dim)
-    return Scored(now, then, counted, context, reaching.flatten(1).mean(1))
+    return Scored(now, then, counted, context, reaching.flatten(1).mean(1), replay)
 
 
 def named(given: Recorded, prefix: str) -> Batch:
@@ -162,6 +165,17 @@ def spread_out(values: Tensor, like: Tensor) -> Tensor:
     # Advantages are made in float64; the surrogate is one of float32 log-probabilities.
     tensor = values.to(like.device, torch.float32)
     return tensor.view(*tensor.shape, *[1] * (like.dim() - tensor.dim())).expand(like.shape)
+
+
+def normalised(advantages: Tensor, kept: Tensor) -> Tensor:
+    """Advantages [T, B] centred and scaled by those that are kept, of all processes; 0 where none is."""
+    every = torch.cat(gather_object([advantages[kept].double()]))
+    if len(every) == 0:
+        return torch.zeros_like(advantages)
+    # The kept ones of all processes give mean and spread; this process's own, appended, are scaled by them.
+    pooled = torch.cat([every, advantages.double().flatten()])
+    valid = torch.arange(len(pooled)) < len(every)
+    return normalise_advantages(pooled, valid, eps=1e-5)[len(every) :].view(advantages.shape)
 
 
 def actor_loss(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,6 +106,12 @@ def _task(config: VLMConfig, notes: list[str]) -> Iterator[FileFinding]:
         else:
             yield ("task", name), f"{source}: questions are a .jsonl file, or a data set as id:split"
     yield from _rewards(config, columns, notes)
+    yield from _read_columns(config, columns)
+
+
+def _read_columns(config: VLMConfig, columns: Sequence[tuple[str, list[str]]]) -> Iterator[FileFinding]:
+    """Columns that method, rescue and augmentation read and that the rows lack. columns: of each source of rows, which
+    is named by its key of `task`."""
     column = config.trainer.recipe(config).advantage.task if "task" in config.trainer.reads else ""
     for name, names in columns if column else ():
         if column not in names and name in ("name", "train"):

@@ -49,7 +49,8 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
         yield ("task.eval", "task.train"), "held-out questions must be others than those trained on"
     if not config.rewards and any(part.trainer.learns_from != "data" for part in config.parts):
         yield ("rewards",), "answers are worth nothing: write at least one, such as [{name: exact}]"
-    if all(reward.weight == 0 for reward in config.rewards) and config.rewards:
+    unpaid = all(reward.weight == 0 for reward in config.rewards) and config.rewards
+    if unpaid and "no_reward" not in config.trainer.takes:
         yield ("rewards",), "all weights are 0: nothing is trained"
     if config.trainer.learns_from == "episodes":
         text = f"{config.trainer.algorithm} learns from episodes: write environment in place of task"

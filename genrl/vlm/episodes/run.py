@@ -139,7 +139,7 @@ class EpisodesRun(VLMRun):
         keys, critic = (config.seed, "act"), self.critic is not None
         self.note_weights()
         loop.phase("acting", len(slots) * (self.environment.steps if critic else 1))
-        with loop.timed("rollout"), self.drawing(), answering(self.policy):
+        with loop.timed("rollout"), self.drawing():
             if critic:
                 steps, watch = self.environment.steps, loop.advance_or_leave
                 done = walk(self.policy, self.table, slots, steps, self._next_seed, sampling, keys, watch=watch)

@@ -22,7 +22,7 @@ from genrl.vlm.policies.pictures import Change, degraded, masked, with_pictures
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import answer_ids
 from genrl.vlm.recipe.surrogates import LowProbability
-from genrl.vlm.rollout.rollout import Answers, greedy_label, totals
+from genrl.vlm.rollout.rollout import Answers, greedy_label, is_right, totals
 from genrl_rewards.scorers.texts.expected import number_in
 from genrl_rewards.scorers.texts.verifiable import answer_in
 
@@ -165,7 +165,7 @@ def counted(answers: Answers, reads: Set[str], config: VLMConfig, iteration: int
     tensors: dict[str, Tensor] = {}
     if "right" in reads:
         first = answers.scores[config.reward_labels[0]]
-        right = (first >= config.evaluation.right_at - 1e-9).double()
+        right = is_right(config, first).double()
         tensors["right"] = right.masked_fill(first.isnan(), math.nan)
     if "task" in reads:
         # numbers by name, which are the same in every process

@@ -158,7 +158,7 @@ def estimate(
         # a reward that failed must move no mean or spread of the others
         advantage = torch.where(of_rows, torch.nan, advantage)  # no part of a transform's statistics
         for transform in preset.transforms:
-            advantage = transform.changed(advantage, batch)
+            advantage = transform.changed(advantage, shaped)  # whose rewards have the terms
         advantage = torch.where(of_rows, 0.0, advantage)
         _, index, sizes = torch.unique(batch.group, return_inverse=True, return_counts=True)
         rows, tokens = len(batch.mask), int(batch.mask.bool().sum())

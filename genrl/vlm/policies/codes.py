@@ -155,6 +155,7 @@ class CodePolicy(Adapted):
         special = torch.tensor([self.end_id, *self.tokenizer.all_special_ids], device=self.device)
         blocked[WORD, : len(self.tokenizer)] = 0.0  # some models have more places than tokens
         blocked[WORD].index_fill_(0, torch.cat([special, self.code_ids]), IMPOSSIBLE)
+        # Behind the special ids, of which the mark may be one.
         blocked[[WORD, BEGIN], self.begin_id] = 0.0
         blocked[CODE, self.code_ids] = 0.0
         blocked[END, self.end_id] = 0.0

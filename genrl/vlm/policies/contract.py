@@ -121,6 +121,7 @@ def chosen(log_p: Tensor, uniform: Tensor | None) -> Tensor:
 
 def uniforms(keys: Sequence[Sequence[int | str]], n: int, *shape: int) -> Tensor:
     """float64 [N n, *shape] in [0, 1): n rows for each key, a function of the key and the row's number k < n alone."""
+    # In float64: float32 knows 16 million numbers, so that rarer tokens would never be drawn.
     return torch.stack(
         [torch.rand(shape, generator=generator(*key, k), dtype=torch.float64) for key in keys for k in range(n)]
     )
@@ -129,6 +130,7 @@ def uniforms(keys: Sequence[Sequence[int | str]], n: int, *shape: int) -> Tensor
 def left_padded(prompts: Sequence[Encoded], pad_id: int) -> tuple[Tensor, Tensor]:
     """Ids and attention mask, both int64 [B, P], padded on the left to the longest prompt."""
     longest = max(prompt.length for prompt in prompts)
+    # On the left, so that the answers of all rows begin at one place.
     pad = [longest - prompt.length for prompt in prompts]
     ids = torch.stack(
         [torch.nn.functional.pad(p.tokens.ids, (k, 0), value=pad_id) for p, k in zip(prompts, pad, strict=True)]

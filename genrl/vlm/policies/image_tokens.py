@@ -79,6 +79,7 @@ class ImagePolicy(Adapted):
         self.model.to(device).eval()
         self.device = torch.device(device)
         settings = self.model.generation_config
+        # 5 is what Janus's own program samples with.
         self.guidance = float(guidance or settings.guidance_scale or 5.0)
         self.length = int(self.model.config.vision_config.num_image_tokens)
         """Codes of a picture, T."""

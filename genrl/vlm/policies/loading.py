@@ -1,17 +1,20 @@
 """A checkpoint's model and processor with adapters or fused kernels, and the reasons why some cannot be trained
-(docs/vlm_models.md lists them)."""
+(docs/vlm_models.md lists them); its sizes, for the estimate of memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
+from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from genrl.runtime.weights.low_rank import adapted, computed_one_way, quantization_config
+from genrl.vlm.config.memory_estimate import Sizes
 from genrl.vlm.config.sections import ATTENTION, VLMLoRA
 from genrl.vlm.policies.processor import load_processor
 from genrl_rewards.models.checkpoints import pretrained
@@ -139,3 +142,34 @@ class Adapted:
             raise ValueError("a policy whose own weights are trained has no reference inside it: load a second Policy")
         with self.peft.disable_adapter():
             yield
+
+
+def sizes(path: str) -> Sizes:
+    """Sizes of the model whose config.json is in a folder, or a hub id's in the cache; it is built without weights.
+    Raises as `checked`."""
+    found = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    text = checked(found, path).get_text_config()
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(found)
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    layers = [layer for group in decoder.children() if isinstance(group, nn.ModuleList) for layer in group]
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    features = Counter[str]()
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear):
+            features[name.rsplit(".", 1)[-1]] += module.in_features + module.out_features
+    numbers = sum(p.numel() for p in model.parameters())
+    heads = text.num_attention_heads
+    return Sizes(
+        numbers=numbers,
+        linear=sum(m.weight.numel() for m in linear),
+        rows=sum(m.out_features for m in linear),
+        outside=numbers - sum(p.numel() for layer in layers for p in layer.parameters()),
+        layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
+        layers=len(layers),
+        width=text.hidden_size,
+        inner=text.intermediate_size,
+        keys=(getattr(text, "num_key_value_heads", None) or heads)
+        * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+        features=dict(features),
+    )

@@ -99,6 +99,7 @@ class LLaDA(_BothWays, transformers.LlamaForCausalLM):  # type: ignore[misc]
             tie_word_embeddings=own.get("weight_tying", True),
             pad_token_id=own.get("pad_token_id"),
             eos_token_id=own.get("eos_token_id"),
+            # What a place has seen changes with what is filled in behind it.
             use_cache=False,
         )
 

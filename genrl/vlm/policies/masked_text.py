@@ -221,6 +221,7 @@ class MaskedPolicy(Adapted):
         ]
         mask = answer if self.samples is None else torch.ones_like(answer)
         cut = ~ended.any(1).cpu()
+        # By confidence the probability of a place is that at its step, which the bound says nothing of.
         sampler = None if self.samples is not None else torch.where(mask.cpu(), log_prob, 0.0)
         return Sampled(tokens.cpu(), mask.cpu(), sampler, cut, texts, {})
 
@@ -233,6 +234,7 @@ class MaskedPolicy(Adapted):
             proposed = chosen(flat, None if uniform is None else uniform[:, step].flatten()).view(tokens.shape)
             sure = log_p.gather(-1, proposed[..., None])[..., 0]
             sure = torch.where(tokens == self.mask_id, sure, -torch.inf)
+            # Rounded up, so that no mask is left after the last step.
             number = -(-left // (self.steps - step))
             places = sure.topk(number, dim=1).indices
             tokens.scatter_(1, places, proposed.gather(1, places))

@@ -127,6 +127,7 @@ class MusicPolicy(Adapted):
         states = text_states(self.model, ids, mask)
         if not guided:
             return states, mask
+        # As transformers' `generate` makes the rows without a text.
         return torch.cat([states, torch.zeros_like(states)]), torch.cat([mask, torch.zeros_like(mask)])
 
     def codes(self, tokens: Tensor) -> Tensor:
@@ -255,6 +256,7 @@ class MusicPolicy(Adapted):
         waveforms = []
         for some in codes.split(TOGETHER):
             stereo = self.model.decoder.config.audio_channels == 2
+            # Books of a stereo model are the left and the right one's in turn.
             sides = (some[:, ::2], some[:, 1::2]) if stereo else (some,)
             heard = [self.model.audio_encoder.decode(side[None], [None] * len(side)).audio_values for side in sides]
             waveforms += list(torch.cat(heard, 1).squeeze(1).float().cpu())

@@ -158,6 +158,7 @@ class Policy(Adapted):
         """Ids that stand for images: impossible for the sampler, left out of the trainer's normalisation."""
         self.stop_ids = _stop_ids(self.model, self.tokenizer, path)
         pad = self.tokenizer.pad_token_id
+        # Any id does: what is padded is masked.
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
         self.prefix_attention: PrefixBackend | None = None
         """Back-end by which answers attend to one copy of their prompts (`prefix_sharing`); None: to a copy each."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from genrl.objectives import tokens as masking
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
+    # On first use: `check` reads these classes as a part of the configuration, without torch.
     groups = lazily("genrl.objectives.groups")
     token_credit = lazily("genrl.objectives.token_credit")
     token_advantages = lazily("genrl.objectives.token_advantages")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     Measured = tuple[Tensor, dict[str, Tensor]]
     """The term, [], and what else was measured of it, without gradient."""
 else:
+    # On first use: `check` reads these classes as a part of the configuration, without torch.
     groups = lazily("genrl.objectives.groups")
     preferences = lazily("genrl.objectives.preferences")
     policy_losses = lazily("genrl.objectives.policy_losses")

@@ -49,6 +49,7 @@ from genrl.vlm.recipe.shaping import (
     KlInReward,
     ReferenceProbability,
     SigmaFilter,
+    SpreadFilter,
     TrajectoryDependency,
     Uncertainty,
 )
@@ -328,8 +329,10 @@ PRESETS: dict[str, Preset] = {
         Clip(low=0.2, high=0.27),
         "token_mean",
         reward_terms=(ReferenceProbability(),),
+        transforms=(SpreadFilter(), InformativeGroups()),
         source="arXiv 2506.18254",
-        notes="no verifier: rewards are of the form alone, .1; G = 8; its filter by the spread of rewards is left out",
+        notes="no verifier: rewards are of the form alone, .1; G = 8; its filter by spread begins after 6 to 11 steps "
+        "by script, here 10; groups that are left out are no part of the mean, as there",
     ),
     "stable_reinforce": Preset(
         WhitenedPopulation(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.section import Count, Flag, NonNegative, Number, Positive
+from genrl.config.section import Count, Flag, NonNegative, Number, Positive, Share, Whole
 from genrl.vlm.recipe import Choice, lazily
 
 if TYPE_CHECKING:
@@ -176,6 +176,34 @@ class InformativeGroups(Change):
         return advantage * token_advantages.informative_factor(rows, batch.group)
 
 
+class SpreadFilter(Change):
+    """Groups whose rewards, terms included, spread far less than is usual in the run are left out: RLPR
+    (`token_advantages.wide_groups`). The average is part of a checkpoint."""
+
+    entry: ClassVar[str] = "spread of rewards"
+    """Under which it is kept beside the statistics of prompts."""
+    name: Literal["spread_filter"] = "spread_filter"
+    share: NonNegative = 0.5
+    """Share of the moving average of the mean deviation that a group's needs."""
+    decay: Share = 0.99
+    """Share of the average that an iteration keeps."""
+    after: Whole = 10
+    """Iterations before any group is left out (RLPR: 6 to 11 by script)."""
+
+    def changed(self, advantage: Tensor, batch: TokenBatch) -> Tensor:
+        if batch.prompts is None:
+            raise ValueError("the filter by spread keeps an average over iterations: give estimate(..., prompts=...)")
+        seen, average, _ = batch.visits.get(self.entry, (0, None, 0.0))
+        wide, average = token_advantages.wide_groups(
+            batch.scores(self.name), batch.group, average, share=self.share, decay=self.decay
+        )
+        batch.visits[self.entry] = (seen + 1, average, 0.0)
+        if seen < self.after:
+            return advantage
+        kept = wide if advantage.dim() == 1 else wide[:, None]
+        return advantage * (kept | advantage.isnan())  # a row without a score stays one
+
+
 class Asymmetry(Change):
     """Easy questions count more while much is wrong, hard ones while much is right, and praise less than blame: A-GRAE
     (`token_advantages.asymmetric` of [right])."""
@@ -195,5 +223,12 @@ class Asymmetry(Change):
 
 
 Transform = (
-    BatchNormalise | SigmaFilter | Uncertainty | TrajectoryDependency | ClampAdvantage | InformativeGroups | Asymmetry
+    BatchNormalise
+    | SigmaFilter
+    | Uncertainty
+    | TrajectoryDependency
+    | ClampAdvantage
+    | InformativeGroups
+    | Asymmetry
+    | SpreadFilter
 )

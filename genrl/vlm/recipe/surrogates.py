@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from genrl.objectives.policy_losses import SurrogateOutput
     from genrl.vlm.rollout.token_batch import TokenBatch
 else:
+    # On first use: `check` reads these classes as a part of the configuration, without torch.
     token_surrogates = lazily("genrl.objectives.token_surrogates")
     token_weights = lazily("genrl.objectives.token_weights")
     masking = lazily("genrl.objectives.tokens")

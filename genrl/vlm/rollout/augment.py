@@ -26,7 +26,7 @@ from genrl.vlm.engines.generation import answering
 from genrl.vlm.policies.pictures import Change, with_pictures
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.rollout.data import Questions
-from genrl.vlm.rollout.rollout import Answers, check_failed, draw, failures_of, joined, open_rewards, totals
+from genrl.vlm.rollout.rollout import Answers, check_failed, draw, failures_of, is_right, joined, open_rewards, totals
 from genrl.vlm.tasks import Row
 from genrl_rewards.failures import Failure
 from genrl_rewards.scorers.texts.verifiable import answer_in
@@ -92,6 +92,7 @@ def augmented(
         answer = {k: rows[k].columns["answer"] for k in hard}
         with_truth = [with_text(rows[k], settings.truth.format(question=questions[k], answer=answer[k])) for k in hard]
         reasoned = ask(with_truth, "told")
+        # One without a score must not be the best.
         worth = totals(config, reasoned.scores).nan_to_num(nan=-math.inf).view(-1, size)
         for place, k in enumerate(hard):
             best = reasoned.texts[place * size + int(worth[place].argmax())]
@@ -157,8 +158,7 @@ def _count(config: VLMConfig, questions: Questions, policy: Policy, loop: Loop, 
             rows = [questions.row(number) for number in numbers]
             answers = draw(policy, config, opened, rows, (config.seed, "passes", stage), advance=loop.advance_or_leave)
             values, failures = answers.scores[config.reward_labels[0]], answers.failures
-            first = values >= config.evaluation.right_at - 1e-9  # not where there is no score
-            right |= dict(zip(numbers, first.view(-1, size).sum(1).tolist(), strict=True))
+            right |= dict(zip(numbers, is_right(config, values).view(-1, size).sum(1).tolist(), strict=True))
             unscored += int(values.isnan().sum())
         every: list[tuple[Mapping[str, tuple[Failure, ...]], int]] = gather_object([(failures, len(numbers) * size)])
         check_failed(config, failures_of([failed for failed, _ in every]), sum(number for _, number in every))

@@ -327,6 +327,7 @@ def held_out_loss(
     for start in range(0, len(numbers), TOGETHER):
         batch = tell(policy, [questions[number] for number in numbers[start : start + TOGETHER]], target)
         each = torch.arange(len(batch.prompts))
+        # Each question has one answer: there is no prompt that several could share.
         log_prob = policy.log_probs(*batch, group=each, share_prefix=False).log_prob.double()
         total, squares = total - float(log_prob.sum()), squares + float(log_prob.square().sum())
         tokens += int(batch.mask.sum())

@@ -25,7 +25,7 @@ from genrl.vlm.policies.contract import Sampled
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import answer_ids
 from genrl.vlm.rollout.augment import question_of, with_text
-from genrl.vlm.rollout.rollout import Answers, Part, check_failed, failures_of, joined, scored
+from genrl.vlm.rollout.rollout import Answers, Part, check_failed, draw, failures_of, is_right, joined, scored
 from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward
 from genrl_rewards.failures import Failure
@@ -81,7 +81,7 @@ class Helped:
 def right_of(config: VLMConfig, answers: Answers) -> tuple[Tensor, Tensor]:
     """Which answers are right by the first reward, and which have no score, bool [B]."""
     first = answers.scores[config.reward_labels[0]]
-    return first >= config.evaluation.right_at - 1e-9, first.isnan()
+    return is_right(config, first), first.isnan()
 
 
 def placed(answers: Answers, places: Mapping[int, int], attempts: Answers, *, sampled: bool) -> Answers:
@@ -108,6 +108,23 @@ def placed(answers: Answers, places: Mapping[int, int], attempts: Answers, *, sa
         },
         rescued={**answers.rescued, **{k: attempts.prompts[n] if sampled else None for k, n in places.items()}},
     )
+
+
+def one_each(
+    config: VLMConfig,
+    settings: Rescue,
+    policy: Policy,
+    opened: Mapping[str, Reward],
+    since: tuple[int, int],
+    rows: Sequence[Row],
+    level: int,
+) -> Answers:
+    """One answer to each of these questions, with the help of this level. since: iteration and place in the data, part
+    of the samples' keys."""
+    config = config.model_copy(update={"generation": config.generation.model_copy(update={"group_size": 1})})
+    if settings.demonstration is not None:
+        return given(config, settings, policy, opened, rows)
+    return draw(policy, config, opened, hinted(settings, rows, level), (config.seed, "rescue", level, *since))
 
 
 def hinted(settings: Rescue, rows: Sequence[Row], level: int) -> list[Row]:

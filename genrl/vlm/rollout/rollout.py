@@ -286,6 +286,7 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
                 if row.prompt.broken:  # which policies over other tokens do not look at
                     raise Unreadable(row.prompt.broken)
                 prompts.append(_encoded(policy, config, row.prompt))
+            # Memory that ran out says nothing of the row.
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 processors and tokenizers raise anything for data from outside
@@ -383,6 +384,12 @@ def draw(
     return joined(parts)
 
 
+def is_right(config: VLMConfig, first: Tensor) -> Tensor:
+    """Which answers are right by the scores [B] of the first reward, bool; none without a score."""
+    # 1e-9: rewards are sums of floats, and NaN compares as false, which is meant.
+    return first >= config.evaluation.right_at - 1e-9
+
+
 def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
     """Weighted sums, float64 [B]; rewards without a score for an answer are left out, NaN where none has one."""
     weighted = [
@@ -391,6 +398,8 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
         # A reward of weight 0 is watched only: that it failed for an answer must not take the answer out.
         if reward.weight
     ]
+    if not weighted:  # of methods that learn without rewards
+        return torch.zeros_like(next(iter(scores.values())))
     values = torch.stack([weight * scores[label] for label, weight in weighted])
     missing = values.isnan().all(0)
     return torch.where(missing, math.nan, values.nan_to_num(nan=0.0).sum(0))

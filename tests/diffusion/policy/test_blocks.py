@@ -166,8 +166,8 @@ def test_what_our_blocks_cannot_do_is_an_error() -> None:
         policy.roll_out(family.batch())
     family = FAMILIES["qwen_image"]()
     policy = Policy(family.pipe)
-    with pytest.raises(ValueError, match=r"kernels.attention: flash3: .*that can run here: auto, math"):
-        use_kernels(policy, Kernels(attention="flash3"))
-    install(policy.denoisers.values(), Switches(attention="flash3"))
-    with pytest.raises(ValueError, match=r"attention back-end flash3: .*that can run here: auto, math"):
+    with pytest.raises(ValueError, match=r"kernels.attention: cudnn: .*that can run here: auto, math"):
+        use_kernels(policy, Kernels(attention="cudnn"))
+    install(policy.denoisers.values(), Switches(attention="cudnn"))
+    with pytest.raises(ValueError, match=r"attention back-end cudnn: .*that can run here: auto, math"):
         policy.roll_out(family.batch())

@@ -14,6 +14,7 @@ from genrl.vla.evaluate import sheet_of_rollout
 from genrl.vla.methods.grpo import train as grpo
 from genrl.vla.methods.ppo import train as ppo
 from genrl.vla.rollout.collect import ChunkRollout, episode_returns
+from genrl.vla.rollout.scores import normalised
 from genrl.vla.run import VLARun
 from tests.vla import vla_runs
 
@@ -150,9 +151,9 @@ def test_advantages_are_normalised_and_returns_explained_by_what_is_kept(rollout
     advantage, kept = torch.randn(rollout.valid.shape, dtype=torch.float64) * 3 + 5, rollout.valid.clone()
     kept[:, 0] = False
     own = advantage[kept]
+    torch.testing.assert_close(normalised(advantage, kept), (advantage - own.mean()) / (own.std() + 1e-5))
+    assert not normalised(advantage, torch.zeros_like(kept)).any()
     with opened() as run:
-        torch.testing.assert_close(run.normalised(advantage, kept), (advantage - own.mean()) / (own.std() + 1e-5))
-        assert not run.normalised(advantage, torch.zeros_like(kept)).any()
         found = ppo.estimate(rollout, run.settings)
         for advantages, wanted in ((0 * found.returns, 1.0), (found.returns, 0.0)):  # values that are returns; or 0
             told = ppo.explained_variance(run, found._replace(advantages=advantages), rollout.valid)

@@ -1,5 +1,6 @@
 """RLFR: what tokens are charged in a run, how its flow learns, and what is refused."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,17 +8,24 @@ from typing import Any
 import pytest
 import torch
 
+from genrl.config.errors import ConfigError
 from genrl.objectives.groups import group_advantages
+from genrl.objectives.token_advantages import leave_one_out
 from genrl.vlm.config.files import file_problems
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods import extras
 from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.opd.train import Teachers, divergence, generalised_divergence, loss, taught
+from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.methods.rlfr.settings import Flow
 from genrl.vlm.methods.rlfr.train import LatentFlow, Latents, latents, layers_of, noise_of, opened, shaped
+from genrl.vlm.methods.verifree import train as verifree
+from genrl.vlm.methods.verifree.settings import VeriFree
 from genrl.vlm.policies.processor import answer_ids
-from genrl.vlm.recipe.shaping import ReferenceProbability
+from genrl.vlm.recipe.presets import PRESETS
+from genrl.vlm.recipe.shaping import InformativeGroups, ReferenceProbability, SpreadFilter
 from genrl.vlm.rollout.rollout import totals
+from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.train import train
 from tests.run_folders import rows
 from tests.vlm import vlm_runs
@@ -192,3 +200,82 @@ def test_what_reasoning_gains_is_paid_and_what_it_loses_is_not_taken() -> None:
     likely = torch.tensor([[0.9, 0.5], [0.2, 0.5]] * (len(batch.mask) // 2), dtype=torch.float64)
     batch = replace(batch, extra={**batch.extra, "reference_probability": likely})
     torch.testing.assert_close(ReferenceProbability().reward(batch)[:2], torch.tensor([0.36, 0.0], dtype=torch.float64))
+
+
+def test_groups_that_spread_little_are_left_out_after_a_while() -> None:
+    """By hand: deviations of 1 and .3, of which the second is below half of .65, and later .6. The reasoning's part of
+    the rewards counts, and who is left makes up for who is not."""
+    group, likely = torch.tensor([0, 0, 1, 1]), torch.zeros(4, 2, dtype=torch.float64)
+    likely[0, 0] = 1.0
+    preset = replace(PRESETS["rlpr"], transforms=(SpreadFilter(after=1, decay=0.9), InformativeGroups()))
+    visits: Any = {}
+    for narrow, left in ((0.6, True), (0.6, False), (1.2, True)):
+        rewards = torch.tensor([1.1, 0.0, narrow, 0.0], dtype=torch.float64)  # 2 of the first with .9 of its reasoning
+        batch = TokenBatch(torch.ones(4, 3).bool(), group, rewards, extra={"reference_probability": likely})
+        found = estimate(preset, batch, prompts=["a", "b"], visits=visits)
+        advantage, visits = found.batch.advantage, found.visits
+        whole = estimate(replace(preset, transforms=()), batch, prompts=["a", "b"]).batch.advantage
+        assert advantage is not None and whole is not None
+        wanted = whole if left else torch.cat([2 * whole[:2], 0 * whole[2:]])
+        torch.testing.assert_close(advantage, wanted)
+    assert visits == {"spread of rewards": (3, pytest.approx(0.9 * 0.65 + 0.1 * 0.8), 0.0)}
+
+
+# -- VeriFree: the right answer in the place of the own; its gradient is that of the expected probability
+def test_the_right_answer_takes_the_place_of_the_own(tmp_path: Path) -> None:
+    """R is the product of whole logits; without `<answer` an answer stays as it is and is worth 0."""
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"algorithm": "verifree"})) as run:
+        answers, _ = run.draw()
+        policy, row = run.policy, answers.rows[0]
+        texts = ["<think> i see 3 </think> <answer> 9 </answer>", "<think> i see 3 </think>"]
+        said = [answer_ids(row.prompt, text, policy.processor, policy.stop_ids) for text in texts]
+        tokens, mask = torch.zeros_like(answers.tokens), torch.zeros_like(answers.mask)
+        for k, ids in enumerate(said):
+            tokens[k, : len(ids)], mask[k, : len(ids)] = ids, True
+        changed = replace(answers, tokens=tokens, mask=mask)
+        found, right, paid = verifree.completed(policy, changed, 1.0, run.config.trainer)
+        assert torch.equal(found.tokens[1][found.mask[1]], said[1]) and paid[1] == 0 and not right[1].any()
+        own = answer_ids(row.prompt, f"<answer> {row.columns['answer']} </answer>", policy.processor, policy.stop_ids)
+        begins = said[0].tolist().index(own[0])
+        whole = torch.cat([said[0][:begins], own])
+        assert torch.equal(found.tokens[0][found.mask[0]], whole)
+        assert right[0].nonzero()[:, 0].tolist() == list(range(begins + 1, len(whole)))
+        with torch.no_grad():
+            (each,) = naive_log_probs(policy, answers.prompts[:1], whole[None], torch.ones(1, len(whole)).bool())
+        assert float(paid[0]) == pytest.approx(float(each[begins + 1 :].sum().exp()), rel=1e-4)
+        drawn = changed.sampler_log_prob[0][:begins]
+        torch.testing.assert_close(found.sampler_log_prob[0][:begins], drawn)
+        torch.testing.assert_close(found.sampler_log_prob[0][begins : len(whole)], each[begins:], rtol=1e-4, atol=1e-5)
+
+
+def test_its_gradient_is_that_of_the_expected_probability() -> None:
+    """One token of reasoning z among 3, one of answer y among 2: in closed form, over every pair of reasonings, each by
+    its probability."""
+    rng = torch.Generator().manual_seed(0)
+    z, y = (torch.randn(*size, generator=rng, dtype=torch.float64).requires_grad_() for size in ((3,), (3, 2)))
+    reasons, answers = z.log_softmax(0), y.log_softmax(1)[:, 1]
+    wanted = torch.autograd.grad((reasons.exp() * answers.exp()).sum(), (z, y), retain_graph=True)
+    total = torch.zeros((), dtype=torch.float64)
+    preset = VeriFree().composed
+    for pair in itertools.product(range(3), repeat=2):
+        paid = answers[list(pair)].exp().detach()
+        right = torch.tensor([[False, True]] * 2)
+        gain = leave_one_out(paid, torch.zeros(2, dtype=torch.int64))
+        advantage = torch.where(right, paid[:, None], gain[:, None])
+        batch = TokenBatch(torch.ones(2, 2).bool(), torch.zeros(2, dtype=torch.int64), advantage=advantage, rows=2,
+                           tokens=4, groups=1)  # fmt: skip
+        log_prob = torch.stack([torch.stack([reasons[k], answers[k]]) for k in pair])
+        share = reasons[list(pair)].sum().exp().detach()
+        total = total + share * policy_loss(preset, batch.with_log_prob(log_prob)).loss
+    for found, want in zip(torch.autograd.grad(-total, (z, y)), wanted, strict=True):
+        torch.testing.assert_close(found, want)
+
+
+def test_a_run_learns_right_answers_without_any_reward(tmp_path: Path) -> None:
+    free = {"rewards": [{"name": "exact", "weight": 0}], "trainer": {"algorithm": "verifree"}, "iterations": 2}
+    for row in rows(train(vlm_runs.config(tmp_path, **free))):
+        assert 0 <= row["right/probability"] <= 1 and 0 <= row["right/placed"] <= 1
+    with pytest.raises(ConfigError, match="it looks at rewards"):
+        vlm_runs.config(tmp_path, trainer={"algorithm": "verifree", "filter": "spread"})
+    with pytest.raises(ConfigError, match="one advantage for both"):
+        vlm_runs.config(tmp_path, trainer={"algorithm": "verifree", "preset": "gspo"})

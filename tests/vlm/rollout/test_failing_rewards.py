@@ -202,10 +202,11 @@ def test_it_has_no_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in JUDGED if name not in OF_TEXTS])
 def test_the_others_have_the_advantages_they_have_without_it(name: str) -> None:
-    """GPG makes up for rows that add nothing, and it is one."""
+    """GPG and RLPR make up for rows that add nothing, and it is one."""
     batches = unscored(), unscored().select(OTHERS)
     found, alone = (estimate(preset(name), batch, prompts=PROMPTS).batch.advantage for batch in batches)
-    assert torch.allclose(found[OTHERS], alone * (12 / 11 if name == "gpg" else 1)) and (found[MISSING] == 0).all()
+    more = 12 / 11 if name in ("gpg", "rlpr") else 1
+    assert torch.allclose(found[OTHERS], alone * more) and (found[MISSING] == 0).all()
 
 
 def test_group_losses_leave_it_out() -> None:

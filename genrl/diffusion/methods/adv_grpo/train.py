@@ -67,6 +67,7 @@ def train(run: DiffusionRun, settings: AdvGRPO) -> None:
             trains_model, trains_adversary = turns(settings, iteration, real, fake)
             # 3. Train the reward.
             meter, turns_taken = Meter(), settings.adversary.steps if trains_adversary else 0
+            # Once in any case, for the log, which is of the reward as it judged: before its own steps.
             for step in range(max(1, turns_taken)):
                 with torch.set_grad_enabled(trains_adversary):
                     judge(run, adversary, pairs, rollouts.num_samples, meter if step == 0 else Meter())

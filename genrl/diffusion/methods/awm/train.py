@@ -45,6 +45,7 @@ def train(run: DiffusionRun, settings: AWM) -> None:
     for _ in run.iterations():
         # 1, 2. Collect and score.
         rollouts = run.collect(noising.solved)
+        # Before the only update of an iteration the old policy is the present one: no copy of it is needed.
         if settings.updates * settings.epochs > 1:
             weights.snapshot(OLD)
         metrics = learn(run, settings, rollouts)

@@ -136,6 +136,7 @@ def divergence_gradient(
         gradient = gradient + torch.autograd.grad(score, noisy, on_score)[0]
     with weights.reference():
         gradient = gradient + torch.autograd.grad(reference, noisy, on_reference)[0]
+    # x_t = a x_0 + s eps: the way back from x_t to the sample is a.
     return per_sample(given.signal, noisy, noisy.dtype) * gradient, divergence
 
 

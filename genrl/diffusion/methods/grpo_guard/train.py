@@ -55,8 +55,7 @@ def loss(settings: GRPOGuard, policy: Policy, given: Recorded) -> Tensors:
 # GRPO-Guard: importance ratios that are comparable between the steps of a chain (arXiv 2510.22319).
 #
 # The log-ratio of a Gaussian step under the policy that sampled it has the mean -KL, and a spread that changes from
-# step
-# to step with 1 / s: the upper clip bound is rarely reached. The guarded log-ratio removes the mean and multiplies
+# step to step with 1 / s: the upper clip bound is rarely reached. The guarded log-ratio removes the mean and multiplies
 # by s (ratio normalisation); the loss is then divided by the step size (gradient reweighting).
 # Shapes: states and means [B, ...], std [B, 1, ...], delta a float, [] or [B]; log-ratios and advantages [B].
 

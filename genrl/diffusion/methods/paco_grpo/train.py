@@ -50,8 +50,8 @@ def advantages_of(settings: PaCoGRPO, rollouts: Rollouts) -> Tensor:
 #
 # The weighted sum is `sum w r`; GDPO and MixGRPO's sum of normalised rewards are in `groups.py`.
 # Shapes: rewards K tensors [N], weights K floats; all are computed in float64 and returned as [N]. NaN means "no
-# score":
-# a sample without one of the rewards of weight other than 0 has none. A reward of weight 0 (a monitor) changes nothing.
+# score": a sample without one of the rewards of weight other than 0 has none. A reward of weight 0 (a monitor) changes
+# nothing.
 
 LogTame = Literal["paper", "released"]
 Threshold = Literal["mean", "median"] | float

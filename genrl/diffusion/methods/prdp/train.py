@@ -31,6 +31,7 @@ from genrl.diffusion.steps.plans import every_step
 from genrl.diffusion.steps.transitions import Tensors, check_on_policy, evidence, replayed
 from genrl.objectives.groups import group_statistics
 from genrl.runtime.loop.recorded import Recorded
+from genrl.runtime.loop.running import filled
 from genrl.runtime.loop.updating import Meter, descend
 
 
@@ -54,7 +55,7 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
     empty = torch.full((num_steps, rollouts.num_samples), torch.nan, dtype=torch.float64)
     run.start_training(settings.inner_epochs * num_steps * len(rollouts.mine))
     sampled = [(i, m.slots, log) for m in rollouts.mine.values() for i, log in m.pieces[0].trajectory.log_probs.items()]
-    old = run.gather(sampled, empty.clone())
+    old = filled(empty.clone(), sampled)
     with run.weights.reference():
         reference = evaluated(run, rollouts, empty)
     rewards = rollouts.total.view(-1, run.config.sampling.group_size)
@@ -117,17 +118,15 @@ def evaluated(run: DiffusionRun, rollouts: Rollouts, table: Tensor) -> Tensor:
             for i in micro_batch.pieces[0].trajectory.log_probs
         ]
     run.loop.check_stop()
-    return run.gather(log_ratios, table.clone())
+    return filled(table.clone(), log_ratios)
 
 
 # PRDP: proximal reward difference prediction (arXiv 2402.08714), a regression over pairs of samples of one prompt.
 #
 # The policy that maximises `E r - beta KL(p_theta(x_0:T) || p_ref(x_0:T))` has, for any two samples a and b of a
-# prompt,
-# `log p/p_ref (a) - log p/p_ref (b) = (r_a - r_b) / beta`. PRDP regresses the left side, the predicted reward
-# difference,
-# on the right one. Shapes: log-probabilities [N, B, T] (prompts, samples of each, steps), rewards [N, B]. Computed in
-# float64 on the host, where results are.
+# prompt, `log p/p_ref (a) - log p/p_ref (b) = (r_a - r_b) / beta`. PRDP regresses the left side, the predicted reward
+# difference, on the right one. Shapes: log-probabilities [N, B, T] (prompts, samples of each, steps), rewards [N, B].
+# Computed in float64 on the host, where results are.
 
 Reduction = Literal["sum", "mean"]
 Pairs = Literal["all", "positive"]

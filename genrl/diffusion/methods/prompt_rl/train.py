@@ -59,7 +59,7 @@ def train(run: DiffusionRun, settings: PromptRL) -> None:
         for row in (*run.prompts, *run.eval_prompts):
             rewriter.check_room(row.text, rewriter.asked(row.text))
     run.loop.keep("rewriter", rewriter)
-    run.rewrite = partial(rewritten, run, rewriter, fits)
+    run.held_out.rewrite = partial(rewritten, run, rewriter, fits)
     for iteration in run.iterations():
         prompts = run.iteration_prompts
         # 1. Write.

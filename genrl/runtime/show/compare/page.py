@@ -172,6 +172,7 @@ class Page:
         self.out, self.question, self.beside = out, question, beside
         self.identical = 0
         """Pairs that are not shown, because both samples are the same to the byte."""
+        # Of no seed, by which somebody could tell the sides.
         self._random = SystemRandom()
         self._shown: list[dict[str, Any]] = []
         self._keys: dict[str, dict[str, Any]] = {}

@@ -68,6 +68,7 @@ class Live:
         whose lines are not drawn."""
         with self.lock:
             self._look()
+            # One without rows in the place of a hidden run: the others keep their colours.
             runs = [run if i not in hidden else Followed(run.run.folder, run.name) for i, run in enumerate(self.runs)]
             logged = {key for run in self.runs for key in run.columns}
             large = {f"{_HEADLINE}{i}": headline for i, headline in enumerate(views.headlines(self.runs))}

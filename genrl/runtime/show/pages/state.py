@@ -137,6 +137,7 @@ class Followed:
                 self._file = stat.st_ino
             file.seek(self._offset)
             for line in file:
+                # Written by half; the next look reads it whole.
                 if not line.endswith(b"\n"):
                     break
                 self.add([read_row(line, path, self.rows + 1)])

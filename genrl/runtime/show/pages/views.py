@@ -225,6 +225,7 @@ class Picture(NamedTuple):
 
 def pictures(run: Run) -> list[Picture]:
     """The sheets in samples/ but for before_after.png: first those without a step, then the others, newest first."""
+    # Of one step the shortest name comes first: the samples before the best and the worst of them.
     grids = sorted(run.samples.glob("step-*.png"), key=lambda path: (path.stem[:11], -len(path.stem)), reverse=True)
     others = [path for path in sorted(run.samples.glob("*.png")) if path not in grids and path.stem != "before_after"]
     return [Picture(_in_words(path.stem), path) for path in [*others, *grids]]

@@ -156,6 +156,7 @@ def check(episode: Episode, features: Mapping[str, Mapping[str, Any]], number: i
 
 def numeric_stats(values: NDArray[Any]) -> dict[str, list[Any]]:
     """min, max, mean, std (population), count and quantiles over the rows of [N, D], as `meta/stats.json` has them."""
+    # Sums over all frames of a data set would lose digits in float32.
     numbers = values.astype(np.float64)
     stats = {
         "min": numbers.min(0),

@@ -89,6 +89,7 @@ class Dataset:
 
     def _episodes(self, columns: list[str], numbers: list[int]) -> Iterator[Episode]:
         in_data = [name for name in columns if self.features[name]["dtype"] != "video"]
+        # A file holds many episodes: it is read once for those that stand together, and only one is in memory.
         for file, run in groupby(numbers, key=lambda number: self._file(self.data_path, self.index[number], "data")):
             these = list(run)
             table = _data_rows(file, [*dict.fromkeys([*in_data, *features.INDICES])], these)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from genrl.mdp.noise import generator
 from genrl.vla.data.demonstrations import World
+from genrl.vla.data.frames import STD_FLOOR
 from genrl.vla.methods.diwa.rssm import Latent, WorldModel, as_observation, latent_inputs
 from genrl.vla.offline.imitation import step_beside
 from genrl.vla.policies.encoder import ObservationEncoder
@@ -62,7 +63,7 @@ class RewardClassifier(nn.Module):
         super().__init__()
         stats: Statistics = {name: statistics(observation[name]) for name in (STATE, ENVIRONMENT)}
         for stat in stats.values():
-            stat["std"] = stat["std"].clamp(min=0.02)
+            stat["std"] = stat["std"].clamp(min=STD_FLOOR)
         self.words = words
         self.encoder = ObservationEncoder(latent_inputs(world, words), stats)
         self.embed = nn.Sequential(

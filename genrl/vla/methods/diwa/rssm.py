@@ -24,6 +24,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
 from genrl.mdp.noise import derive_seed, generator
+from genrl.vla.data.frames import STD_FLOOR
 from genrl.vla.offline.imitation import step_beside
 from genrl.vla.policies.policy import ENVIRONMENT, STATE, TOKENS, Batch, Inputs
 from genrl.vla.policies.robot import normalise, statistics, unnormalise
@@ -61,7 +62,7 @@ class WorldModel(nn.Module):
         for name, values in (("observation", observation), ("action", action)):
             stats = statistics(values)
             self.register_buffer(f"{name}_mean", stats["mean"])
-            self.register_buffer(f"{name}_std", stats["std"].clamp(min=0.02))
+            self.register_buffer(f"{name}_std", stats["std"].clamp(min=STD_FLOOR))
         observation_dim, done, width = observation.shape[-1], action.shape[-1], 2 * deterministic
         self.entry = nn.Sequential(nn.Linear(stochastic + done, deterministic), nn.SiLU())
         self.cell = nn.GRUCell(deterministic, deterministic)
@@ -110,6 +111,7 @@ class WorldModel(nn.Module):
     def first(self, observation: Tensor) -> Latent:
         """The latent of the first observation of an episode."""
         nothing = self.start(len(observation))
+        # Nothing was done before it: the mean action is 0 once normalised.
         h = self.forward_h(nothing, self.action_mean.expand(len(observation), -1))
         return Latent(h, self.seen(h, observation).mean)
 
@@ -184,6 +186,7 @@ def world_step(
     noise = torch.randn((batch_size, length + 1, model.stochastic), generator=rng)
     window_observations, done = observations[episode[:, None], window], actions[episode[:, None], window[:, :-1]]
     losses = world_loss(model, window_observations, done, noise)
+    # DreamerV2's largest norm.
     step_beside(optimiser, losses.loss, 100.0)
     return WorldLoss(*(value.detach() for value in losses))
 

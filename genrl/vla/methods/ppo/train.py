@@ -30,6 +30,7 @@ from genrl.vla.rollout.scores import (
     actor_loss,
     decisions,
     filtered,
+    normalised,
     recorded_decisions,
     score,
     spread_out,
@@ -53,12 +54,12 @@ def estimated_decisions(run: VLARun, rollout: ChunkRollout, settings: PPO) -> tu
     gae = estimate(rollout, settings)
     rows = rollout.valid & filtered(rollout, settings)
     counted = estimated(rollout, rows, settings)
-    normalised = run.normalised(gae.advantages, counted)
+    advantages = normalised(gae.advantages, counted)
     weight = weights(rollout, counted, settings)
     mean = summed({"weight": float(weight.sum()), "number": float(counted.sum())})
     # To a mean of 1, so that the choice of weights does not change the size of the step.
     weight = weight * max(1.0, mean["number"]) / max(mean["weight"], 1e-9)
-    chosen = decisions(rollout._replace(valid=rows), normalised, gae.returns, weight)
+    chosen = decisions(rollout._replace(valid=rows), advantages, gae.returns, weight)
     return chosen, explained_variance(run, gae, counted)
 
 
@@ -210,6 +211,7 @@ def update(
     def near() -> bool:
         # all processes name the same figures, also one that had no decision
         names = [*PER_RATIO, *["loss/value"] * critic, *["entropy"] * (settings.entropy_weight > 0), "number"]
+        names += settings.measured
         every = summed({name: float(sums.get(name, 0.0)) for name in names})
         number = max(1.0, every.pop("number"))
         means = {name: value / (number if name in PER_RATIO else total) for name, value in every.items()}

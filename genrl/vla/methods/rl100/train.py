@@ -321,6 +321,8 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
                 error = critics.v(rows(observation, dealt.mine)) - returns[dealt.mine].to(
                     loop.process.accelerator.device
                 )
+                # The expectile of a half is the mean: online, V is to be what the policy gets, not what its best
+                # actions would.
                 step_beside(optimiser, expectile_loss(error, 0.5).mean())
                 figures.note({"critic/value_loss": error.square().mean().item()})
                 loop.advance(len(dealt.mine))

@@ -335,6 +335,7 @@ def train_rewards(
     for step in range(steps):
         losses, hits = [], []
         for member, net in enumerate(ensemble.nets):
+            # Another minibatch for each: `choose` goes by where members differ, so they must be able to.
             rng = generator(seed, "reward", step, member)
             chosen = labelled[torch.randint(len(labelled), (batch_size,), generator=rng)]
             both = rows(frames, torch.cat([pairs.first[chosen], pairs.second[chosen]]))
@@ -349,6 +350,7 @@ def train_rewards(
 @torch.no_grad()
 def choose(ensemble: RewardEnsemble, frames: Batch, candidates: Pairs, count: int) -> Pairs:
     """`count` of the candidates to ask about: those on which the members of the ensemble differ most (the std)."""
+    # Of probabilities: logits differ most where all members are sure already.
     share = preference_logits(ensemble, frames, candidates).sigmoid()
     best = share.std(0).argsort(descending=True, stable=True)[:count]
     return Pairs(candidates.first[best], candidates.second[best])

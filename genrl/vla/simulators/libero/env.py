@@ -201,6 +201,7 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
             else:  # a part of a thing: a drawer, the middle of a stove
                 row[:3] = data.get_site_xpos(name)
                 mujoco.mju_mat2Quat(row[3:], np.asarray(data.get_site_xmat(name)).reshape(-1))
+            # A quaternion and its negative are one turn: a policy is shown the same one of them each time.
             row[3:] *= np.copysign(1.0, row[3])
         return rows
 

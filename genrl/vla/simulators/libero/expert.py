@@ -6,6 +6,7 @@ grip, up, over the target, down, let go.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genrl.vla.simulators.contract import no_expert
-from genrl.vla.simulators.libero.env import REST, LiberoEnv
+from genrl.vla.simulators.libero.env import REST, LiberoEnv, Seen
 from genrl.vla.simulators.libero.package import PROTOCOLS, expanded, tasks_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ PALM = 0.035
 """Metres from between the finger tips up to where the palm would touch."""
 HOVER = 0.1
 """Metres above the place to grip from which the hand comes down."""
+PUSH, LASTING = 0.15, 0.8
+"""Standard deviation of what disturbs each number of a demonstration that moves the hand, and its correlation from one
+action to the next: pushes of a few steps, after which the hand is a centimetre or two off its way."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ PLANS = {
 
 
 def demonstrate(tasks: Sequence[str], count: int, *, max_steps: int | None, **how: Any) -> Shown:
-    """`count` episodes of every task, of all of libero_spatial where there are none, within LeRobot's limits.
+    """`count` episodes of every task, of all of libero_spatial where there are none, within LeRobot's limits. The
+    hand is pushed on its way (`Pushed`).
 
     how: seed, image_size, cameras and points, of `demonstrations.expert_episodes`.
     """
@@ -63,9 +68,29 @@ def demonstrate(tasks: Sequence[str], count: int, *, max_steps: int | None, **ho
     suites = {name.partition("/")[0] for name in names}
     limit = max(map(PROTOCOLS["lerobot"].limit, suites)) if max_steps is None else max_steps
     texts = [tasks_of(suite)[int(number)].language for suite, _, number in (name.partition("/") for name in names)]
-    return Shown(
-        texts, expert_episodes(names, LiberoEnv, scripted, count, max_steps=limit, **how), lambda actions: REST
-    )
+    return Shown(texts, expert_episodes(names, Pushed, scripted, count, max_steps=limit, **how), lambda actions: REST)
+
+
+class Pushed(LiberoEnv):
+    """A task in which the hand is pushed off its way, by the seed, while the expert goes on from where it is.
+
+    What is recorded is what the expert wanted (DART, arXiv 1703.09327). Without it all demonstrations of a task are one
+    path, and a policy that has left it by a centimetre has never seen a way back.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Seen, dict[str, Any]]:
+        """Begin without a push."""
+        begun = super().reset(seed=seed, options=options)
+        self.pushes, self.push = np.random.default_rng(seed), np.zeros(3)
+        return begun
+
+    def step(self, action: NDArray[np.float32]) -> tuple[Seen, float, bool, bool, dict[str, Any]]:
+        """One action and the push."""
+        fresh = PUSH * math.sqrt(1.0 - LASTING**2) * self.pushes.standard_normal(3)
+        self.push = LASTING * self.push + fresh
+        pushed = np.array(action, dtype=np.float32)
+        pushed[:3] = np.clip(pushed[:3] + self.push, -1.0, 1.0)
+        return super().step(pushed)
 
 
 def scripted(env: LiberoEnv) -> Callable[[Any], NDArray[np.float32]]:
@@ -95,7 +120,9 @@ def action(env: LiberoEnv) -> NDArray[np.float32]:
     shutting = shut > ready and beside < 0.03 and abs(above) < 0.02 and width > 0.003
     if shutting or (beside < 0.018 and abs(above) < 0.008):
         return moved(place - hand, grip=1.0)
-    grip = float(np.sign(ready - shut))
+    # robosuite reads the sign alone, so a policy that is a little off 0, the order to stay, would shut the gripper: an
+    # open one is ordered open
+    grip = -1.0 if shut >= ready == 0.0 else float(np.sign(ready - shut))
     if beside > 0.03 and above < HOVER / 2:
         return moved(np.array([0.0, 0.0, HOVER - above]), grip=grip)
     # high on the cabinet, near the end of its reach, the hand comes no nearer than this

@@ -37,6 +37,7 @@ class Baseline(nn.Module):
 
     def __init__(self, policy: CodePolicy | MusicPolicy) -> None:
         super().__init__()
+        # As deepcopy's memo: what is in it counts as copied, so that frozen weights stay the policy's own.
         shared = {id(p): p for p in policy.body.parameters() if not p.requires_grad}
         self.body: Any = copy.deepcopy(policy.body, shared)
         self.head = nn.Linear(self.body.config.hidden_size, 1, device=policy.device)

@@ -141,6 +141,7 @@ class Teachers:
         """(ids, the teacher's log-probabilities), [N, K], of hidden states [N, H] of both."""
         policy = self.run.policy
         rows = allowed_logits(model, model.model.get_output_embeddings()(theirs), temperature).log_softmax(-1)
+        # The likeliest of the one by whom the distance is mostly weighted: from beta .5 on the model itself.
         by = rows
         if self.settings.beta >= 0.5:
             by = allowed_logits(policy, policy.model.get_output_embeddings()(mine), temperature)
@@ -166,6 +167,7 @@ def divergence(
     of_each = zip(*(t[mask].split(CHUNK) for t in (states, ids.to(states.device), rows.to(states.device))), strict=True)
     # distributions are computed again in the backward pass, so that they exist for a chunk of tokens at a time
     parts = [checkpoint(far, *arguments, use_reentrant=False) for arguments in of_each]
+    # Where no token counts there is still a graph, for the backward pass.
     values = torch.cat(parts) if parts else states.sum() * 0 + states.new_zeros(0)
     return torch.zeros(mask.shape, dtype=values.dtype, device=states.device).masked_scatter(mask, values)
 
@@ -178,6 +180,7 @@ def identity(path: str) -> str:
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as opened:
+            # The end: it begins with a header, which all weights of these shapes share.
             opened.seek(max(0, file.stat().st_size - LAST))
             digest.update(f"{file.name}:{file.stat().st_size}:".encode() + opened.read())
     return digest.hexdigest()

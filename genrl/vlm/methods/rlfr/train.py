@@ -28,7 +28,7 @@ from genrl.vlm.methods.answers import train as answering
 from genrl.vlm.methods.rlfr.settings import RLFR
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.rollout.data import tell
-from genrl.vlm.rollout.rollout import Answers
+from genrl.vlm.rollout.rollout import Answers, is_right
 from genrl.vlm.run import AnswersRun
 
 WAVES = 16
@@ -200,7 +200,7 @@ def shaped(
     """Estimates with advantages per token, charged by the flow as it is, and figures; the gradient of the flow's own
     loss is left in its parameters."""
     config, loop, own = run.config, run.loop, settings.flow
-    right = answers.scores[config.reward_labels[0]] >= config.evaluation.right_at - 1e-9  # not where there is no score
+    right = is_right(config, answers.scores[config.reward_labels[0]])
     counts = gather_object([(len(right), int(right.sum()))])
     number, first = sum(n for _, n in counts), sum(n for n, _ in counts[: loop.process.rank])
     names = [f"{answers.rows[k].name}/{n}" for n, k in enumerate(answers.group.tolist(), first)]  # of all processes'
