@@ -103,11 +103,14 @@ def in_input_precision(model: nn.Module) -> None:
     Left to itself, peft casts what enters an adapter to that of the adapter's weights: in a bfloat16 model every
     adapted layer would keep a float32 copy of its input for the backward pass, and multiply it in float32 without
     tensor cores. Rounding the two small matrices instead is what autocast does, and what diffusers computes with a LoRA
-    that it loads into such a model. Gradients arrive in float32. Where the model is float32 nothing changes. DoRA's
-    layers, whose norms need it, and those of float16 models stay as peft has them.
+    that it loads into such a model. Gradients arrive in float32. Where the model is float32, linear layers add what
+    their adapter makes in one operation (`Summed`). DoRA's layers, whose norms need it, and those of float16 models
+    stay as peft has them.
     """
     ensure()  # peft looks for a torchvision that may be broken
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import Linear, LoraLayer
+
+    from genrl.runtime.weights.low_rank_layer import Summed
 
     for layer in model.modules():
         if not isinstance(layer, LoraLayer) or layer.lora_variant:
@@ -121,6 +124,10 @@ def in_input_precision(model: nn.Module) -> None:
         layer.cast_input_dtype_enabled = False
         for part in parts:
             part.__class__ = _ROUNDED.get(type(part), type(part))
+        linear: Any = layer
+        is_float32 = linear.get_base_layer().weight.dtype == torch.float32
+        if type(linear) is Linear and is_float32 and not any(linear.lora_bias.values()):
+            linear.__class__ = Summed
 
 
 def quantization_config(kind: str, loader: Any, dtype: torch.dtype) -> Any:

@@ -141,7 +141,7 @@ class Generation(Section):
 
     vllm: VLLMEngine | None = None
     """What samples: vLLM (the extra vllm; {} as it stands), whose rounding the weight engine_mismatch then corrects
-    unless trainer.weights says otherwise; null = transformers' generate on the model that is trained."""
+    unless trainer.weights says otherwise; null = the model that is trained."""
     prompts_per_iteration: Count = 8
     """Different questions in one iteration, over all processes."""
     group_size: Count = 8

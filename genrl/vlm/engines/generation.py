@@ -1,4 +1,4 @@
-"""Completions from a policy by transformers' `generate`: prompts and images computed once, shared by their groups.
+"""Completions from a policy, token by token: prompts and images computed once, shared by their groups.
 
 A sample is a function of the weights, its prompt and its key: each has uniform numbers of its own, one per token, and
 the token is where the number falls in the cumulated probabilities. What else is in the batch enters by rounding alone.
@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from genrl.mdp.noise import generator
+from genrl.vlm.policies.contract import chosen, uniforms
 from genrl.vlm.policies.folder import gathered
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
@@ -90,65 +89,52 @@ def generate(
         return completions
 
     group = torch.arange(len(prompts)).repeat_interleave(n)
-    cache, _ = policy.prefix(prompts)
-    cache.batch_repeat_interleave(n)
-    cache.crop(-1)  # `generate` wants a token to begin with: the prompt's last is computed again, in each row
-    rows = [prompts[number] for number in group.tolist()]
-    inputs = policy.inputs(rows, pixels=False)
-    uniform = torch.stack(
-        [
-            # In float64: float32 knows 16 million numbers, so that rarer tokens would never be drawn.
-            torch.rand(sampling.max_new_tokens, generator=generator(*key, sample), dtype=torch.float64)
-            for key in keys
-            for sample in range(n)
-        ]
-    )
-    draw = _Draw(sampling.temperature, uniform.to(policy.device), policy.forbidden)
-    stop = sorted({*policy.stop_ids, *sampling.stop_ids})
-    settings = GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens, do_sample=False, eos_token_id=stop, pad_token_id=policy.pad_id
-    )
-    sequences = _generate(policy.model, settings, draw, {**inputs, "past_key_values": cache})
-
-    tokens = sequences[:, inputs["input_ids"].shape[1] :]
-    ended = torch.isin(tokens, torch.tensor(stop, device=tokens.device))
-    mask = ended.cumsum(1) - ended.long() == 0  # up to the first stop token, with it
-    log_prob = torch.where(mask, torch.stack(draw.log_probs, 1), 0.0)
-    finish: list[Finish] = ["stop" if bool(row.any()) else "length" for row in ended]
-    texts = [
-        policy.tokenizer.decode(row[row_mask], skip_special_tokens=True)
-        for row, row_mask in zip(tokens, mask, strict=True)
-    ]
+    stop = {*policy.stop_ids, *sampling.stop_ids}
+    numbers = uniforms(keys, n, sampling.max_new_tokens).to(policy.device)
+    tokens, log_prob, mask = _continued(policy, prompts, group, numbers, sampling.temperature, sorted(stop))
+    ids = [row[:length] for row, length in zip(tokens.tolist(), mask.sum(1).tolist(), strict=True)]
+    finish: list[Finish] = ["stop" if row[-1] in stop else "length" for row in ids]
+    texts: list[str] = policy.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return Completions(tokens, mask, log_prob, group.to(tokens.device), finish, texts)
 
 
-def _generate(model: Any, settings: GenerationConfig, draw: _Draw, inputs: dict[str, Any]) -> Tensor:
-    """`model.generate` without its makers' defaults (repetition penalty, top-p), which would fill the gaps."""
-    makers, model.generation_config = model.generation_config, settings
-    try:
-        # what other processes do does not matter: in shards, each has gathered the weights before
-        sequences: Tensor = model.generate(**inputs, logits_processor=LogitsProcessorList([draw]), synced_gpus=False)
-    finally:
-        model.generation_config = makers
-    return sequences
+def _continued(
+    policy: Policy, prompts: Sequence[Encoded], group: Tensor, uniform: Tensor, temperature: float, stop: list[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens int64 [B, T], log_prob float32 [B, T] and mask [B, T] of answers to prompts[group], each up to the first
+    of the ids `stop`. uniform float64 [B, most]: each row's own numbers. The model is called as in `Policy.shared`."""
+    tokens = torch.full(uniform.shape, policy.pad_id, device=policy.device)
+    log_prob = torch.zeros(uniform.shape, device=policy.device)
+    mask = torch.zeros(uniform.shape, dtype=torch.bool, device=policy.device)
+    head: Any = policy.model.get_output_embeddings()
+    ends = torch.tensor(stop, device=policy.device)
+    cache, last = policy.prefix(prompts)
+    going, row_of = torch.arange(len(tokens), device=policy.device), group.to(policy.device)
+    cache.batch_select_indices(row_of)
+    states, inputs = last[row_of], policy.inputs(prompts, tokens, row_of=group, pixels=False)
+    first = inputs["input_ids"].shape[1] - tokens.shape[1]
+    for step in range(tokens.shape[1]):
+        token, log_p = _drawn(head(states), uniform[going, step], temperature, policy.forbidden)
+        tokens[going, step], log_prob[going, step], mask[going, step] = token, log_p, True
+        left = ~torch.isin(token, ends)
+        count = int(left.sum())
+        if count == 0 or step + 1 == tokens.shape[1]:
+            break
+        if count < len(left):  # an answer that has ended takes no part in further steps
+            token, going = token[left], going[left]
+            cache.batch_select_indices(left.nonzero()[:, 0])
+            inputs = {name: value[..., left, :] for name, value in inputs.items()}
+        place = first + step
+        new = {name: value[..., place : place + 1] for name, value in inputs.items()}
+        new |= {"input_ids": token[:, None], "attention_mask": inputs["attention_mask"][:, : place + 1]}
+        states = policy.body(**new, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+    return tokens[:, : step + 1], log_prob[:, : step + 1], mask[:, : step + 1]
 
 
-class _Draw(LogitsProcessor):
-    """Draws each row's token by that row's own number, and leaves `generate` no other choice."""
-
-    def __init__(self, temperature: float, uniform: Tensor, forbidden: Tensor) -> None:
-        self.temperature, self.uniform, self.forbidden = temperature, uniform, forbidden
-        self.log_probs: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logits = scores.float().index_fill(1, self.forbidden, IMPOSSIBLE)
-        log_p = (logits / (self.temperature or 1.0)).log_softmax(-1)
-        if self.temperature == 0:
-            token = log_p.argmax(1, keepdim=True)
-        else:
-            cumulated = log_p.double().exp().cumsum(1)
-            # right=True: never a token of probability 0, whose cumulated value is that of the one before it
-            place = self.uniform[:, len(self.log_probs), None] * cumulated[:, -1:]
-            token = torch.searchsorted(cumulated, place, right=True).clamp(max=log_p.shape[1] - 1)
-        self.log_probs.append(log_p.gather(1, token)[:, 0])
-        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+def _drawn(logits: Tensor, uniform: Tensor, temperature: float, forbidden: Tensor) -> tuple[Tensor, Tensor]:
+    """(token, its log-probability) [B] of each row of `logits` [B, V] at its own number `uniform` [B]; at temperature 0
+    the most probable token."""
+    possible = logits.float().index_fill(1, forbidden, IMPOSSIBLE)
+    log_p = (possible / (temperature or 1.0)).log_softmax(-1)
+    token = chosen(log_p, uniform if temperature else None)
+    return token, log_p.gather(1, token[:, None])[:, 0]

@@ -28,6 +28,7 @@ from genrl.vlm.engines.generation import Completions, Finish, Sampling
 from genrl.vlm.engines.server import Asked, Drawn, Engine, Reply, Server, Shared, Version
 from genrl.vlm.policies.folder import Stream, stream_of
 from genrl.vlm.policies.policy import Encoded, Policy
+from genrl.vlm.policies.processor import unexpanded
 
 
 class InProcess:
@@ -210,7 +211,7 @@ class Sampler:
             "bad_words": self.never,
             "logprobs": 0,  # the chosen token's alone
         }
-        return Asked(list(prompt.tokens.unexpanded), prompt.tokens.pictures, params)
+        return Asked(unexpanded(prompt.tokens, self.policy.processor), prompt.tokens.pictures, params)
 
     def _check(self, prompt: Encoded, reply: Reply, n: int, stop: set[int], most: int) -> None:
         ours, theirs = prompt.tokens.ids.tolist(), reply.prompt_ids

@@ -292,11 +292,11 @@ def divergence(policy: Policy, answers: Answers, temperature: float, *, chunk: i
     head, found = policy.model.get_output_embeddings(), []
     ids = torch.arange(len(head.weight), device=policy.device)
     allowed = ids[~torch.isin(ids, policy.forbidden)]
-    for number, prompt in enumerate(answers.prompts):
+    for number in range(len(answers.prompts)):
         at = (group == number).nonzero()[:, 0]
         valid = mask[at].to(policy.device).bool()
         chosen = torch.where(valid, tokens[at].to(policy.device), policy.pad_id)
-        hidden, _, _ = policy.shared(answers.prompts, [prompt] * len(at), chosen, group[at])
+        hidden, _, _ = policy.shared(answers.prompts, chosen, group[at])
         parts = []
         for start in range(0, tokens.shape[1], chunk):
             logits = head(hidden[:, start : start + chunk])[..., allowed].float() / temperature

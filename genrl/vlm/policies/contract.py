@@ -121,6 +121,7 @@ def chosen(log_p: Tensor, uniform: Tensor | None) -> Tensor:
 
 def uniforms(keys: Sequence[Sequence[int | str]], n: int, *shape: int) -> Tensor:
     """float64 [N n, *shape] in [0, 1): n rows for each key, a function of the key and the row's number k < n alone."""
+    # In float64: float32 knows 16 million numbers, so that rarer tokens would never be drawn.
     return torch.stack(
         [torch.rand(shape, generator=generator(*key, k), dtype=torch.float64) for key in keys for k in range(n)]
     )

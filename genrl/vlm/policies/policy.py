@@ -143,7 +143,7 @@ class Policy(Adapted):
         self.room: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         """Positions of the language model: prompt and completion together; None where it says nothing."""
         self.sampler: Any = None
-        """A `engines.vllm.Sampler` that samples in place of this model; None: transformers' generate on it."""
+        """A `engines.vllm.Sampler` that samples in place of this model; None: it does itself."""
         self.quantized = quantize is not None
         self.peft = None
         if lora is None:
@@ -232,26 +232,34 @@ class Policy(Adapted):
                 )
 
     def inputs(
-        self, prompts: Sequence[Encoded], completions: Tensor | None = None, *, pixels: bool = True
+        self,
+        prompts: Sequence[Encoded],
+        completions: Tensor | None = None,
+        *,
+        row_of: Tensor | None = None,
+        pixels: bool = True,
     ) -> dict[str, Tensor]:
-        """Arguments of the model: prompts padded on the left to P, then `completions` int64 [B, T], one per prompt.
+        """Arguments of the model: prompts padded on the left to P, then `completions` int64 [B, T], one per prompt, or
+        row b to prompts[row_of[b]].
 
-        input_ids, attention_mask [B, P + T]; position_ids [B, P + T] or [3, B, P + T]; pixels. Completion tokens all
-        count in the attention mask: they stand right of all that is scored before them.
+        input_ids, attention_mask [B, P + T]; position_ids [B, P + T] or [3, B, P + T]; pixels of the prompts.
+        Completion tokens all count in the attention mask: they stand right of all that is scored before them.
         """
         longest = max(prompt.length for prompt in prompts)
-        answers = torch.zeros(len(prompts), 0, dtype=torch.int64) if completions is None else completions.cpu()
+        rows = torch.arange(len(prompts)) if row_of is None else row_of.cpu()
+        answers = torch.zeros(len(rows), 0, dtype=torch.int64) if completions is None else completions.cpu()
         steps = torch.arange(answers.shape[1])
 
-        def left(rows: Sequence[Tensor], value: int) -> Tensor:
-            return torch.stack([torch.nn.functional.pad(r, (longest - r.shape[-1], 0), value=value) for r in rows], -2)
+        def left(tensors: Sequence[Tensor], value: int) -> Tensor:
+            padded = [torch.nn.functional.pad(t, (longest - t.shape[-1], 0), value=value) for t in tensors]
+            return torch.stack(padded, -2)[..., rows, :]
 
-        after = [(p.next_position + steps).expand(*p.positions.shape[:-1], -1) for p in prompts]
+        after = torch.stack([(p.next_position + steps).expand(*p.positions.shape[:-1], -1) for p in prompts], -2)
         real = [torch.ones_like(p.tokens.ids) for p in prompts]
         tensors = {
             "input_ids": torch.cat([left([p.tokens.ids for p in prompts], self.pad_id), answers], 1),
             "attention_mask": torch.cat([left(real, 0), torch.ones_like(answers)], 1),
-            "position_ids": torch.cat([left([p.positions for p in prompts], 0), torch.stack(after, -2)], -1),
+            "position_ids": torch.cat([left([p.positions for p in prompts], 0), after[..., rows, :]], -1),
         }
         for name in self._per_token:
             kinds = [p.tokens.kinds.get(name, torch.zeros_like(p.tokens.ids)) for p in prompts]
@@ -263,7 +271,6 @@ class Policy(Adapted):
     def prefix(self, prompts: Sequence[Encoded]) -> tuple[Any, Tensor]:
         """Cache of the prompts' keys and values, with gradients, and the states [N, H] that predict the first token."""
         cache = transformers.DynamicCache(config=self.model.config.get_text_config())
-        cache.activate_past_recording()  # layers with a window (Gemma 3) keep what lies before it: it may be cropped
         output = self.body(**self.inputs(prompts), past_key_values=cache, use_cache=True)
         return output.past_key_values, output.last_hidden_state[:, -1]
 
@@ -298,7 +305,7 @@ class Policy(Adapted):
                 hidden, positions = packed_states(self, rows, tokens, mask)
             images = len(rows)
         elif share_prefix and self.shares_prompts:
-            hidden, positions, images = self.shared(prompts, rows, tokens, group)
+            hidden, positions, images = self.shared(prompts, tokens, group)
         else:
             inputs = self.inputs(rows, tokens[:, :-1])
             with self._recomputed():
@@ -317,9 +324,7 @@ class Policy(Adapted):
         )
         return Replay(scores.log_prob, scores.entropy, hidden, positions, images)
 
-    def shared(
-        self, prompts: Sequence[Encoded], rows: Sequence[Encoded], tokens: Tensor, group: Tensor
-    ) -> tuple[Tensor, int, int]:
+    def shared(self, prompts: Sequence[Encoded], tokens: Tensor, group: Tensor) -> tuple[Tensor, int, int]:
         """States [B, T, H] of answers that attend to one copy of their prompt; how many positions, and prompts, were
         computed."""
         numbers, row_of = torch.unique(group, return_inverse=True)
@@ -331,7 +336,7 @@ class Policy(Adapted):
         # The prompt's last state predicts the only token.
         if tokens.shape[1] == 1:
             return first, positions, len(used)
-        inputs = self.inputs(rows, tokens[:, :-1], pixels=False)
+        inputs = self.inputs(used, tokens[:, :-1], row_of=row_of, pixels=False)
         mask = inputs.pop("attention_mask")
         new = {name: value[..., longest:] for name, value in inputs.items()}
         if self.prefix_attention is None:

@@ -70,13 +70,13 @@ class Tokens:
 
     ids int64 [P]; kinds: further tensors [P] that the model reads per token (`mm_token_type_ids`: 1 on images, 2 on
     videos); pixels: what the vision tower reads, with images (or rows of images, patches) along dimension 0.
-    unexpanded, pictures: what an engine with a processor of its own is given: ids with one token per image, RGB images.
+    text, pictures: what they were made of; an engine with a processor of its own is given these pictures (RGB).
     """
 
     ids: Tensor
     kinds: dict[str, Tensor]
     pixels: dict[str, Tensor]
-    unexpanded: tuple[int, ...] = ()
+    text: str = ""
     pictures: tuple[Image.Image, ...] = ()
 
 
@@ -239,8 +239,9 @@ def tokenize(
     if not videos:
         prompt = without_clips(prompt)
     parts = [part for turn in [*prompt.before, Turn("user", prompt.parts)] for part in turn.parts]
+    placeholders = placeholder_tokens(processor)
     for text in [prompt.system or "", *(part for part in parts if isinstance(part, str))]:
-        held = [token for token in placeholder_tokens(processor) if token in text]
+        held = [token for token in placeholders if token in text]
         if held:
             raise ValueError(
                 f"{prompt.where}: the text holds {held[0]!r}, which stands for an image: put images in parts"
@@ -253,20 +254,26 @@ def tokenize(
     clips = [part for part in parts if isinstance(part, Clip)]
     frames = [[opened(frame) for frame in clip.frames] for clip in clips]
     text = _written(prompt, processor)
-    special = _adds_special(text, processor)
     tensors = processor(
         text=[text],
         images=[pictures] if pictures else None,
-        add_special_tokens=special,
+        add_special_tokens=_adds_special(text, processor),
         return_tensors="pt",
         **video_arguments(clips, frames, processor, prompt.where),
     )
     tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor) and name != "attention_mask"}
     ids = tensors.pop("input_ids")[0]
     kinds = {name: tensors.pop(name)[0] for name in PER_TOKEN if name in tensors}
-    unexpanded = processor.tokenizer(text, add_special_tokens=special)["input_ids"]
     kinds = {name: kind for name, kind in kinds.items() if name in per_token}
-    return Tokens(ids, kinds, tensors, tuple(unexpanded), tuple(pictures))
+    return Tokens(ids, kinds, tensors, text, tuple(pictures))
+
+
+def unexpanded(tokens: Tokens, processor: Any) -> list[int]:
+    """Ids with one token for each image, which an engine with a processor of its own expands."""
+    ids: list[int] = processor.tokenizer(
+        tokens.text, add_special_tokens=_adds_special(tokens.text, processor)
+    ).input_ids
+    return ids
 
 
 def _written(prompt: Prompt, processor: Any, answer: str | None = None) -> str:

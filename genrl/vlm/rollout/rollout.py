@@ -175,18 +175,19 @@ def score(
     shared_columns = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
     columns = {name: [row.columns[name] for row in questions] for name in sorted(shared_columns)}
     prompts, images = [text_of(row) for row in questions], sampled.made.get("images")
+    ids = None
+    if images is None and sampled.mask.shape == sampled.tokens.shape:  # else it is of estimates
+        ids = [row[row_mask].tolist() for row, row_mask in zip(sampled.tokens, sampled.mask, strict=True)]
     scores: dict[str, Scores] = {}
     for (label, reward), settings in zip(opened.items(), config.rewards, strict=True):
         if images is None:
-            of_tokens = sampled.mask.shape == sampled.tokens.shape  # else it is of estimates
-            pairs = zip(sampled.tokens, sampled.mask, strict=True)
             scores[label] = score_completions(
                 reward,
                 prompts=prompts,
                 completions=sampled.texts,
                 columns=columns | {name: list(values) for name, values in sampled.made.items()},
                 group=list(group),
-                completion_ids=[row[row_mask].tolist() for row, row_mask in pairs] if of_tokens else None,
+                completion_ids=ids,
                 conversational=settings.conversational,
                 name=label,
             )
@@ -306,7 +307,7 @@ def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence
 def _encoded(policy: Policy, config: VLMConfig, prompt: Prompt) -> Encoded:
     """A prompt that the model has room for."""
     encoded = policy.encode(prompt)
-    if not isinstance(policy, SequencePolicy):
+    if isinstance(policy, Policy):  # others' answers are as long as they are
         policy.check_room([encoded], config.generation.max_new_tokens)
     return encoded
 

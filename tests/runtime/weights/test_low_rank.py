@@ -8,6 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from genrl.runtime.weights.low_rank import in_input_precision, merged
+from genrl.runtime.weights.low_rank_layer import Summed
 
 
 class Net(nn.Module):
@@ -87,6 +88,31 @@ def test_what_stays_as_it_is(dtype: torch.dtype, autocast: bool, options: dict[s
         before = net(x)
         in_input_precision(net)
         assert torch.equal(net(x), before)
+
+
+@pytest.mark.parametrize("alpha", [8, 3], ids=["power_of_two", "rounded"])
+def test_float32_layers_add_their_adapters_in_one_operation(alpha: int) -> None:
+    """As peft computes, to the bit where the scale is a power of two; with two adapters, and with none."""
+    by_peft, x = adapted(torch.float32, lora_alpha=alpha), torch.randn(32, 64)
+    inject_adapter_in_model(
+        LoraConfig(r=2, target_modules=["first"], lora_alpha=alpha // 2), by_peft, adapter_name="other"
+    )
+    torch.nn.init.normal_(by_peft.first.lora_B["other"].weight)
+    net = copy.deepcopy(by_peft)
+    in_input_precision(net)
+    assert isinstance(net.first, Summed)
+    for adapters in (["default"], ["default", "other"]):
+        results: list[list[Tensor]] = []
+        for one in (by_peft, net):
+            one.first.set_adapter(adapters)
+            out = one(x)
+            trained = [part[name].weight for name in adapters for part in (one.first.lora_A, one.first.lora_B)]
+            results.append([out, *torch.autograd.grad(out.square().sum(), trained)])
+        for peft, summed in zip(*results, strict=True):
+            torch.testing.assert_close(summed, peft, rtol=0 if alpha == 8 else 1e-5, atol=0 if alpha == 8 else 1e-5)
+    for one in (by_peft, net):
+        one.first.enable_adapters(False)
+    assert torch.equal(net(x), by_peft(x))
 
 
 def test_merged_adapters_compute_the_same_and_leave_no_trace() -> None:
