@@ -265,15 +265,15 @@ def moved_from(seen: Tensor, before: Tensor) -> float:
 class HeldOut:
     """What a run measures on its held-out prompts."""
 
-    def __init__(self, run: TrainingRun[Config], prompts: Sequence[Prompt], scorers: Scorers, worker: Worker) -> None:
-        self.run, self.prompts, self.scorers, self.worker = run, prompts, scorers, worker
+    def __init__(self, run: TrainingRun[Config], prompts: Sequence[Prompt], scorers: Scorers) -> None:
+        self.run, self.prompts, self.scorers = run, prompts, scorers
         self.before = Before()
         """What was shown before training."""
         self.rewrite: Callable[[Sequence[Prompt]], list[str]] | None = None
         """Where prompts are rewritten: their new texts. Both are rendered."""
 
-    def evaluated(self, iteration: int) -> dict[str, float]:
-        """Metrics of the prompts, from fixed noise; empty without prompts."""
+    def evaluated(self, iteration: int, worker: Worker) -> dict[str, float]:
+        """Metrics of the prompts, from fixed noise, of which worker draws its share; empty without prompts."""
         run, prompts = self.run, self.prompts
         if not prompts:
             return {}
@@ -281,7 +281,7 @@ class HeldOut:
         # Evaluations are due at other times after a resume with another `every`; the counts of training are not to
         # depend on it.
         with run.policy.uncounted():
-            held_out = partial(evaluate_held_out, run.config, run.policy, prompts, self.scorers, self.worker)
+            held_out = partial(evaluate_held_out, run.config, run.policy, prompts, self.scorers, worker)
             judged = held_out()
             rewritten = None if self.rewrite is None else held_out(texts=self.rewrite(prompts))
         metrics, inputs = judged.metrics, run.config.sampling.inputs

@@ -85,8 +85,7 @@ class DiffusionRun(TrainingRun[Config]):
         )  # fmt: skip
         self.prompts, self.eval_prompts, self.scorers = prompts, eval_prompts, scorers
         self.far, self.ahead = far, ahead
-        self.worker = Worker.of(process, self.loop, self.advance_together)
-        self.held_out = HeldOut(self, eval_prompts, scorers, self.worker)
+        self.held_out = HeldOut(self, eval_prompts, scorers)
         self.rollouts: Rollouts | None = None
         """Samples of the running iteration."""
         self.replays = False
@@ -184,6 +183,11 @@ class DiffusionRun(TrainingRun[Config]):
         """Model calls that were made elsewhere."""
         self.policy.model_calls += calls
 
+    @property
+    def worker(self) -> Worker:
+        """This process, as sampling and evaluating know it."""
+        return Worker.of(self.process, self.loop, self.advance_together)
+
     def advance_together(self, images: int) -> None:
         """Images done in sampling or evaluating; all processes call it alike, and agree here on an asked-for end."""
         self.loop.advance(images)
@@ -240,7 +244,7 @@ class DiffusionRun(TrainingRun[Config]):
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Held-out prompts from fixed noise, as `Trained` asks."""
-        return self.held_out.evaluated(iteration)
+        return self.held_out.evaluated(iteration, self.worker)
 
     def look(self) -> ContactSheet:
         """Training prompts, drawn and scored."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +98,42 @@ def merged(networks: Collection[nn.Module]) -> Iterator[None]:
             layer.merged_adapters.clear()
 
 
+@cache
+def summed() -> type[nn.Module]:
+    """peft's layer of a LoRA, with its second product and its sum in one operation. Made when first asked for: peft
+    takes a second to import."""
+    ensure()  # peft looks for a torchvision that may be broken
+    from peft.tuners.lora.layer import Linear
+
+    class Summed(Linear):
+        """W x + s B A x in float32: what B makes is added where it is made.
+
+        peft makes B A x, s B A x and the sum one after the other, each as large as W x, and scales again in the
+        backward pass: passes over memory that the product itself does along the way. Where s is a power of two, the
+        numbers are the same bit for bit. In half precision peft rounds in between, as whoever loads the LoRA into
+        diffusers does.
+        """
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            """x [..., in_features] -> [..., out_features]."""
+            # A policy is held in fewer bits after it was adapted, so the input says what the model is.
+            rounds = torch.is_autocast_enabled(x.device.type) or x.dtype != torch.float32
+            if self.disable_adapters or self.merged or rounds or args or kwargs:
+                plain: Tensor = super().forward(x, *args, **kwargs)
+                return plain
+            output: Tensor = self.base_layer(x)
+            for name in self.active_adapters:
+                if name not in self.lora_A:  # of other layers
+                    continue
+                narrow: Tensor = self.lora_A[name](self.lora_dropout[name](x))
+                wide: Any = self.lora_B[name].weight
+                rows, narrow = output.reshape(-1, output.shape[-1]), narrow.reshape(-1, narrow.shape[-1])
+                output = torch.addmm(rows, narrow, wide.T, alpha=self.scaling[name]).view(output.shape)
+            return output
+
+    return Summed
+
+
 def in_input_precision(model: nn.Module) -> None:
     """Have the LoRA layers of `model` compute in the precision of their inputs, in place.
 
@@ -104,13 +141,11 @@ def in_input_precision(model: nn.Module) -> None:
     adapted layer would keep a float32 copy of its input for the backward pass, and multiply it in float32 without
     tensor cores. Rounding the two small matrices instead is what autocast does, and what diffusers computes with a LoRA
     that it loads into such a model. Gradients arrive in float32. Where the model is float32, linear layers add what
-    their adapter makes in one operation (`Summed`). DoRA's layers, whose norms need it, and those of float16 models
+    their adapter makes in one operation (`summed`). DoRA's layers, whose norms need it, and those of float16 models
     stay as peft has them.
     """
     ensure()  # peft looks for a torchvision that may be broken
     from peft.tuners.lora.layer import Linear, LoraLayer
-
-    from genrl.runtime.weights.low_rank_layer import Summed
 
     for layer in model.modules():
         if not isinstance(layer, LoraLayer) or layer.lora_variant:
@@ -127,7 +162,7 @@ def in_input_precision(model: nn.Module) -> None:
         linear: Any = layer
         is_float32 = linear.get_base_layer().weight.dtype == torch.float32
         if type(linear) is Linear and is_float32 and not any(linear.lora_bias.values()):
-            linear.__class__ = Summed
+            linear.__class__ = summed()
 
 
 def quantization_config(kind: str, loader: Any, dtype: torch.dtype) -> Any:

@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from genrl.runtime.weights.low_rank import in_input_precision, merged
-from genrl.runtime.weights.low_rank_layer import Summed
+from genrl.runtime.weights.low_rank import in_input_precision, merged, summed
 
 
 class Net(nn.Module):
@@ -100,7 +99,7 @@ def test_float32_layers_add_their_adapters_in_one_operation(alpha: int) -> None:
     torch.nn.init.normal_(by_peft.first.lora_B["other"].weight)
     net = copy.deepcopy(by_peft)
     in_input_precision(net)
-    assert isinstance(net.first, Summed)
+    assert isinstance(net.first, summed())
     for adapters in (["default"], ["default", "other"]):
         results: list[list[Tensor]] = []
         for one in (by_peft, net):
@@ -108,8 +107,8 @@ def test_float32_layers_add_their_adapters_in_one_operation(alpha: int) -> None:
             out = one(x)
             trained = [part[name].weight for name in adapters for part in (one.first.lora_A, one.first.lora_B)]
             results.append([out, *torch.autograd.grad(out.square().sum(), trained)])
-        for peft, summed in zip(*results, strict=True):
-            torch.testing.assert_close(summed, peft, rtol=0 if alpha == 8 else 1e-5, atol=0 if alpha == 8 else 1e-5)
+        for peft, ours in zip(*results, strict=True):
+            torch.testing.assert_close(ours, peft, rtol=0 if alpha == 8 else 1e-5, atol=0 if alpha == 8 else 1e-5)
     for one in (by_peft, net):
         one.first.enable_adapters(False)
     assert torch.equal(net(x), by_peft(x))

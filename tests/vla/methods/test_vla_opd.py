@@ -60,7 +60,7 @@ def test_the_gradient_of_the_released_trainer(golden: Callable[[str], Any]) -> N
     data.check("grad", gradient, 1e-5, 1e-7)
     data.check("loss_token_mean", (gradient * data.given("new_logp")).sum(), 1e-5, 1e-7)
     counted = data.given("mask").expand(shape)
-    torch.testing.assert_close(found["distill"], -data.given("advantage")[counted].sum() / shape[-1])
+    torch.testing.assert_close(found["teacher/kl"], -data.given("advantage")[counted].sum() / shape[-1])
     data.all_used()
 
 
@@ -94,7 +94,7 @@ def test_both_estimators_have_the_gradient_of_the_kl_of_tokens() -> None:
     wanted = torch.autograd.grad((rows.exp() * (rows - theirs)).sum(), logits, retain_graph=True)[0]
     each = Replay(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), every=rows.view(1, 1, 1, 1, 4))
     exact = update("distribution", each, torch.zeros(1, 1, 1), executed, every=theirs.view(1, 1, 1, 1, 4))
-    torch.testing.assert_close(exact["distill"], (rows.exp() * (rows - theirs)).sum().detach())
+    torch.testing.assert_close(exact["teacher/kl"], (rows.exp() * (rows - theirs)).sum().detach())
     torch.testing.assert_close(torch.autograd.grad(exact["loss"], logits, retain_graph=True)[0], wanted)
     drawn = rows.view(4, 1, 1)
     sampled = update("sampled", Replay(drawn[:, None], torch.zeros(4, 1, 1, 1)), drawn.detach(), executed.expand(4),
@@ -114,7 +114,7 @@ def config(place: Path, teacher: Path | None = None, sampler: Any = "flow_sde", 
 @pytest.mark.parametrize("estimator", ["distribution", "sampled"])
 def test_a_policy_learns_nothing_of_itself(estimator: str, tmp_path: Path) -> None:
     rows = vla_runs.rows(train(config(tmp_path, opd={"estimator": estimator})))
-    assert abs(rows[0]["distill"]) < 1e-6 and rows[0]["grad_norm/policy"] < 1e-3
+    assert abs(rows[0]["teacher/kl"]) < 1e-6 and rows[0]["grad_norm/policy"] < 1e-3
 
 
 @pytest.mark.parametrize("sampler", ["flow_sde", pytest.param("flow_noise", marks=pytest.mark.slow)])
@@ -122,17 +122,17 @@ def test_a_new_policy_comes_near_its_teacher(sampler: str, tmp_path: Path) -> No
     changes = {"policy": NEW, "iterations": 6, "optimizer": {"lr": 3e-3}, "environment": {"num_envs": 16}}
     teaching = {"epochs": 3, "minibatch": 32}
     rows = vla_runs.rows(train(config(tmp_path, sampler=sampler, opd=teaching, **changes)))
-    assert 0 < rows[-1]["distill"] < 0.5 * rows[0]["distill"]
+    assert 0 < rows[-1]["teacher/kl"] < 0.5 * rows[0]["teacher/kl"]
 
 
 @pytest.mark.slow
 def test_tokens_and_rewards(tmp_path: Path) -> None:
     changes = {"policy": NEW, "environment": {"group_size": 4}}
     rows = vla_runs.rows(train(config(tmp_path, opd={"reward_coef": 1.0}, **changes)))
-    assert rows[0]["distill"] > 0
+    assert rows[0]["teacher/kl"] > 0
     oft_config(tmp_path)  # writes its policy
     own = oft_config(tmp_path, trainer={**OPD, "teacher": str(tmp_path / "base")}, output=str(tmp_path / "tokens"))
-    assert abs(vla_runs.rows(train(own))[0]["distill"]) < 1e-6
+    assert abs(vla_runs.rows(train(own))[0]["teacher/kl"]) < 1e-6
 
 
 def test_others_teach_nothing(tmp_path: Path) -> None:

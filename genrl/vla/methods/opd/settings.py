@@ -19,9 +19,9 @@ class PolicyOPD(Update):
 
     title: ClassVar[str] = "On-policy distillation of policies"
     imitates = "never"
-    measured: ClassVar[tuple[str, ...]] = ("distill",)
+    measured: ClassVar[tuple[str, ...]] = ("teacher/kl",)
     metrics: ClassVar[Mapping[str, MetricDoc]] = {
-        "distill": MetricDoc(
+        "teacher/kl": MetricDoc(
             "KL from a scored step of the policy to its teacher's, per number of an action; mean over decisions",
             "Falls. Level from the start: the rate is too low, or the teacher is too far to be followed.",
             "nats",

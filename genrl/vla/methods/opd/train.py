@@ -117,12 +117,12 @@ def loss(settings: PolicyOPD, acting: Acting, given: Recorded) -> dict[str, Tens
         theirs = at_level(given["teacher/log_prob"][:, 0], executed, size, width, settings)
         gap = theirs.to(advantage) - scored.old_log_prob
         actor = actor_loss(settings, scored, given, advantage=advantage + gap)
-        return {"loss": actor.loss, "distill": -gap.sum() / each, **actor.sums}
+        return {"loss": actor.loss, "teacher/kl": -gap.sum() / each, **actor.sums}
     actor = actor_loss(settings, scored, given, advantage=advantage)
     far = chains.executed(divergence(scored.replay, given), size, width)
     mask = executed_mask(executed, size).to(far.device)[..., None]
     total = torch.where(mask, far, 0.0).mean((1, 2)).sum()
-    return {"loss": actor.loss + total / int(given["total"]), "distill": total.detach(), **actor.sums}
+    return {"loss": actor.loss + total / int(given["total"]), "teacher/kl": total.detach(), **actor.sums}
 
 
 def divergence(now: Replay, given: Recorded) -> Tensor:
