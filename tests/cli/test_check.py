@@ -15,7 +15,7 @@ from genrl.cli import diffusion
 from genrl.cli.sample import lines
 from genrl.config import load
 from genrl.config.folders import from_hub, hub_errors, read_header
-from genrl.diffusion.config.estimate import plan, read_components
+from genrl.diffusion.config.estimate import read_components
 from genrl.diffusion.config.schema import Config
 from tests.cli.commands import FIXTURES, MODEL, ROOT, SMALL, run, words
 
@@ -111,7 +111,6 @@ class TestCheckOfMany:
 
 # -- `genrl plan`: the tree of a configuration as text, its calls by hand, and no torch
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}
-PIPELINES = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if isinstance(load(path), Config)]
 
 
 def config(trainer: dict[str, Any], iterations: int = 10, **sampling: Any) -> Config:
@@ -129,18 +128,14 @@ def test_trees_of_the_papers() -> None:
     branches = {"tree": {"ways": 2, "at": [0, 3, 6, 9], "spread": 4.0}}
     text = "\n".join(lines(config(branches, group_size=16, num_inference_steps=20)))
     assert "1 root, 16 leaves, 219 nodes, 218 edges" in text and "correlation 0.0588" in text
-    assert "model calls in sampling: 203, 12.69 per image" in text
     assert "model calls in sampling: 812, 12.69 per image; independent rollouts: 1,280, ratio 0.634" in text
 
 
 def test_words() -> None:
     for trainer, says in (
         ({"window": {"size": 2}}, "steps 0, 1 trained, in 12.5% of the iterations (8 shapes)"),
-        ({"window": {"size": 2, "schedule": "progressive", "every": 3}}, "steps 3, 4 trained, in 10.0% of the iter"),
-        ({"window": {"size": 4, "schedule": "backward", "shortest": 1}}, "steps 8 trained, in "),
         ({"window": {"size": 2}, "tail_ratio": 0.4}, "the last 4 steps in place of 8 of the schedule's"),
         ({**TREE_RPO, "window": {"size": 2}}, "layer_tuning evaluates the best path"),
-        ({"window": {"size": 2}, "tree": {"ways": 8, "contrast": True}}, "training calls are at most these"),
         ({"tree": {"ways": 2, "at": [0], "prune": {"width": "best_sibling"}}}, "training calls are at most these"),
         ({"tree": {"ways": 2, "at": [0], "prune": {"depths": [4], "slide_every": 2}}}, "steps 0, 1, 2, 4, 5, 6, 7, "),
         ({"kl_weight": 0.1}, "model calls in training: 576, 18.00 per image; 288 of them with gradient"),
@@ -154,11 +149,6 @@ def test_guidance_counts_twice() -> None:
     assert "model calls in sampling: 320, 10.00 per image; independent rollouts: 320, ratio 1.000" in once
     assert "model calls in sampling: 640, 20.00 per image; independent rollouts: 640, ratio 1.000" in twice
     assert twice[-1] == "a step with guidance counts as two calls"
-    for path in PIPELINES:
-        found = load(path)
-        text, expected = "\n".join(lines(found)), plan(found)
-        for what, calls in (("sampling", expected.sample_calls), ("training", expected.train_calls)):
-            assert f"model calls in {what}: {round(calls, 1):,}".removesuffix(".0") in text, path
 
 
 def test_the_command_and_the_schema_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:
