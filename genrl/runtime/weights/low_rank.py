@@ -99,7 +99,7 @@ def merged(networks: Collection[nn.Module]) -> Iterator[None]:
 
 
 @cache
-def summed() -> type[nn.Module]:
+def summed() -> type[Any]:
     """peft's layer of a LoRA, with its second product and its sum in one operation. Made when first asked for: peft
     takes a second to import."""
     ensure()  # peft looks for a torchvision that may be broken
