@@ -97,7 +97,6 @@ def collect(run: DiffusionRun, settings: PolicyGradient, steps: Steps, *, scaled
 
 
 @torch.no_grad()
-@torch.no_grad()
 def check_on_policy(run: DiffusionRun, rollouts: Rollouts, *, clip: float, scaled: bool = False) -> None:
     """Replay the first micro-batch before any update, by the weights that drew it: the ratio must be 1. Once per
     process, later calls do nothing.

@@ -75,7 +75,7 @@ def checked(config: Any, path: str) -> Any:
     if stateful:
         raise ValueError(
             f"{path!r} ({kind}) has layers of {stateful[0]}, which keep one state of all tokens, no keys and values: "
-            f"a prompt's state can be neither padded nor shortened by a token; {SEE}"
+            f"a prompt's state cannot be padded; {SEE}"
         )
     rescaled = [name for name in RESCALED if getattr(text, name, None) not in (None, 1, 1.0)]
     if rescaled:
