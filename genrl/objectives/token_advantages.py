@@ -278,12 +278,7 @@ def score_uncertainty(scores: Tensor, group: Tensor, *, low: float = 1.0, high: 
     possible, `(high - low)^2 / 4 + 1e-8`. 0 where fewer than two could be parsed.
     The transform is `A exp(-alpha u)` (alpha .2).
     """
-    values = scores.detach().double().clamp(low, high)
-    index, count = _scored_counts(values, group)
-    total = torch.zeros_like(count)
-    mean = total.index_add(0, index, values.nan_to_num(nan=0.0)) / count.clamp(min=1)
-    squares = torch.where(values.isnan(), 0.0, (values - mean[index]) ** 2)
-    variance = total.index_add(0, index, squares) / count.clamp(min=1)
+    index, _, variance = _variances(scores.detach().double().clamp(low, high), group)
     return (variance / (0.25 * (high - low) ** 2 + 1e-8)).clamp(0.0, 1.0)[index]
 
 
@@ -293,11 +288,8 @@ def wide_groups(
     """Which rows, bool [N], are of groups whose rewards [N] (NaN = none) have a deviation of `share` times its moving
     average over iterations, or more; and that average, which begins as the first mean: RLPR (arXiv 2506.18254).
     """
-    index, count = _scored_counts(rewards, group)
-    total, values = torch.zeros_like(count), rewards.detach().double()
-    mean = total.index_add(0, index, values.nan_to_num(nan=0.0)) / count.clamp(min=1)
-    squares = torch.where(values.isnan(), 0.0, (values - mean[index]) ** 2)
-    deviation = (total.index_add(0, index, squares) / count.clamp(min=1)).sqrt()
+    index, count, variance = _variances(rewards.detach().double(), group)
+    deviation = variance.sqrt()
     now = float(deviation[count > 0].mean()) if bool((count > 0).any()) else 0.0
     average = now if average is None else decay * average + (1 - decay) * now
     return (deviation >= share * average)[index], average
@@ -344,3 +336,13 @@ def _scored_counts(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.unique(group, return_inverse=True)[1].to(values.device)
     counts = torch.zeros(int(index.max()) + 1, dtype=torch.float64, device=values.device)
     return index, counts.index_add(0, index, (~values.isnan()).double())
+
+
+def _variances(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The dense group index of each sample, and of each group how many of its float64 values are no NaN, and their
+    population variance; 0 where there is none."""
+    index, count = _scored_counts(values, group)
+    total = torch.zeros_like(count)
+    mean = total.index_add(0, index, values.nan_to_num(nan=0.0)) / count.clamp(min=1)
+    squares = torch.where(values.isnan(), 0.0, (values - mean[index]) ** 2)
+    return index, count, total.index_add(0, index, squares) / count.clamp(min=1)
