@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 KEY = "collapse"
 """In the loop's memory, and the first part of the names of what is logged."""
+IDLE = "idle"
+"""In the loop's memory: iterations in a row, up to now, that changed no weight."""
 HELD_OUT = ("eval/total", "eval/success", "eval/accuracy", "eval/loss")
 """What may judge a run, the first that an evaluation has."""
 TRAINED = ("reward/total", "rollout/success")
@@ -106,6 +108,12 @@ def best(loop: State) -> int | None:
     return cast("int | None", _state(loop)["best"])
 
 
+def is_idle(loop: State) -> bool:
+    """Whether the run has changed no weight for as long as `idle_iterations` bears: it ends, or goes back."""
+    most = loop.config.idle_iterations
+    return most is not None and loop.memory.get(IDLE, 0) >= most
+
+
 def forget_histories(loop: State) -> None:
     """Another method begins, whose loss is another one."""
     loop.memory[KEY] = _state(loop) | {"histories": {}, "outside": []}
@@ -177,7 +185,7 @@ def _judged(loop: State, name: str, score: Score, tolerance: float | None) -> di
     top = Score(*before["best"][1:]) if before else score
     if before is None or is_better(score, top):
         before, top = {"best": [step, *score]}, score
-    elif state["outside"] and has_fallen(score, top, tolerance, BESIDE):
+    elif (state["outside"] or is_idle(loop)) and has_fallen(score, top, tolerance, BESIDE):
         low = PATIENCE
     elif has_fallen(score, top, tolerance):
         low = before["low"] + 1
@@ -220,6 +228,7 @@ def _go_back(loop: State, step: int) -> None:
     rate, histories = now["rate"] / 2, then["histories"]
     figures = {name: figure | {"low": 0} for name, figure in now["figures"].items()}
     loop.memory[KEY] = now | {"figures": figures, "histories": histories, "outside": [], "rate": rate}
+    loop.memory.pop(IDLE, None)
     loop.optimization.slowed = rate
 
 

@@ -217,9 +217,11 @@ class Loop(State):
             self.save()
 
     def evaluates_at(self, iteration: int) -> bool:
-        """Whether an evaluation follows so many iterations."""
+        """Whether an evaluation follows so many iterations. One does before an idle run is given up, too, where it may
+        go back to its best instead."""
         every = self.config.evaluation.every
-        return bool(every and (iteration % every == 0 or iteration == self.config.iterations))
+        gives_up = self.config.evaluation.on_collapse == "back" and collapse.is_idle(self)
+        return bool(every and (iteration % every == 0 or iteration == self.config.iterations or gives_up))
 
     def _tell(self, row: Mapping[str, float]) -> None:
         """Call the script's function; an interruption that it raises, or that meets it, ends training."""
@@ -250,10 +252,6 @@ def _timing_row(loop: Loop, elapsed: float) -> dict[str, float]:
     return {f"timing/{phase}_s": s for phase, s in loop.timings.items()} | {"timing/iteration_s": elapsed}
 
 
-IDLE = "idle"
-"""In the loop's memory: iterations in a row, up to now, that changed no weight."""
-
-
 def _note_idle(loop: State, row: Mapping[str, float]) -> None:
     """Count the iteration that ends, before its updates are forgotten."""
     stepped = loop.optimization.updates or loop.optimization.other_updates
@@ -262,18 +260,17 @@ def _note_idle(loop: State, row: Mapping[str, float]) -> None:
     if loop.is_main and (still or math.isnan(row.get("reward/total_mean", 0.0))):
         logger.warning("iteration %d taught nothing: %s", loop.iteration, _idle_reason(row))
     if stepped:
-        loop.memory.pop(IDLE, None)
+        loop.memory.pop(collapse.IDLE, None)
     else:
-        loop.memory[IDLE] = loop.memory.get(IDLE, 0) + 1
+        loop.memory[collapse.IDLE] = loop.memory.get(collapse.IDLE, 0) + 1
 
 
 def _check_idle(loop: State, row: Mapping[str, float]) -> None:
     """Raise StoppedTogether after `idle_iterations` of them."""
-    most, count = loop.config.idle_iterations, loop.memory.get(IDLE, 0)
-    if most is not None and count >= most:
+    if collapse.is_idle(loop):
         raise StoppedTogether(
-            f"stopped: the last {count} iterations changed no weight: {_idle_reason(row)}. Where that may happen for a "
-            f"while (rare success, a critic that is trained elsewhere), go on by `genrl resume "
+            f"stopped: the last {loop.memory[collapse.IDLE]} iterations changed no weight: {_idle_reason(row)}. Where "
+            f"that may happen for a while (rare success, a critic that is trained elsewhere), go on by `genrl resume "
             f"{loop.process.run.folder} idle_iterations=null`, or with a larger number."
         )
 

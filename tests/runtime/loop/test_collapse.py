@@ -3,6 +3,7 @@
 import math
 import random
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,8 @@ class Synthetic:
         """broken: what breaks from the middle on; "" = nothing."""
         self.draw, self.kind, self.broken, self.length = random.Random(f"{kind}{seed}"), kind, broken, length
         evaluation = SimpleNamespace(monitor=None, on_collapse="warn", every=EVERY if evaluates else 0)
-        config = SimpleNamespace(evaluation=evaluation, checkpoint=SimpleNamespace(every=EVERY), iterations=length)
+        settings = {"evaluation": evaluation, "checkpoint": SimpleNamespace(every=EVERY), "idle_iterations": None}
+        config = SimpleNamespace(iterations=length, **settings)
         self.loop: Any = SimpleNamespace(config=config, memory={}, iteration=0, is_main=False)
         self.noticed: dict[str, int] = {}
         for self.loop.iteration in range(length + 1):
@@ -95,7 +97,7 @@ def test_a_history_that_was_left_is_said_and_one_low_evaluation_is_then_enough(t
     """Going back at once cost a sharpening policy its gains; waiting for two cost a collapsing one fifty iterations."""
     for outside, score, back in ((["loss"], 0.67, False), (["loss"], 0.62, True), ([], 0.62, False)):
         memory = {"figures": {"eval/total": {"best": [0, 0.7, 0.02], "low": 0}}, "histories": {}, "outside": outside}
-        config = SimpleNamespace(evaluation=SimpleNamespace(monitor=None, on_collapse="stop"))
+        config = SimpleNamespace(evaluation=SimpleNamespace(monitor=None, on_collapse="stop"), idle_iterations=5)
         state: Any = SimpleNamespace(config=config, iteration=50, is_main=False)
         state.memory = {"collapse": memory | {"best": 0, "judge": "eval/total", "rate": 1.0, "ended": False}}
         row = {"eval/total_mean": score, "eval/total_se": 0.02}
@@ -153,6 +155,20 @@ class TestActing:
         assert read_metrics(one.process.run.metrics)[2]["collapse/back"] == 0.0
         with pytest.raises(ValueError, match="training has not bettered the model"):
             checkpoint.best_step(one.process.run.checkpoints)
+
+    @pytest.mark.parametrize(("score", "goes_back"), [(0.1, True), (0.5, False)])
+    def test_an_idle_run_goes_back_before_it_is_given_up(self, tmp_path: Path, score: float, goes_back: bool) -> None:
+        """Pictures that are all confetti have one reward, so a collapsed run may be idle before its next evaluation."""
+        settings = Settings(iterations=9, idle_iterations=2, evaluation=Evaluation(9, None, "back"))
+        one, _ = judged(tmp_path, settings, [0.5, 0.5, score])
+        steps = one.iterations()
+        next(steps)
+        one.finish({})
+        next(steps)
+        with nullcontext() if goes_back else pytest.raises(RuntimeError, match="changed no weight"):
+            one.finish({})
+        assert (read_metrics(one.process.run.metrics)[2].get("collapse/back") == 0.0) == goes_back
+        assert (collapse.IDLE in one.memory) != goes_back
 
     def test_back_goes_on_from_the_best_with_half_the_rate(self, tmp_path: Path) -> None:
         scores = [0.5, 0.7, 0.4, 0.3, 0.6, 0.75, 0.74]
