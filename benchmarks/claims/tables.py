@@ -123,19 +123,19 @@ def _plain(title: str) -> str:
 
 
 def decided(claim: Claim, given: Plan, kept: Kept) -> tuple[statistics.Interval | None, str]:
-    """The difference that a claim is about, None without a pair; and its verdict."""
+    """The difference that a claim is about, None without a pair; and its verdict, or "not run"."""
     ours, theirs = (_row(name, given, kept) for name in (claim.run, claim.than))
     if ours is None or (theirs is None and claim.than != "start"):
-        return None, "not decided"
+        return None, "not run"
     if claim.tasks:
         of_tasks = [_pairs(ours, theirs, task, claim.per) for task in claim.tasks]
         if not all(of_tasks):
-            return None, "not decided"
+            return None, "not run"
         found = statistics.stratified([[one - other for one, other in pairs] for pairs in of_tasks])
     else:
         pairs = _pairs(ours, theirs, claim.metric, claim.per)
         if not pairs:
-            return None, "not decided"
+            return None, "not run"
         found = statistics.paired(*zip(*pairs, strict=True))
     return found, statistics.verdict(found, claim.expected, claim.band)
 
@@ -181,7 +181,10 @@ def papers(given: Plan, kept: Kept) -> str:
         lines += [f"## {part}", "", "| paper | idea | in `genrl/` | what runs here say | left out |"]
         lines.append("| --- " * 5 + "|")
         for title, idea, where, names, left_out in rows_of_part:
-            says = [_linked(claims[name], decided(claims[name], given, kept)[1]) for name in names]
+            words = {name: decided(claims[name], given, kept)[1] for name in names}
+            says = [_linked(claims[name], word) for name, word in words.items() if word != "not run"]
+            without = list(words.values()).count("not run")
+            says += [f"not run: {without}"] if without else []
             lines.append(f"| {title} | {idea} | `{where}` | {'<br>'.join(says)} | {left_out} |")
         lines.append("")
     return "\n".join(lines).rstrip()

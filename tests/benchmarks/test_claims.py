@@ -137,7 +137,7 @@ def test_a_claim_compares_equal_seeds_at_equal_cost() -> None:
     assert "| a is ahead | +0.300 (+0.300 to +0.300) | 2 | **shown** |" in tables.verdicts(known, kept, "docs/x.md")
     start = Claim("s", "docs/x.md#y", "it rises", "g/a", "start", "eval/r_mean", "higher", 0.01)
     assert tables.decided(start, known, kept)[0] == student([1.0, 0.6])
-    assert tables.decided(claim, known, {"g/a-0": kept["g/a-0"]}) == (None, "not decided")
+    assert tables.decided(claim, known, {"g/a-0": kept["g/a-0"]}) == (None, "not run")
 
 
 def test_the_most_valuable_come_first() -> None:
