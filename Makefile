@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 
-.PHONY: demo demo-vla test test-all lint docs docs-serve docker-check libero vllm bench gpu drills clean
+.PHONY: demo demo-vla test fast test-all lint style types docs docs-serve docker-check libero vllm bench gpu drills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,11 +46,15 @@ demo: $(VENV)/genrl
 demo-vla: $(VENV)/genrl
 	OMP_NUM_THREADS=1 $(BIN)/genrl train configs/vla/flow_sde.yaml output=runs/demo-vla-$$(date +%Y%m%d-%H%M%S)
 
-lint: $(VENV)/genrl-dev
+lint: style types
+
+style: $(VENV)/genrl-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy genrl rewards/genrl_rewards
 	$(BIN)/lint-imports
+
+types: $(VENV)/genrl-dev
+	$(BIN)/mypy genrl rewards/genrl_rewards
 
 docker-check: $(VENV)/genrl-dev
 	$(BIN)/hadolint Dockerfile
@@ -58,7 +62,11 @@ docker-check: $(VENV)/genrl-dev
 # A file's tests stay in one process, so that what they share (a cluster, a trained run) is made once.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile
 
-test: lint
+# Types beside the tests: on their own they keep one core busy for two minutes and the other idle.
+test: style
+	$(MAKE) --no-print-directory --jobs 2 types fast
+
+fast: $(VENV)/genrl-dev
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # LIBERO's own packages without what they ask for (a torchvision for CUDA, wandb, robomimic), and its scenes.
