@@ -52,6 +52,22 @@ class GroupAdvantage(Estimator):
         return groups.group_advantages(batch.scores(self.name), batch.group, scale=self.scale, eps=self.eps, ddof=1)
 
 
+class PrefixTree(GroupAdvantage):
+    """`group`, and at a token where answers part that began alike, by how much the mean of those that go on with it is
+    above the mean of all of these: TEMPO (`token_credit.branch_credit` of [ids])."""
+
+    tensors = ("ids",)
+    by_token: ClassVar[bool] = True
+    name: Literal["prefix_tree"] = "prefix_tree"  # type: ignore[assignment]
+
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        plain = super().estimate(batch)
+        # of z-scores, so that a deviation of the rewards divides both terms
+        scored = plain.masked_fill(batch.scores(self.name).isnan(), float("nan"))
+        credit = token_credit.branch_credit(scored, batch.read("ids", self.name), batch.mask, batch.group)
+        return masking.masked(plain[:, None] + credit, batch.mask)
+
+
 class LeaveOneOut(Estimator):
     """Reward less the mean of the others of its group: RLOO (`token_advantages.leave_one_out`)."""
 
@@ -298,6 +314,7 @@ class TokenStatistics(Estimator):
 
 Advantage = (
     GroupAdvantage
+    | PrefixTree
     | LeaveOneOut
     | LengthWeighted
     | GreedyBaseline

@@ -17,6 +17,7 @@ from genrl.vlm.recipe.advantages import (
     LeaveOneOut,
     LengthWeighted,
     NormaliseThenSum,
+    PrefixTree,
     RankQuantiles,
     SemiOnline,
     Signed,
@@ -257,6 +258,13 @@ PRESETS: dict[str, Preset] = {
         notes="entropies below the quantile count down to -1, as intended: the released code divides them by a "
         "negative number, so that its lower branch never acts; the sampling temperature does not follow entropy here; "
         "sample deviation of the tokens inferred",
+    ),
+    "tempo": replace(
+        _GRPO,
+        advantage=PrefixTree(),
+        source="arXiv 2509.18314, abstract and a review",
+        notes="GRPO and the credit of branches, both over the deviation of the rewards, as a review of the paper says; "
+        "weight of the two, clip and KL inferred",
     ),
     "pacs": Preset(
         _Z,

@@ -178,6 +178,24 @@ def test_a_turn_is_worth_what_follows_and_is_compared_with_that_turn_of_others()
     assert (found == 0).all()
 
 
+# -- TEMPO's credit of branches: a tree of four answers, worked out, and two that are alike
+def test_a_branch_has_the_mean_of_those_that_take_it_less_the_mean_before() -> None:
+    """V is 1/2 of all four, 2/3 after 1, 1/2 after 1 2, and an answer's own where it is alone."""
+    tokens = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 5, 9], [6, 9, 9], [1, 2, 3], [1, 2, 3], [1, 2, 4]])
+    lengths, group = torch.tensor([3, 3, 2, 1, 3, 3, 3]), torch.tensor([5, 5, 5, 5, 2, 2, 5])
+    mask = torch.arange(3) < lengths[:, None]
+    rewards = torch.tensor([1.0, 0, 1, 0, 1, 0, NAN])  # the last has no score: it moves no mean
+    found = tc.branch_credit(rewards, tokens, mask, group)
+    wanted = [[1 / 6, -1 / 6, 1 / 2], [1 / 6, -1 / 6, -1 / 2], [1 / 6, 1 / 3, 0], [-1 / 2, 0, 0]]
+    torch.testing.assert_close(found[:4], torch.tensor(wanted, dtype=torch.float64))
+    assert (found[4:6] == 0).all(), "answers that never part have GRPO's advantage"
+    assert torch.allclose(found[:4].sum(1), rewards[:4].double() - 0.5), "the credits of an answer add up"
+    order = [3, 5, 0, 6, 2, 4, 1]
+    junk = torch.where(mask, tokens, torch.randint(9, tokens.shape))
+    other = tc.branch_credit(*(scrambled(one, order) for one in (rewards, junk, mask, group)))
+    torch.testing.assert_close(other, scrambled(found, order))
+
+
 # -- Credit from a critic: closed forms (golden arrays: test_token_surrogates)
 def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

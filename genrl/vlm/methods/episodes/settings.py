@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
 
 OF_QUESTIONS = {"masked_image", "degraded", "ema", "divergence", "scores", "components", "draw", "greedy", "task"}
-OF_QUESTIONS |= {"right", "proxy", "reference_probability"}
+OF_QUESTIONS |= {"right", "proxy", "reference_probability", "ids"}
 """What only answers to questions have (`Choice.tensors`)."""
 
 
