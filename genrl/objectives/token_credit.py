@@ -98,6 +98,25 @@ def token_gae(
     return advantages
 
 
+def macro_actions(mask: Tensor, *, size: int) -> Tensor:
+    """Number of each token's macro action within its action, int64 [..., T]: MA-RLHF (arXiv 2410.02743), fixed n-grams.
+
+    mask [..., T]: an action's tokens, from its first on. `size` of them are a macro action, and the last token is one
+    by itself, as in the code, which averages rewards too, and must not average what the answer is paid. (It adds an
+    empty one, of value 0, where `size` divides the number of the tokens before.)
+    """
+    place, length = torch.arange(mask.shape[-1], device=mask.device), mask.sum(-1, keepdim=True)
+    return torch.where(place == length - 1, (length - 2 + size) // size, place // size)
+
+
+def macro_values(values: Tensor, mask: Tensor, macro: Tensor) -> tuple[Tensor, Tensor]:
+    """Means of token values [..., T] over the macro actions of `macro_actions`, float64 [..., T], and which there are,
+    bool [..., T]: the weights "equal" of MA-RLHF. 0 after the last."""
+    empty = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
+    number = empty.scatter_add(-1, macro, mask.double())
+    return empty.scatter_add(-1, macro, masked(values.double(), mask)) / number.clamp(min=1), number > 0
+
+
 def branch_credit(values: Tensor, tokens: Tensor, mask: Tensor, group: Tensor) -> Tensor:
     """`V(s_t+1) - V(s_t)`, float64 [B, T]: V is the mean value of the answers of a group that begin with these tokens.
 

@@ -22,7 +22,7 @@ from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, gradients, naive_log_probs, watched
 from tests.vlm.vlm_runs import fast_first
 
-OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
+OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ma_rlhf", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
 
 QUICK = ("vppo", "tw_grpo", "q_hawkeye", "reg_grpo")  # others are in test_resumed.py

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.section import NonNegative, Number, Text
+from genrl.config.section import Count, NonNegative, Number, Text
 from genrl.vlm.recipe import Choice, Factor, lazily
 
 if TYPE_CHECKING:
@@ -219,7 +219,10 @@ class CriticAdvantage(Estimator):
     gamma: Factor = 0.95
     """Discount per environment step."""
     lam: Factor = 0.95
-    """Factor of later errors of the critic, per step or per token."""
+    """Factor of later errors of the critic, per step, token or macro action."""
+    macro: Count = 1
+    """Tokens of a macro action, whose values are averaged and which share an advantage; an action's last token is one
+    by itself (MA-RLHF: 5). A step has none."""
 
     @property
     def by_token(self) -> bool:

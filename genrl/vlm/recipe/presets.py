@@ -427,6 +427,13 @@ PRESETS: dict[str, Preset] = {
         advantage=CriticAdvantage(level="every_token", gamma=0.95, lam=0.95),
         notes="POAD's control (NTPO in the paper): gamma at every token, so that long answers are discounted more",
     ),
+    "ma_rlhf": replace(
+        _POAD,
+        advantage=CriticAdvantage(level="token", gamma=0.95, lam=0.95, macro=5),
+        source="arXiv 2410.02743 and code",
+        notes="POAD over macro actions of five tokens; the paper has one answer per question, gamma 1, and a KL in the "
+        "reward; its macro actions by perplexity, by parses and of random length are not here",
+    ),
     # --- agents that learn from an expert's walks
     "ui_s1": Preset(
         SemiOnline(),
