@@ -52,16 +52,6 @@ def test_a_sample_without_score_or_without_others_gets_nothing() -> None:
     assert ta.whitened(torch.full((2, 3), 0.1), torch.ones(2, 3), eps=0.0).tolist() == [[0.0] * 3] * 2
 
 
-@given(REWARDS, st.lists(st.integers(1, 9), min_size=6, max_size=6))
-def test_opo_weighs_the_baseline_by_lengths(rewards: Tensor, lengths: list[int]) -> None:
-    found = ta.length_weighted(rewards, torch.tensor(lengths), GROUP).numpy()
-    for at in (slice(0, 3), slice(3, 6)):
-        own = rewards[at].numpy()
-        assert np.allclose(found[at], own - np.average(own, weights=lengths[at]))
-    if len(set(lengths)) == 1:
-        assert np.allclose(found, (rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)).numpy())
-
-
 @given(REWARDS)
 def test_gpg_makes_up_for_groups_without_spread(rewards: Tensor) -> None:
     advantage = rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)
@@ -94,18 +84,6 @@ def test_returns_run_backwards_over_valid_tokens_and_each_row_has_one_factor() -
     assert ta.scaled(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 2.0]), mask).tolist() == [0.5, 4.0]
     by_token = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
     assert ta.scaled(by_token, torch.tensor([0.5, 2.0]), mask).tolist() == [[0.5, 1.0], [6.0, 0.0]]
-
-
-@given(st.integers(0, 99))
-def test_whitening_is_of_valid_tokens_only(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values, mask = torch.randn(3, 4, generator=generator), torch.rand(3, 4, generator=generator) < 0.6
-    mask[0, :2] = True
-    scores = ta.whitened(torch.where(mask, values, torch.inf), mask, eps=0.0)[mask]
-    assert torch.allclose(scores.mean(), torch.zeros(()).double(), atol=1e-12)
-    assert torch.allclose(scores.std(), torch.ones(()).double())  # over the tokens less one, as REINFORCE++'s code
-    normal = ta.batch_normalised(torch.where(mask, values, torch.nan), mask, eps=0.0)
-    assert torch.allclose(normal[mask].std(), torch.ones(()).double()) and bool((normal[~mask] == 0).all())
 
 
 # -- Which groups are kept
@@ -153,16 +131,6 @@ def test_critics_and_advantages_are_those_of_the_formulas() -> None:
     advantages = tc.utterance_advantages(tensors[0], tensors[1])
     np.testing.assert_allclose(advantages.numpy(), q.min(0) - v.min(0))
     assert not advantages.requires_grad
-
-
-def test_all_tokens_of_an_utterance_have_its_advantage() -> None:
-    log_prob = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -0.25, -0.25]], requires_grad=True)
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    loss = tc.utterance_loss(log_prob, mask, torch.tensor([2.0, -1.0]))
-    assert float(loss.detach()) == pytest.approx((2.0 * 3.0 - 1.0) / 2)
-    loss.backward()
-    wanted = torch.tensor([[-1.0, -1.0, 0.0], [0.5, 0.5, 0.5]])
-    torch.testing.assert_close(log_prob.grad, wanted)
 
 
 # -- TRLOO's advantages against loops over the formula, and cases that can be reckoned in the head
