@@ -1,4 +1,5 @@
-"""Credit of multi-turn episodes from a critic: generalised advantage estimation over steps, and over tokens.
+"""Credit of multi-turn episodes from a critic: generalised advantage estimation over steps, and over tokens; and credit
+of tokens from the answers of a group, which begin alike.
 
 All in float64, without gradient. A step is one action text of the agent; its tokens are what the policy chose.
 """
@@ -10,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from genrl.objectives.groups import group_advantages
+from genrl.objectives.groups import group_advantages, group_means
 from genrl.objectives.token_advantages import leave_one_out
+from genrl.objectives.tokens import masked
 
 
 class StepCredit(NamedTuple):
@@ -94,6 +96,43 @@ def token_gae(
             running = delta + gamma_within * lam * running
             advantages[step, token] = running
     return advantages
+
+
+def macro_actions(mask: Tensor, *, size: int) -> Tensor:
+    """Number of each token's macro action within its action, int64 [..., T]: MA-RLHF (arXiv 2410.02743), fixed n-grams.
+
+    mask [..., T]: an action's tokens, from its first on. `size` of them are a macro action, and the last token is one
+    by itself, as in the code, which averages rewards too, and must not average what the answer is paid. (It adds an
+    empty one, of value 0, where `size` divides the number of the tokens before.)
+    """
+    place, length = torch.arange(mask.shape[-1], device=mask.device), mask.sum(-1, keepdim=True)
+    return torch.where(place == length - 1, (length - 2 + size) // size, place // size)
+
+
+def macro_values(values: Tensor, mask: Tensor, macro: Tensor) -> tuple[Tensor, Tensor]:
+    """Means of token values [..., T] over the macro actions of `macro_actions`, float64 [..., T], and which there are,
+    bool [..., T]: the weights "equal" of MA-RLHF. 0 after the last."""
+    empty = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
+    number = empty.scatter_add(-1, macro, mask.double())
+    return empty.scatter_add(-1, macro, masked(values.double(), mask)) / number.clamp(min=1), number > 0
+
+
+def branch_credit(values: Tensor, tokens: Tensor, mask: Tensor, group: Tensor) -> Tensor:
+    """`V(s_t+1) - V(s_t)`, float64 [B, T]: V is the mean value of the answers of a group that begin with these tokens.
+
+    TEMPO (arXiv 2509.18314). values [B] (NaN = none) of the answers tokens [B, T], mask [B, T], group int64 [B]. Other
+    than 0 only where answers part that were alike so far. 0 at padding; NaN where no answer has a value.
+    """
+    said, node = torch.where(mask.bool(), tokens, -1), torch.unique(group, return_inverse=True)[1]
+    credit = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+    before = group_means(values, node)
+    for t in range(mask.shape[1]):
+        node = torch.unique(torch.stack([node, said[:, t]], 1), dim=0, return_inverse=True)[1]
+        after = group_means(values, node)
+        credit[:, t], before = after - before, after
+        if int(node.max()) + 1 == len(node):  # nothing branches behind the point where every answer is alone
+            break
+    return masked(credit, mask)
 
 
 # Credit of the turns of episodes, each compared with the same turn of its group's others: TRLOO (arXiv 2602.05885).

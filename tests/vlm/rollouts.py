@@ -80,6 +80,7 @@ def rollout(seed: int = 0, *, junk: float = 0.0, pad: int = 0, masked: bool = Tr
             "turn_reward": torch.where(second, draw(rows, 1), draw(rows, 1)),
             "matched": torch.where(second, True, accuracy[:, None] > 0),
             "policy_entropy": tokens(draw(rows, LENGTH).abs()),
+            "ids": tokens(torch.randint(0, 2, (rows, LENGTH), generator=generator).double()),
         },
     )
 

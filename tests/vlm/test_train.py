@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from genrl.config import check_files
+from genrl.objectives.groups import group_advantages
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.methods.answers.train import learn
 from genrl.vlm.recipe.presets import PRESETS
@@ -21,7 +22,7 @@ from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, gradients, naive_log_probs, watched
 from tests.vlm.vlm_runs import fast_first
 
-OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
+OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ma_rlhf", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
 
 QUICK = ("vppo", "tw_grpo", "q_hawkeye", "reg_grpo")  # others are in test_resumed.py
@@ -145,6 +146,19 @@ def test_remax_compares_with_the_greedy_answer_to_the_same_question(tmp_path: Pa
         for k, text in enumerate(made.texts):
             right = float(answer_in(text) == answers.rows[k].columns["answer"])
             assert float(answers.scores["exact/greedy"].view(4, 4)[k, 0]) == right
+
+
+def test_tempo_pays_the_branches_of_the_answers_themselves(tmp_path: Path) -> None:
+    """From the group, worth 0 in z-scores, to an answer that no other equals, worth its own: what its tokens get beside
+    GRPO's z adds up to z."""
+    with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "tempo"})) as run:
+        answers, _ = run.draw()
+        found = run.estimate(answers).batch.advantage
+    z = group_advantages(totals(run.config, answers.scores), answers.group, scale="group", eps=1e-4, ddof=1)
+    said = [(k // 4, *answers.tokens[k][answers.mask[k]].tolist()) for k in range(16)]
+    alone = torch.tensor([said.count(one) == 1 for one in said])
+    torch.testing.assert_close(found.sum(1)[alone], ((answers.mask.sum(1) + 1) * z)[alone])
+    assert z[alone].abs().max() > 0.8
 
 
 def test_a_task_without_its_column_is_found_by_check(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from genrl.objectives.token_credit import semi_online_returns, step_gae, token_gae
+from genrl.objectives.token_credit import macro_actions, macro_values, semi_online_returns, step_gae, token_gae
+from genrl.objectives.tokens import masked
 from genrl.vlm.episodes.episodes import Decision, Walk, stacked
 from genrl.vlm.policies.policy import Encoded, Policy, Replay
 from genrl.vlm.recipe.advantages import CriticAdvantage, SemiOnline
@@ -172,15 +173,18 @@ def credit_of_tokens(
     gamma: float,
     lam: float,
     gamma_within: float = 1.0,
+    macro: int = 1,
 ) -> Credit:
     """POAD: `token_gae` of each episode's actions; values and mask [K, E, T], the rest [K, E]. gamma_within:
-    the discount of tokens inside of an action.
+    the discount of tokens inside of an action. macro: tokens of a macro action, which stand for one (MA-RLHF): their
+    values are averaged, and they share its advantage and return.
 
     after: the value of what follows a step, read where the episode was cut in it or the steps end: it is bootstrapped
     there. A terminated one is not.
     """
     steps, slots, longest = values.shape
-    advantages = torch.zeros(values.shape, dtype=torch.float64)
+    advantages, macro_of = torch.zeros(values.shape, dtype=torch.float64), macro_actions(mask, size=macro)
+    value, there = macro_values(values, mask, macro_of)
     for slot in range(slots):
         begin = 0
         for k in range(steps):
@@ -190,8 +194,8 @@ def credit_of_tokens(
             last = torch.zeros(1, longest, dtype=torch.float64)
             last[0, 0] = after[k, slot]
             advantages[span, slot] = token_gae(
-                torch.cat([values[span, slot].double(), last]),
-                mask[span, slot].sum(1),
+                torch.cat([value[span, slot], last]),
+                there[span, slot].sum(1),
                 rewards[span, slot],
                 terminated[span, slot],
                 gamma=gamma,
@@ -199,9 +203,8 @@ def credit_of_tokens(
                 gamma_within=gamma_within,
             )
             begin = k + 1
-    valid = mask.bool()
-    returns = torch.where(valid, advantages + values.double(), 0.0)
-    return Credit(advantages.flatten(0, 1), returns.flatten(0, 1))
+    each = (masked(of_macro.gather(-1, macro_of), mask) for of_macro in (advantages, advantages + value))
+    return Credit(*(values.flatten(0, 1) for values in each))
 
 
 def credit_of(
@@ -245,7 +248,9 @@ def credit_of(
         if k and not (terminated | truncated)[k - 1, slot]:
             truncated[k - 1, slot], after[k - 1, slot] = True, value[k, slot, 0]
     within = choice.gamma if choice.level == "every_token" else 1.0
-    return credit_of_tokens(value, chosen, rewards, terminated, truncated, after, **constants, gamma_within=within)
+    return credit_of_tokens(
+        value, chosen, rewards, terminated, truncated, after, **constants, gamma_within=within, macro=choice.macro
+    )
 
 
 def explained_variance(batch: TokenBatch) -> float:

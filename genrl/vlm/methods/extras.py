@@ -167,6 +167,8 @@ def counted(answers: Answers, reads: Set[str], config: VLMConfig, iteration: int
         first = answers.scores[config.reward_labels[0]]
         right = is_right(config, first).double()
         tensors["right"] = right.masked_fill(first.isnan(), math.nan)
+    if "ids" in reads:
+        tensors["ids"] = answers.tokens
     if "task" in reads:
         # numbers by name, which are the same in every process
         column = config.trainer.recipe(config).advantage.task

@@ -103,7 +103,7 @@ def token_batch(tensors: Mapping[str, Tensor]) -> TokenBatch:
 PER_TOKEN = (
     "mask", "sampler", "old", "ref", "entropy", "masked_image", "ema", "answer_mask", "divergence",
     "credit", "returns", "old_value", "step", "draw", "turn", "turn_reward", "matched",
-    "kl_cov", "proxy", "held", "height",
+    "kl_cov", "proxy", "held", "height", "ids",
 )  # fmt: skip
 """Tensors that are [B, T] where they have two dimensions; others have a row's numbers."""
 

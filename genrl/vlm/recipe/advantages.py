@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from genrl.config.section import NonNegative, Number, Text
+from genrl.config.section import Count, NonNegative, Number, Text
 from genrl.vlm.recipe import Choice, Factor, lazily
 
 if TYPE_CHECKING:
@@ -50,6 +50,22 @@ class GroupAdvantage(Estimator):
 
     def estimate(self, batch: TokenBatch) -> Tensor:
         return groups.group_advantages(batch.scores(self.name), batch.group, scale=self.scale, eps=self.eps, ddof=1)
+
+
+class PrefixTree(GroupAdvantage):
+    """`group`, and at a token where answers part that began alike, by how much the mean of those that go on with it is
+    above the mean of all of these: TEMPO (`token_credit.branch_credit` of [ids])."""
+
+    tensors = ("ids",)
+    by_token: ClassVar[bool] = True
+    name: Literal["prefix_tree"] = "prefix_tree"  # type: ignore[assignment]
+
+    def estimate(self, batch: TokenBatch) -> Tensor:
+        plain = super().estimate(batch)
+        # of z-scores, so that a deviation of the rewards divides both terms
+        scored = plain.masked_fill(batch.scores(self.name).isnan(), float("nan"))
+        credit = token_credit.branch_credit(scored, batch.read("ids", self.name), batch.mask, batch.group)
+        return masking.masked(plain[:, None] + credit, batch.mask)
 
 
 class LeaveOneOut(Estimator):
@@ -203,7 +219,10 @@ class CriticAdvantage(Estimator):
     gamma: Factor = 0.95
     """Discount per environment step."""
     lam: Factor = 0.95
-    """Factor of later errors of the critic, per step or per token."""
+    """Factor of later errors of the critic, per step, token or macro action."""
+    macro: Count = 1
+    """Tokens of a macro action, whose values are averaged and which share an advantage; an action's last token is one
+    by itself (MA-RLHF: 5). A step has none."""
 
     @property
     def by_token(self) -> bool:
@@ -298,6 +317,7 @@ class TokenStatistics(Estimator):
 
 Advantage = (
     GroupAdvantage
+    | PrefixTree
     | LeaveOneOut
     | LengthWeighted
     | GreedyBaseline

@@ -17,6 +17,7 @@ from genrl.vlm.recipe.advantages import (
     LeaveOneOut,
     LengthWeighted,
     NormaliseThenSum,
+    PrefixTree,
     RankQuantiles,
     SemiOnline,
     Signed,
@@ -258,6 +259,13 @@ PRESETS: dict[str, Preset] = {
         "negative number, so that its lower branch never acts; the sampling temperature does not follow entropy here; "
         "sample deviation of the tokens inferred",
     ),
+    "tempo": replace(
+        _GRPO,
+        advantage=PrefixTree(),
+        source="arXiv 2509.18314, abstract and a review",
+        notes="GRPO and the credit of branches, both over the deviation of the rewards, as a review of the paper says; "
+        "weight of the two, clip and KL inferred",
+    ),
     "pacs": Preset(
         _Z,
         None,
@@ -418,6 +426,13 @@ PRESETS: dict[str, Preset] = {
         _POAD,
         advantage=CriticAdvantage(level="every_token", gamma=0.95, lam=0.95),
         notes="POAD's control (NTPO in the paper): gamma at every token, so that long answers are discounted more",
+    ),
+    "ma_rlhf": replace(
+        _POAD,
+        advantage=CriticAdvantage(level="token", gamma=0.95, lam=0.95, macro=5),
+        source="arXiv 2410.02743 and code",
+        notes="POAD over macro actions of five tokens; the paper has one answer per question, gamma 1, and a KL in the "
+        "reward; its macro actions by perplexity, by parses and of random length are not here",
     ),
     # --- agents that learn from an expert's walks
     "ui_s1": Preset(

@@ -256,6 +256,17 @@ def test_a_grae(golden: Any) -> None:
     torch.testing.assert_close(found.abs(), wanted, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("size", [3, 5])
+def test_macro_actions(golden: Any, size: int) -> None:
+    data = Arrays(golden("macro"))
+    start = int(data.number("start"))
+    valid, values = data.given("mask")[:, start:].bool(), data.given("values")[:, start:]
+    macro = token_credit.macro_actions(torch.ones_like(valid), size=size)
+    data.check(f"bounds_ngram{size}", start + (macro[0].diff(prepend=torch.tensor([-1])) > 0).nonzero()[:, 0])
+    means = token_credit.macro_values(values, valid, macro)[0][:, : int(macro.max()) + 1]
+    data.near(f"macro_ngram{size}_equal", means)
+
+
 @pytest.mark.parametrize("compare", ["rloo", "grpo", "naive"])
 @pytest.mark.parametrize("balanced", [False, True])
 def test_pacs(golden: Any, compare: str, balanced: bool) -> None:

@@ -52,16 +52,6 @@ def test_a_sample_without_score_or_without_others_gets_nothing() -> None:
     assert ta.whitened(torch.full((2, 3), 0.1), torch.ones(2, 3), eps=0.0).tolist() == [[0.0] * 3] * 2
 
 
-@given(REWARDS, st.lists(st.integers(1, 9), min_size=6, max_size=6))
-def test_opo_weighs_the_baseline_by_lengths(rewards: Tensor, lengths: list[int]) -> None:
-    found = ta.length_weighted(rewards, torch.tensor(lengths), GROUP).numpy()
-    for at in (slice(0, 3), slice(3, 6)):
-        own = rewards[at].numpy()
-        assert np.allclose(found[at], own - np.average(own, weights=lengths[at]))
-    if len(set(lengths)) == 1:
-        assert np.allclose(found, (rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)).numpy())
-
-
 @given(REWARDS)
 def test_gpg_makes_up_for_groups_without_spread(rewards: Tensor) -> None:
     advantage = rewards - rewards.view(2, 3).mean(1).repeat_interleave(3)
@@ -94,18 +84,6 @@ def test_returns_run_backwards_over_valid_tokens_and_each_row_has_one_factor() -
     assert ta.scaled(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 2.0]), mask).tolist() == [0.5, 4.0]
     by_token = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
     assert ta.scaled(by_token, torch.tensor([0.5, 2.0]), mask).tolist() == [[0.5, 1.0], [6.0, 0.0]]
-
-
-@given(st.integers(0, 99))
-def test_whitening_is_of_valid_tokens_only(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values, mask = torch.randn(3, 4, generator=generator), torch.rand(3, 4, generator=generator) < 0.6
-    mask[0, :2] = True
-    scores = ta.whitened(torch.where(mask, values, torch.inf), mask, eps=0.0)[mask]
-    assert torch.allclose(scores.mean(), torch.zeros(()).double(), atol=1e-12)
-    assert torch.allclose(scores.std(), torch.ones(()).double())  # over the tokens less one, as REINFORCE++'s code
-    normal = ta.batch_normalised(torch.where(mask, values, torch.nan), mask, eps=0.0)
-    assert torch.allclose(normal[mask].std(), torch.ones(()).double()) and bool((normal[~mask] == 0).all())
 
 
 # -- Which groups are kept
@@ -155,16 +133,6 @@ def test_critics_and_advantages_are_those_of_the_formulas() -> None:
     assert not advantages.requires_grad
 
 
-def test_all_tokens_of_an_utterance_have_its_advantage() -> None:
-    log_prob = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -0.25, -0.25]], requires_grad=True)
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    loss = tc.utterance_loss(log_prob, mask, torch.tensor([2.0, -1.0]))
-    assert float(loss.detach()) == pytest.approx((2.0 * 3.0 - 1.0) / 2)
-    loss.backward()
-    wanted = torch.tensor([[-1.0, -1.0, 0.0], [0.5, 0.5, 0.5]])
-    torch.testing.assert_close(log_prob.grad, wanted)
-
-
 # -- TRLOO's advantages against loops over the formula, and cases that can be reckoned in the head
 def test_a_turn_is_worth_what_follows_and_is_compared_with_that_turn_of_others() -> None:
     """One that no other has keeps its return; equal returns have exactly no advantage."""
@@ -176,6 +144,24 @@ def test_a_turn_is_worth_what_follows_and_is_compared_with_that_turn_of_others()
     assert found.tolist() == [[-2.0, 2.0], [2.0, 0.0], [7.0, 0.0]]
     found = tc.turn_leave_one_out(torch.full((3, 2), 0.1), torch.zeros(3, dtype=torch.int64), gamma=0.9)
     assert (found == 0).all()
+
+
+# -- TEMPO's credit of branches: a tree of four answers, worked out, and two that are alike
+def test_a_branch_has_the_mean_of_those_that_take_it_less_the_mean_before() -> None:
+    """V is 1/2 of all four, 2/3 after 1, 1/2 after 1 2, and an answer's own where it is alone."""
+    tokens = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 5, 9], [6, 9, 9], [1, 2, 3], [1, 2, 3], [1, 2, 4]])
+    lengths, group = torch.tensor([3, 3, 2, 1, 3, 3, 3]), torch.tensor([5, 5, 5, 5, 2, 2, 5])
+    mask = torch.arange(3) < lengths[:, None]
+    rewards = torch.tensor([1.0, 0, 1, 0, 1, 0, NAN])  # the last has no score: it moves no mean
+    found = tc.branch_credit(rewards, tokens, mask, group)
+    wanted = [[1 / 6, -1 / 6, 1 / 2], [1 / 6, -1 / 6, -1 / 2], [1 / 6, 1 / 3, 0], [-1 / 2, 0, 0]]
+    torch.testing.assert_close(found[:4], torch.tensor(wanted, dtype=torch.float64))
+    assert (found[4:6] == 0).all(), "answers that never part have GRPO's advantage"
+    assert torch.allclose(found[:4].sum(1), rewards[:4].double() - 0.5), "the credits of an answer add up"
+    order = [3, 5, 0, 6, 2, 4, 1]
+    junk = torch.where(mask, tokens, torch.randint(9, tokens.shape))
+    other = tc.branch_credit(*(scrambled(one, order) for one in (rewards, junk, mask, group)))
+    torch.testing.assert_close(other, scrambled(found, order))
 
 
 # -- Credit from a critic: closed forms (golden arrays: test_token_surrogates)

@@ -179,15 +179,6 @@ def test_the_clamped_estimate_is_k3_within_its_limits(difference: float) -> None
     assert tr.kl_k3_clamped(torch.tensor(0.0), torch.tensor(-1e4)) == 10.0
 
 
-def test_the_entropy_estimate_and_its_band() -> None:
-    log_prob, mask = torch.tensor([[-1.0, -3.0], [-2.0, torch.nan]]), torch.tensor([[1, 1], [1, 0]])
-    assert tr.sampled_entropy(log_prob, mask) == 2.0
-    entropy = torch.tensor([0.1, 0.5, 2.0], requires_grad=True)
-    cost = tr.entropy_band(entropy, 0.2, 1.0)
-    cost.sum().backward()
-    assert torch.allclose(cost, torch.tensor([0.1, 0.0, 1.0])) and entropy.grad.tolist() == [-1.0, 0.0, 1.0]
-
-
 # -- MusicRL: its gradient is REINFORCE with a baseline and an exact KL (golden arrays: test_token_surrogates)
 def test_masked_tokens_count_for_nothing_and_the_parts_have_their_own_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
@@ -278,10 +269,6 @@ def test_just_grpo_is_the_mean_of_each_answers_own_tokens() -> None:
         log_prob = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         terms = clip_surrogate(log_prob, log_prob.detach(), advantage, mask, low=0.2, high=0.2)
         (ours,) = torch.autograd.grad(aggregate(terms.loss, mask, recipe.aggregation), log_prob)
-        wanted = torch.zeros(4, 4, dtype=torch.float64)
-        for row in range(2):
-            wanted[row, : lengths[row]] = -advantage[row] / lengths[row] / 4
-        torch.testing.assert_close(ours, wanted)
         theirs = -advantage[:, None].expand(4, 4) / 4 / 2  # every place, two answers that teach
         assert torch.allclose(ours * 2, theirs) == same
 

@@ -75,7 +75,7 @@ class TestShipped:
             check_files(config, origins)
 
 
-LIMITED = ("vl_dac", "poad", "token_ppo", "ui_s1", "trloo")
+LIMITED = ("vl_dac", "poad", "token_ppo", "ma_rlhf", "ui_s1", "trloo")
 """Presets that need more than the default configuration."""
 
 
@@ -276,6 +276,7 @@ TOGETHER: dict[Callable[..., object], list[tuple[dict[str, Any], str]]] = {
         ({"rewards": [{"name": "exact"}]}, "an environment has a reward of its own"),
         ({"trainer": {"preset": "grpo", "critic": {}}}, "grpo has no critic"),
         ({"trainer": {"preset": "vppo"}}, "reads what only questions have"),
+        ({"trainer": {"advantage": {"macro": 5}}}, "macro actions are of tokens"),
         ({"trainer": {"regularisers": []}}, "a critic's advantage and its loss go together"),
     ],
     test_sub_agents.crops: [({"generation": SERVER, "iterations": 2}, "samples answers ahead, not episodes")],

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
 
 OF_QUESTIONS = {"masked_image", "degraded", "ema", "divergence", "scores", "components", "draw", "greedy", "task"}
-OF_QUESTIONS |= {"right", "proxy", "reference_probability"}
+OF_QUESTIONS |= {"right", "proxy", "reference_probability", "ids"}
 """What only answers to questions have (`Choice.tensors`)."""
 
 
 class Critic(Section):
-    """The value function of vl_dac, poad and token_ppo: a small network on the language model's last state, which it
-    does not train."""
+    """The value function of vl_dac, poad, token_ppo and ma_rlhf: a small network on the language model's last state,
+    which it does not train."""
 
     hidden: Annotated[tuple[Count, ...], Field(min_length=1)] = (3072, 2048)
     """Widths of its hidden layers (VL-DAC: 3072 and 2048)."""
@@ -52,7 +52,7 @@ class Episodes(RecipeMethod):
     algorithm: Literal["episodes"] = "episodes"
     """Which method."""
     critic: Critic | None = None
-    """The value function of vl_dac, poad and token_ppo; null = as its defaults."""
+    """The value function of vl_dac, poad, token_ppo and ma_rlhf; null = as its defaults."""
 
     critic_class: ClassVar[str] = "genrl.vlm.episodes.critic:ValueHead"
 
@@ -79,7 +79,8 @@ class Episodes(RecipeMethod):
 
     def refused(self, config: VLMConfig, preset: Preset) -> Iterator[Finding]:
         yield from super().refused(config, preset)
-        critic, lacks = isinstance(preset.advantage, CriticAdvantage), sorted(preset.reads & OF_QUESTIONS)
+        advantage, lacks = preset.advantage, sorted(preset.reads & OF_QUESTIONS)
+        critic = isinstance(advantage, CriticAdvantage)
         if lacks:
             text = f"{self.preset} reads what only questions have ({lacks[0]}), not episodes; nearest: grpo"
             yield ("trainer.preset",), text
@@ -88,6 +89,9 @@ class Episodes(RecipeMethod):
                 "a critic's advantage and its loss go together: advantage {name: critic} and regulariser {name: value}"
             )
             yield (self.key("regularisers"),), text
+        if isinstance(advantage, CriticAdvantage) and advantage.level == "step" and advantage.macro > 1:
+            text = "macro actions are of tokens, and a step has one value; write level: token, or leave macro out"
+            yield (self.key("advantage"),), text
         if self.critic is not None and not critic:
             yield ("trainer.critic", "trainer.preset"), f"{self.preset} has no critic; leave it out, or write vl_dac"
         if critic and config.generation.staleness:

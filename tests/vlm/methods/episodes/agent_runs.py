@@ -39,7 +39,7 @@ TWO_BY_TWO = {"prompts_per_iteration": 2, "group_size": 2, "max_new_tokens": 20}
 def config(place: Path, preset: str, **changes: Any) -> VLMConfig:
     """Four slots of three steps where every answer is paid, or two groups of two episodes with the crop tool."""
     (place / "pays.py").write_text(PAYS)
-    critic = preset in ("vl_dac", "poad", "token_ppo")
+    critic = preset in ("vl_dac", "poad", "token_ppo", "ma_rlhf")
     sections: dict[str, Any] = {
         "vlm": {"path": str(MODEL if critic else CROP)},
         "task": None,

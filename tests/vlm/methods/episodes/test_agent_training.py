@@ -40,7 +40,7 @@ def an_update(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch) -> tuple[Acted,
     return acted, ready, seen[0], figures
 
 
-@pytest.mark.parametrize("preset", ["vl_dac", "poad", "token_ppo"])
+@pytest.mark.parametrize("preset", ["vl_dac", "poad", "token_ppo", "ma_rlhf"])
 def test_the_gradient_of_the_first_update_is_that_of_the_formula(preset: str, tmp_path, monkeypatch) -> None:
     """A new critic values everything at 0, so advantages are discounted sums of rewards; at ratio 1 the surrogate is A
     times the log-probability, and the KL to the same weights has no gradient."""
@@ -70,9 +70,10 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(preset: str, tm
                     one, n = steps[k][slot], int(lengths[k * 4 + slot])
                     running = one.reward + 0.95 * 0.95 * running * (not one.terminated)
                     own = []
-                    for _ in range(n):
+                    for t in range(n - 1, -1, -1):
                         own.append(running)
-                        running *= 0.95 * (0.95 if preset == "token_ppo" else 1.0)
+                        if preset != "ma_rlhf" or t == n - 1 or t % 5 == 0:  # lambda counts five tokens, and the last
+                            running *= 0.95 * (0.95 if preset == "token_ppo" else 1.0)
                     running = own[-1]
                     by_token[k * 4 + slot] = own[::-1]
             every = torch.tensor([value for row in range(12) for value in by_token[row]], dtype=torch.float64)

@@ -138,6 +138,13 @@ def test_tokens_of_an_episode_are_those_of_bad_and_cuts_are_bootstrapped() -> No
     torch.testing.assert_close(found.advantages[1, 1:], torch.stack([second, third]))
     kept = mask[:, 0]
     torch.testing.assert_close(found.returns[kept], (wanted + v)[kept])
+    # MA-RLHF: two tokens of the action that is cut have the mean of their values, and its last token is one by itself
+    macro = credit_of_tokens(values, mask, rewards, terminated, truncated, after, **CONSTANTS, macro=2)
+    mean = (v[1, 0] + v[1, 1]) / 2
+    first = v[1, 2] - mean + 0.8 * third
+    torch.testing.assert_close(macro.advantages[1], torch.stack([first, first, third]))
+    torch.testing.assert_close(macro.returns[1], torch.stack([first + mean, first + mean, third + v[1, 2]]))
+    torch.testing.assert_close(macro.advantages[2:], wanted[2:])  # of one and of two tokens
 
 
 def test_a_new_critic_says_nothing_and_does_not_train_the_model() -> None:
