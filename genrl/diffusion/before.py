@@ -141,9 +141,7 @@ def settle(run: TrainingRun[Config], prompts: Sequence[Prompt]) -> None:
 
 def sizes(config: Config) -> list[int]:
     """The present size of micro-batches and the smaller ones that can be taken."""
-    sampling = config.sampling
-    together = config.trainer.compares == "in_batch" or config.economy.keep is not None
-    return halvings(sampling.batch_size, sampling.group_size if together else 1)
+    return halvings(config.sampling.batch_size, config.undivided)
 
 
 def largest(sizes: list[int], fits: Callable[[int], bool], agreed: Callable[[bool], bool]) -> int:

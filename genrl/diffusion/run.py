@@ -125,11 +125,10 @@ class DiffusionRun(TrainingRun[Config]):
         draws: Callable[[int], Draw] | None = None,
         under: str | None = None,
         leaves: int = 1,
-        roots_together: int | None = None,
     ) -> Rollouts:
         """Samples of this iteration, made by micro-batches with `draw`, and their scores. draws: how another iteration
-        is drawn, None = as this one. under: the snapshot of the weights that draws, None = the present ones. leaves,
-        roots_together: of trees (`Sheet`). Raises ValueError for a `draw` that cannot be called so."""
+        is drawn, None = as this one. under: the snapshot of the weights that draws, None = the present ones. leaves: of
+        a root (`Sheet`). Raises ValueError for a `draw` that cannot be called so."""
         try:
             inspect.signature(draw).bind(self.policy, "batch", "slots", beat=self.loop.alive)
         except TypeError as error:
@@ -139,7 +138,7 @@ class DiffusionRun(TrainingRun[Config]):
         config, worker = self.config, self.worker
 
         def sheet_of(iteration: int) -> Sheet:
-            return Sheet.of(config, self.prompts, iteration, leaves=leaves, roots_together=roots_together)
+            return Sheet.of(config, self.prompts, iteration, leaves=leaves, num_processes=worker.num_processes)
 
         running = {label: Running(**statistics) for label, statistics in self.loop.memory.get("scores", {}).items()}
         drawing: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -96,13 +96,13 @@ def test_two_processes(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'rewards'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "genrl", "train", "small.yaml", "--nproc", "2", "output=two"]
     command += ["rewards.0.isolate=true"]
-    command += ["sampling.prompts_per_iteration=3"]
+    command += ["sampling.prompts_per_iteration=1", "sampling.group_size=3"]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((folder / "two" / "run.json").read_text())["processes"] == 2
     printed = words(done.stdout + done.stderr)
-    waits = "share 3 micro-batches of 2 samples in an optimiser step, and some wait: about 1.50 times as fast"
-    assert printed.count(waits) == 1 and "with sampling.batch_size=1 none does" in printed
+    waits = "share 2 micro-batches of 2 samples in an optimiser step, and some wait: about 1.50 times as fast"
+    assert printed.count(waits) == 1 and "with sampling.prompts_per_iteration=2 none does" in printed
 
 
 # -- The launcher of `--nproc`: signals are passed on, savings waited for, exit codes told, failures end the others

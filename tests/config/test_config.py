@@ -1,6 +1,7 @@
 """The configuration: what is refused, with which words, and that nothing the user wrote is changed."""
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from genrl.config.messages import OTHER_NAMES, TRL_NAMES
 from genrl.config.method import KINDS, schema_class
 from genrl.config.page import markdown
 from genrl.config.yaml_source import MAX_BYTES, SourceError, parse
+from genrl.diffusion.config.combinations import even, processes_problem
 from genrl.diffusion.config.files import declared_columns
 from genrl.diffusion.config.schema import Config
 from tests.config.schemas import schema_validator
@@ -251,7 +253,7 @@ def contains(whole: object, part: object) -> bool:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configurations_load_and_come_back_and_are_of_the_schema(path: Path, tmp_path: Path) -> None:
+def test_shipped_configurations_come_back_fit_the_schema_and_two_processes(path: Path, tmp_path: Path) -> None:
     config = load(path)
     saved = write(tmp_path, dump(config), "config.yaml")
     assert load(saved) == config
@@ -263,6 +265,8 @@ def test_shipped_configurations_load_and_come_back_and_are_of_the_schema(path: P
     assert part or "output" in written or config.output == str(Path("runs", folder))
     assert contains(dumped, written)
     assert list(schema_validator().iter_errors(dumped if part else written)) == []
+    if isinstance(config, Config):
+        assert processes_problem(config, 2) is None and 2 in islice(even(config), 2)
 
 
 def test_nothing_written_is_changed(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What the processes of the distributed tests run: one training, watched from inside, with its tensors on disk."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,15 @@ def record(path: str, out: str) -> None:
 
 
 def samples(found: Rollouts) -> dict[str, Tensor]:
-    """Everything that was drawn, by position in the plan and by slot."""
+    """Everything that was drawn, by slot."""
     tensors = {"scores": found.total, "group": found.group}
     tensors["prompts"] = torch.tensor([list(text.ljust(40).encode()[:40]) for text in found.prompts])
-    for position, one in found.mine.items():
+    for one in found.mine.values():
         recorded = one.pieces[0].trajectory  # independent samples: one segment
-        parts: Mapping[str, Tensor] = {"images": one.images, "final": recorded.final, "slots": torch.tensor(one.slots)}
-        parts = dict(parts) | {f"state-{i}": x for i, x in recorded.states.items()}
-        parts = dict(parts) | {f"log-prob-{i}": x for i, x in recorded.log_probs.items()}
-        tensors |= {f"position/{position}/{name}": tensor.contiguous().clone() for name, tensor in parts.items()}
+        parts = {"final": recorded.final} | {f"state-{i}": x for i, x in recorded.states.items()}
+        parts |= {f"log-prob-{i}": x for i, x in recorded.log_probs.items()}
+        for row, slot in enumerate(one.slots):
+            tensors |= {f"slot/{slot}/{name}": tensor[row].contiguous().clone() for name, tensor in parts.items()}
     return tensors
 
 

@@ -50,7 +50,7 @@ def test_kept_samples_are_the_recorded_ones(folder: Path, model: Path, window: A
         some = downsampled(whole, 2)
         kept = max_variance(whole.total.view(2, 4), 2).flatten()
         assert torch.equal(some.total.isnan(), ~kept) and torch.equal(some.total[kept], whole.total[kept])
-        trained = [slot for _, slots in some.updates(2) for slot in slots]
+        trained = [slot for _, slots in some.updates() for slot in slots]
         assert trained == [slot for slots in whole.slots for slot in slots if kept[slot]]
         for position, part in some.mine.items():
             full = whole.mine[position]

@@ -4,8 +4,8 @@ silently wrong, or fail after a pipeline was loaded; and numbers of processes th
 Each rule is a generator of (keys concerned, what is wrong and what to write instead). Rules look at values only: what
 needs the disk is in `genrl.diffusion.config.files`; what concerns one method is in its settings.
 
-Which samples are run together decides their bits, so micro-batches are the same for any number of processes: they have
-equal work only where that number divides those of an optimiser step, and else some wait.
+Which samples are run together decides their bits, so micro-batches are those of one process wherever several have equal
+work by them; else they are cut anew (`shared_out`), and some processes wait only where samples cannot be divided so.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from genrl.config.errors import Finding
 from genrl.diffusion.config.model_rules import model_rules
+from genrl.diffusion.config.schema import most_of_one
 from genrl_rewards.contract import nearest
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ def processes_problem(config: Config, num_processes: int) -> str | None:
 
 def _uneven(config: Config, groups: int, unit: str) -> str | None:
     """Say what is uneven: where every model call is a collective, all processes must make as many in every update."""
-    key, sampling, updates = config.sharded_by, config.sampling, config.trainer.updates
+    key, sampling = config.sharded_by, config.sampling
     if not config.distributed.fsdp:
         return f"{key}: gradients of all weights that wait on the CPU are not summed over processes; use fsdp"
     if sampling.images_per_iteration % sampling.batch_size:
@@ -312,10 +313,10 @@ def _uneven(config: Config, groups: int, unit: str) -> str | None:
             f"{key}: {sampling.images_per_iteration} samples in micro-batches of {sampling.batch_size} leave a smaller "
             "one, and all processes make as many model calls; change sampling.batch_size"
         )
-    if sampling.micro_batches / updates % groups:
+    if _speedup(config, groups) < groups:
         return (
-            f"{key}: {sampling.micro_batches} micro-batches in {updates} updates cannot be shared out evenly to "
-            f"{groups} {unit}; write {remedy(config, groups)}"
+            f"{key}: {sampling.micro_batches} micro-batches in {config.trainer.updates} updates cannot be shared out "
+            f"evenly to {groups} {unit}; write {remedy(config, groups)}"
         )
     return None
 
@@ -364,7 +365,7 @@ def most_processes(config: Config) -> int:
 def _speedup(config: Config, num_processes: int) -> float:
     """Samples (or trees) of an iteration over those of the process that has most of them, step by step."""
     steps = config.trainer.cut(config, num_processes)
-    return sum(map(sum, steps)) / sum(math.ceil(len(step) / num_processes) * max(step) for step in steps)
+    return sum(map(sum, steps)) / sum(most_of_one(step, num_processes) for step in steps)
 
 
 def _unit(config: Config) -> str:

@@ -5,7 +5,7 @@ The two refer to each other: a run has a method, and a method is asked about a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -104,11 +104,11 @@ class DiffusionMethod(Method):
         return iterations * self.updates
 
     def cut(self, config: Config, num_processes: int) -> list[list[int]]:
-        """Sizes of the micro-batches of each optimiser step of an iteration, over all processes, the last of which may
-        be smaller: in samples, or trees where these are shared out."""
+        """Sizes of the micro-batches of each optimiser step of an iteration, over all processes: in samples, or trees
+        where these are shared out."""
         sizes = in_pieces(config.sampling.images_per_iteration, config.sampling.batch_size)
-        bounds = [len(sizes) * k // self.updates for k in range(self.updates + 1)]
-        return [sizes[first:last] for first, last in pairwise(bounds)]
+        steps = pairwise(len(sizes) * k // self.updates for k in range(self.updates + 1))
+        return [shared_out(sizes[first:last], num_processes, config.undivided) for first, last in steps]
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """Model calls of an iteration in closed form. As it is here: every sample is drawn in all steps and trained at
@@ -184,6 +184,21 @@ def in_pieces(count: int, size: int) -> list[int]:
     return [min(size, count - first) for first in range(0, count, size)]
 
 
+def shared_out(sizes: Sequence[int], num_processes: int, undivided: int = 1) -> list[int]:
+    """Sizes of an optimiser step's micro-batches, which are dealt to the processes like cards: as they are, or where
+    some processes would wait, all as large, by multiples of `undivided`."""
+    units = sum(sizes) // undivided
+    count = min(-(-len(sizes) // num_processes) * num_processes, units)
+    each, more = divmod(units, count)
+    cut = [(each + (k < more)) * undivided for k in range(count)]
+    return min(list(sizes), cut, key=lambda some: most_of_one(some, num_processes))
+
+
+def most_of_one(sizes: Sequence[int], num_processes: int) -> int:
+    """What the process has that has most, of micro-batches of these sizes."""
+    return max(sum(sizes[process::num_processes]) for process in range(num_processes))
+
+
 class Config(RunConfig):
     """One training run."""
 
@@ -257,6 +272,14 @@ class Config(RunConfig):
     def together(self) -> int:
         """Processes that compute each sample together."""
         return self.distributed.context
+
+    @property
+    def undivided(self) -> int:
+        """Samples that stay in one micro-batch, however these are cut."""
+        if self.sampling.buckets:
+            return self.sampling.batch_size  # all of one size
+        in_batch = self.trainer.compares == "in_batch" or self.economy.keep is not None
+        return self.sampling.group_size if in_batch else 1
 
     @property
     def optimizer_steps(self) -> int:

@@ -175,7 +175,8 @@ class Sampling(Section):
     group_size: Count = 8
     """Samples per prompt, compared with each other; at least 2 (Flow-GRPO: 24)."""
     batch_size: Count = 8
-    """Samples per call of the denoiser, in rollout and in training alike."""
+    """Most samples per call of the denoiser, in rollout and in training alike: fewer where several processes would else
+    wait for each other."""
     fit_batch: Flag = False
     """Take batch_size as the maximum: before training find how many samples fit into memory, by halving, in all
     processes; and repeat an iteration with half of it if memory runs out later."""

@@ -148,7 +148,7 @@ class GivenPictures:
         sampling, seed, iteration = config.sampling, config.seed, run.iteration
         run.loop.phase("sampling", sampling.images_per_iteration)
         rows, each = run.iteration_prompts, len(rewards)
-        plan = micro_batches(range(each * len(rows)), sampling.batch_size, seed=seed, iteration=iteration)
+        plan, bounds = micro_batches(config, range(each * len(rows)), iteration, accelerator.num_processes)
         mine: dict[int, MicroBatch] = {}
         for position in range(accelerator.process_index, len(plan), accelerator.num_processes):
             slots = plan[position]
@@ -167,12 +167,12 @@ class GivenPictures:
         return run.take(
             Rollouts(
                 mine=mine,
-                num_micro_batches=len(plan),
+                slots=plan,
+                bounds=bounds,
                 prompts=[row.text for row in rows for _ in rewards],
                 group=torch.arange(each * len(rows)) // each,
                 scored=Scored({}, {}),
                 total=torch.tensor(rewards, dtype=torch.float64).repeat(len(rows)),
-                slots=plan,
             )
         )
 
@@ -204,7 +204,7 @@ def update(
 
     run.start_training(settings.epochs * num_draws * len(rollouts.mine))
     for epoch in range(settings.epochs):
-        for of_update, slots in rollouts.updates(settings.updates):
+        for of_update, slots in rollouts.updates():
             divisor = len(slots) * num_draws if count is None else count(slots)
             parts = product(of_update, [epoch], range(num_draws if divisor else 0))
             norms = descend(run.loop, settings, run.policy, parts, recorded_of, loss, divisor=divisor, measure=measure)

@@ -2,9 +2,10 @@
 
 Slot s of an iteration is sample `s % group_size` of its prompt `s // group_size`. Slots (of trees: those of the roots)
 are cut into micro-batches of `batch_size` in slot order and the micro-batches are shuffled, both by (seed, iteration)
-alone; position p of the shuffled list belongs to process `p % num_processes`. So prompts, noise and the make-up of
-every micro-batch (hence, to the bit, its pictures) are the same for any number of processes, and replay sees the very
-batches that were recorded.
+alone; position p of the shuffled list belongs to process `p % num_processes`. So prompts, noise and the samples of an
+optimiser step are the same for any number of processes. Pictures are, too, to the bit, where all processes have equal
+work by these micro-batches; else a step's are cut anew (`shared_out`), and other shapes round differently. Replay sees
+the very batches that were recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 import genrl_rewards
 from genrl.data.prompts import Prompt
 from genrl.data.rows import input_problem
-from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.schema import Config, shared_out
 from genrl.diffusion.config.sections import Sampling
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
@@ -98,7 +99,10 @@ class Rollouts:
 
     mine: dict[int, MicroBatch]
     """Position in the shuffled list -> micro-batch."""
-    num_micro_batches: int
+    slots: list[list[int]]
+    """Slots of the samples at each position."""
+    bounds: list[int]
+    """Positions where optimiser steps begin, and the end."""
     prompts: list[str]
     """Prompt of every slot [N]."""
     group: Tensor
@@ -106,10 +110,6 @@ class Rollouts:
     scored: Scored
     total: Tensor
     """What is trained on: the weighted sum of the rewards, gated and normalised, float64 [N]; NaN = no score."""
-    slots: list[list[int]] = field(default_factory=list)
-    """Slots of the samples at each position."""
-    bounds: list[int] = field(default_factory=list)
-    """Positions where updates begin, and the end; empty = cut evenly."""
     used: dict[str, float] = field(default_factory=dict)
     """Metrics of the scores as they entered the total."""
     running: dict[str, Running] = field(default_factory=dict)
@@ -128,10 +128,9 @@ class Rollouts:
         """Numbers in one sample's state; 1 where this process drew none."""
         return next((m.final[0].numel() for m in self.mine.values()), 1)
 
-    def updates(self, count: int) -> Iterator[tuple[list[MicroBatch], list[int]]]:
-        """Cut the iteration into `count` optimiser steps: (this process's micro-batches, slots of all processes')."""
-        bounds = self.bounds or [self.num_micro_batches * k // count for k in range(count + 1)]
-        for first, last in pairwise(bounds):
+    def updates(self) -> Iterator[tuple[list[MicroBatch], list[int]]]:
+        """The optimiser steps of the iteration: (this process's micro-batches, slots of all processes')."""
+        for first, last in pairwise(self.bounds):
             yield (
                 [self.mine[p] for p in range(first, last) if p in self.mine],
                 [slot for slots in self.slots[first:last] for slot in slots],
@@ -204,35 +203,35 @@ def iteration_rows(config: Config, prompts: Sequence[Prompt], iteration: int) ->
     return prompt_indices(len(prompts), count, **key)
 
 
-def micro_batches(roots: Sequence[int], batch_size: int, *, seed: int, iteration: int) -> list[list[int]]:
-    """Slots of the roots of each micro-batch, in the order of training."""
-    # Cut in slot order: the samples of a prompt share a micro-batch, and so one encoding of it.
-    cut = [list(roots[s : s + batch_size]) for s in range(0, len(roots), batch_size)]
-    # Whole micro-batches are shuffled, never samples: which ones are run together decides their bits.
-    order = torch.randperm(len(cut), generator=generator(seed, "micro-batches", iteration)).tolist()
-    return [cut[k] for k in order]
-
-
-def tree_micro_batches(
-    roots: Sequence[int], together: int, updates: int, *, seed: int, iteration: int
+def micro_batches(
+    config: Config, roots: Sequence[int], iteration: int, num_processes: int, *, trees: bool = False
 ) -> tuple[list[list[int]], list[int]]:
-    """Slots of the roots of each micro-batch, and where updates begin. Which trees an update has depends on seed and
-    iteration alone; how many are run together (`together`), on the number of processes."""
-    order = torch.randperm(len(roots), generator=generator(seed, "micro-batches", iteration)).tolist()
-    cut: list[list[int]] = []
+    """Slots of the roots of each micro-batch, in the order of training, and where optimiser steps begin, and the end.
+    Which roots a step has depends on seed and iteration alone."""
+    size, updates = config.sampling.batch_size, config.trainer.updates
+    together = 1 if trees else size
+    # Cut in slot order: the samples of a prompt share a micro-batch, and so one encoding of it.
+    pieces = [list(roots[s : s + together]) for s in range(0, len(roots), together)]
+    # Whole micro-batches are shuffled, never samples: which ones are run together decides their bits.
+    order = torch.randperm(len(pieces), generator=generator(config.seed, "micro-batches", iteration)).tolist()
+    plan: list[list[int]] = []
     bounds = [0]
-    for u in range(updates):
-        first, last = (len(roots) * k // updates for k in (u, u + 1))
-        some = sorted(roots[k] for k in order[first:last])
-        # Each update is cut by itself: a micro-batch that lay across two updates would be stepped on twice.
-        cut += [some[s : s + together] for s in range(0, len(some), together)]
-        bounds.append(len(cut))
-    return cut, bounds
+    # Each step is cut by itself: a micro-batch that lay across two would be stepped on twice.
+    for first, last in pairwise(len(pieces) * k // updates for k in range(updates + 1)):
+        step = [pieces[k] for k in order[first:last]]
+        slots = sorted(slot for piece in step for slot in piece)
+        if trees:
+            step = [slots[s : s + size] for s in range(0, len(slots), size)]
+        sizes = [len(piece) for piece in step]
+        shares = shared_out(sizes, num_processes, 1 if trees else config.undivided)
+        plan += step if shares == sizes else [some.tolist() for some in torch.tensor(slots).split(shares)]
+        bounds.append(len(plan))
+    return plan, bounds
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """An iteration before anything is drawn: what seed and iteration alone say."""
+    """An iteration before anything is drawn: what seed, iteration and the number of processes say."""
 
     iteration: int
     leaves: int
@@ -244,22 +243,20 @@ class Sheet:
     plan: list[list[int]]
     """Slots of the roots of each micro-batch, in the order of training."""
     bounds: list[int]
-    """Positions in the plan where updates begin, and the end; empty = cut evenly."""
+    """Positions in the plan where optimiser steps begin, and the end."""
 
     @classmethod
     def of(
-        cls, config: Config, prompts: Sequence[Prompt], iteration: int, *, leaves: int, roots_together: int | None
+        cls, config: Config, prompts: Sequence[Prompt], iteration: int, *, leaves: int = 1, num_processes: int = 1
     ) -> Self:
-        """roots_together: roots per micro-batch of trees; None: independent samples, `sampling.batch_size` together."""
+        """leaves: more than 1 = the roots are of trees. num_processes: which share it out."""
         size = config.sampling.group_size
         rows = [prompts[row] for row in iteration_rows(config, prompts, iteration) for _ in range(size)]
         group = torch.arange(len(rows)) // size
         roots = range(0, len(rows), leaves)
-        keys = {"seed": config.seed, "iteration": iteration}
-        if roots_together is None:
-            return cls(iteration, leaves, rows, group, micro_batches(roots, config.sampling.batch_size, **keys), [])
-        plan, bounds = tree_micro_batches(roots, roots_together, config.trainer.updates, **keys)
-        return cls(iteration, leaves, rows, group, plan, bounds)
+        return cls(
+            iteration, leaves, rows, group, *micro_batches(config, roots, iteration, num_processes, trees=leaves > 1)
+        )
 
     def batch(self, config: Config, slots: Sequence[int]) -> Batch:
         """What the roots at these slots are drawn from."""
@@ -366,13 +363,12 @@ def gathered(
     combined = compose.combine(scored.values, components, sheet.group, iteration=sheet.iteration, running=running)
     return Rollouts(
         mine=micro_batches,
-        num_micro_batches=len(sheet.plan),
+        slots=[[leaf for slot in slots for leaf in range(slot, slot + sheet.leaves)] for slots in sheet.plan],
+        bounds=sheet.bounds,
         prompts=[row.text for row in sheet.rows],
         group=sheet.group,
         scored=scored,
         total=combined.total,
-        bounds=sheet.bounds,
-        slots=[[leaf for slot in slots for leaf in range(slot, slot + sheet.leaves)] for slots in sheet.plan],
         used=compose.metrics(combined, components),
         running=combined.running,
         parts=combined.values,

@@ -6,7 +6,6 @@ is here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -238,19 +237,6 @@ def rounds_of(sampling: Sampling, layout: Layout, iterations: int) -> list[Round
         trained = unpruned_steps(stochastic_steps(layout, place, steps=steps), depths)
         result.append(Round(share / total, first[place, depths], plans[place], trained))
     return result
-
-
-def roots_together(config: Config, plan: SamplingPlan, num_processes: int) -> int:
-    """Roots in a micro-batch of trees: as many as fit into one model call, but in each update every process needs some.
-
-    Trees begin with fewer states than they end with. So the rows of later calls, which are cut to `batch_size`, depend
-    on the number of processes, and pictures do by rounding (those of independent samples do not).
-    """
-    roots = plan.roots * config.sampling.prompts_per_iteration // config.trainer.updates
-    together = math.ceil(roots / num_processes)
-    if math.ceil(roots / max(1, together)) < num_processes:  # 5 roots in twos are 3 micro-batches, too few for 4
-        together = roots // num_processes
-    return max(1, min(config.sampling.batch_size, together))
 
 
 # Fields that the arithmetic of plans and windows complains about -> the keys they come from.

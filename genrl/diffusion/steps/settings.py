@@ -22,6 +22,7 @@ from genrl.diffusion.config.schema import (
     Guided,
     Updating,
     in_pieces,
+    shared_out,
     too_few_steps,
 )
 from genrl.diffusion.steps.layout import (
@@ -29,7 +30,6 @@ from genrl.diffusion.steps.layout import (
     Round,
     Window,
     layout_problems,
-    roots_together,
     rounds_of,
 )
 from genrl.mdp.plan import describe, make_plan
@@ -241,11 +241,10 @@ class PolicyGradient(Stochastic, Updating):
         """Sizes of the micro-batches of each optimiser step: of samples, or trees in an iteration with fewest."""
         if self.layout.tree is None:
             return super().cut(config, num_processes)
-        plan = min((one.plan for one in self.rounds(config)), key=lambda plan: plan.roots)
-        together = roots_together(config, plan, num_processes)
-        trees = plan.roots * config.sampling.prompts_per_iteration
-        bounds = [trees * k // self.updates for k in range(self.updates + 1)]
-        return [in_pieces(last - first, together) for first, last in pairwise(bounds)]
+        sampling = config.sampling
+        trees = min(one.plan.roots for one in self.rounds(config)) * sampling.prompts_per_iteration
+        steps = pairwise(trees * k // self.updates for k in range(self.updates + 1))
+        return [shared_out(in_pieces(last - first, sampling.batch_size), num_processes) for first, last in steps]
 
     def calls(self, config: Config, guided: Guided) -> Calls:
         """Model calls; of windows and trees that move the mean over the run's iterations, of random ones the

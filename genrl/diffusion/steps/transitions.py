@@ -20,7 +20,6 @@ from genrl.diffusion.policy.trajectory import Replayed, StepRecord
 from genrl.diffusion.rollout.forest import Draw, Piece, roll_out
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.plans import Edges, Steps, choose_kernel
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.objectives.policy_losses import (
@@ -83,14 +82,13 @@ def collect(run: DiffusionRun, settings: PolicyGradient, steps: Steps, *, scaled
     """The scored samples of one iteration; trees that share a root are kept in one micro-batch. scaled: as
     `check_on_policy` has it."""
     plan = steps.plan
-    together = roots_together(run.config, plan, run.process.replicas) if plan.splits else None
 
     # Where iterations are drawn ahead, each needs the plan of its own window, not that of the running one.
     def later(iteration: int) -> Draw:
         return sampler(run, settings, Steps.of(run.config, settings, iteration))
 
     leaves = plan.leaves // plan.roots
-    rollouts = run.collect(sampler(run, settings, steps), draws=later, leaves=leaves, roots_together=together)
+    rollouts = run.collect(sampler(run, settings, steps), draws=later, leaves=leaves)
     # The narrower side decides: rounding beyond it would be clipped as if the policy had moved.
     check_on_policy(run, rollouts, clip=min(settings.clip_bounds), scaled=scaled)
     return rollouts
@@ -204,7 +202,7 @@ def update(
 
     run.start_training(settings.epochs * sum(map(len, every.values())))
     for _ in range(settings.epochs):
-        for micro_batches, slots in rollouts.updates(settings.updates):
+        for micro_batches, slots in rollouts.updates():
             # Over the samples of all processes, whose gradients are added up: so the update does not depend on how many
             # there are.
             divisor = float(edges.weight[:, slots].sum())
@@ -358,7 +356,7 @@ class OldMeans:
         """Means of all transitions but those of the first update, whose own evaluation is that."""
         # In the first update the policy is still the one that sampled, so its loss pass yields these means for free
         # (`note`).
-        later = [m for micro_batches, _ in list(rollouts.updates(settings.updates))[1:] for m in micro_batches]
+        later = [m for micro_batches, _ in list(rollouts.updates())[1:] for m in micro_batches]
         every = [action for micro_batch in later for action in actions[micro_batch.slots[0]]]
         steps = {action_of.number: step_of(run, settings, action_of.piece, action_of.step) for action_of in every}
         return cls({number: replayed_before(run, step).mean for number, step in steps.items()})

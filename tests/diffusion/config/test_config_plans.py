@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from genrl.config import load
 from genrl.diffusion.config.combinations import even, most_processes, processes_problem, remedy, waiting
-from genrl.diffusion.steps.layout import roots_together
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
 from tests.cli.commands import run, words
@@ -80,11 +79,7 @@ def test_every_iteration_of_what_is_accepted_has_a_plan(trainer: dict[str, Any],
         assert plan.leaves == group and set(trained) <= set(plan.stochastic) and trained
         assert 7 not in plan.stochastic
         chosen.append(plan)
-        together = roots_together(accepted, plan, 1)
-        assert 1 <= together <= accepted.sampling.batch_size
         if plan.splits:
-            pieces = math.ceil(3 * plan.roots / together)
-            assert pieces >= trains.updates  # no update without a micro-batch
             assert 3 * plan.roots >= most_processes(accepted) * trains.updates >= trains.updates
         if trains.algorithm == "dynamic_tree_rpo":
             assert plan.roots == 1
@@ -106,56 +101,53 @@ def test_updates_and_processes_share_trees() -> None:
     tree = {"tree": {"ways": 2, "at": [0, 1, 2]}, "updates_per_iteration": 2}
     found = config(tree, group_size=16, prompts_per_iteration=5, batch_size=80)  # 10 trees
     assert most_processes(found) == 5
-    plan = Steps.of(found, found.trainer, 0).plan
-    assert [roots_together(found, plan, processes) for processes in (1, 2, 3, 5)] == [5, 3, 2, 1]
+    assert [found.trainer.cut(found, count)[0] for count in (1, 2, 3, 5)] == [[5], [3, 2], [2, 2, 1], [1] * 5]
     chain = config({"updates_per_iteration": 2}, batch_size=6)
-    assert most_processes(chain) == 2
+    assert most_processes(chain) == 12 and chain.trainer.cut(chain, 5) == [[3, 3, 2, 2, 2]] * 2
 
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "configs" / "flow_grpo.yaml"
-UNEVEN = "sampling.batch_size=32"
-"""3 micro-batches of its 96 samples, one update; the file has 4."""
+UNEVEN = "sampling.prompts_per_iteration=3"
+"""36 samples in 2 micro-batches."""
 
 
-def test_who_would_have_nothing_to_do_and_who_waits_is_said_with_the_batch_that_ends_it() -> None:
+def test_who_would_have_nothing_to_do_and_who_waits_is_said_with_what_ends_it() -> None:
     for context, count, says in (
-        (1, 3, None),
-        (1, 4, "micro-batches for 3 only; start no more, or write sampling.batch_size=24"),
-        (2, 6, None),
+        (1, 36, None),
+        (1, 37, "micro-batches for 36 only; start no more, or write sampling.prompts_per_iteration=37"),
+        (2, 72, None),
         (2, 3, "cannot be put in groups of 2"),
-        (2, 8, "4 groups of 2 processes, but an optimiser step has micro-batches for 3 only"),
+        (2, 74, "37 groups of 2 processes, but an optimiser step has micro-batches for 36 only"),
     ):
         found = processes_problem(load(FILE, [UNEVEN, f"distributed.context={context}"]), count)
         assert found is says is None or says in str(found), count
-    text = waiting(load(FILE, [UNEVEN]), 2)
-    assert "3 micro-batches of 32 samples" in str(text) and "about 1.50 times as fast as one;" in str(text)
-    assert "; with sampling.batch_size=24 none does" in str(text)
-    for count, size in ((1, 32), (3, 32), (2, 24), (4, 24)):
-        assert waiting(load(FILE, [f"sampling.batch_size={size}"]), count) is None
+    text = waiting(load(FILE, [UNEVEN]), 8)
+    assert "8 micro-batches of 5 samples" in str(text) and "about 7.20 times as fast as one;" in str(text)
+    assert "; with sampling.prompts_per_iteration=8 none does" in str(text)
+    for count in (1, 2, 3, 4, 6, 9):
+        assert waiting(load(FILE, [UNEVEN]), count) is None
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("count", [3, 4, 5])
 @pytest.mark.parametrize("name", ["flow_grpo", "quickstart", "diffusion/dpo", "diffusion/tree_grpo", "diffusion/crd"])
 def test_the_remedy_gives_equal_work(name: str, count: int) -> None:
     """A configuration that is taken, with updates, pairs and trees."""
     file = ROOT / "configs" / f"{name}.yaml"
-    mended = load(file, remedy(load(file), count).split())
+    shipped = load(file)
+    mended = load(file, [] if count in even(shipped) else remedy(shipped, count).split())
     steps = mended.trainer.cut(mended, count)
     assert len(steps) == mended.trainer.updates
     for sizes in steps:
-        assert len(sizes) % count == 0 and len(set(sizes)) == 1
+        assert len({sum(sizes[process::count]) for process in range(count)}) == 1
     assert waiting(mended, count) is None
 
 
 def test_updates_are_shared_out_one_by_one() -> None:
-    """4 micro-batches in 2 updates: with 3 processes each update takes as long as one micro-batch."""
+    """4 micro-batches in 2 updates: 5 processes share out each one's 48 samples."""
     config = load(FILE, ["trainer.updates_per_iteration=2"])
-    assert "about 2.00 times" in str(waiting(config, 3))
-    assert list(even(config)) == [1, 2] and "equal work for 1, 2, 4 processes" in words(run("check", str(FILE)))
-    many = ["sampling.batch_size=2", "sampling.prompts_per_iteration=9", "sampling.group_size=9"]  # 41 micro-batches
-    small_rest = load(FILE, many)  # not worth a word
-    assert waiting(small_rest, 2) is None and list(even(small_rest)) == []
-    trees = load(ROOT / "configs" / "diffusion" / "branch_grpo.yaml")  # 6: 4 processes have 2 rounds of one
+    assert config.trainer.cut(config, 5) == [[10, 10, 10, 9, 9]] * 2 and waiting(config, 5) is None
+    assert "equal work for 1, 2, 3, 4, 6, 8, 12, 16, ... processes" in words(run("check", str(FILE)))
+    trees = load(ROOT / "configs" / "diffusion" / "branch_grpo.yaml")  # 6: of 4 processes two have 2 trees
     assert list(even(trees)) == [1, 2, 3, 6]
-    assert "6 micro-batches of 1 trees" in str(waiting(trees, 4)) and "about 3.00 times" in str(waiting(trees, 4))
+    assert "4 micro-batches of 2 trees" in str(waiting(trees, 4)) and "about 3.00 times" in str(waiting(trees, 4))

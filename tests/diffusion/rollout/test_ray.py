@@ -160,7 +160,7 @@ def test_what_is_wrong_with_drawing_is_told(cluster: Any, folder: Path, model: P
     settings = config(folder, model, NFT, engine=engine(1))
     with runs.opened(settings) as run:
         assert run.far is not None
-        sheet = Sheet.of(run.config, run.prompts, 0, leaves=1, roots_together=None)
+        sheet = Sheet.of(run.config, run.prompts, 0)
         jobs = list(jobs_of(run.config, sheet, Worker()))
         named, rest = run.weights.named, (Worker(), lambda calls: None)
         with pytest.raises(ValueError, match=r"how diffusion_nft draws cannot be sent .*\(.{1,200}\); draw by a func"):

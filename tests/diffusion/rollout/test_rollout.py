@@ -1,9 +1,9 @@
 """Who draws which sample from which noise, and how scores come together."""
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 import genrl_rewards
 from genrl.data.prompts import Prompt
-from genrl.diffusion.config.schema import Config
+from genrl.diffusion.config.schema import Config, shared_out
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout import rollout
 from genrl.diffusion.rollout.forest import Drawn
-from genrl.diffusion.rollout.rollout import Rollouts, Sheet, Worker
+from genrl.diffusion.rollout.rollout import Rollouts, Sheet, Worker, to_bytes
 from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.mdp.noise import derive_seed
 from genrl.objectives.groups import group_advantages
@@ -58,7 +58,7 @@ def gather(
     components = {label: Component(1.0 if weights is None else weights[label]) for label in scorers}
     policy: Any = SimpleNamespace(decode=lambda batch, final: plain(final))
     worker = Worker(process, num_processes, advance=(done if done is not None else []).append)
-    sheet = Sheet.of(config, rows, iteration, leaves=1, roots_together=None)
+    sheet = Sheet.of(config, rows, iteration, num_processes=num_processes)
     jobs, size = rollout.jobs_of(config, sheet, worker), config.sampling.batch_size
     finishing = rollout.drawn_here(jobs, policy, painted, worker, size, under=nullcontext, beat=lambda: None)
     opened = Scorers(dict(scorers), components)
@@ -66,9 +66,9 @@ def gather(
         return rollout.gathered(sheet, rollout.handed_on(finishing, scoring, worker), scoring, worker, running={})
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
-def test_processes_share_out_one_plan(num_processes: int) -> None:
-    """Each micro-batch exactly once. Ends are agreed in `advance`: all processes call it equally often."""
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 5, 8])
+def test_processes_share_out_one_iteration(num_processes: int) -> None:
+    """Each sample once, from its own noise. Ends are agreed in `advance`: all processes call it equally often."""
     config = tiny_config()
     alone = gather(config)
     calls: list[list[int]] = [[] for _ in range(num_processes)]
@@ -76,13 +76,14 @@ def test_processes_share_out_one_plan(num_processes: int) -> None:
     assert len({len(done) for done in calls}) == 1
     assert sum(sum(done) for done in calls) == 9 * num_processes  # each speaks for all
     positions = [position for part in parts for position in part.mine]
-    assert sorted(positions) == sorted(alone.mine) == list(range(5))
+    assert sorted(positions) == list(range(len(alone.mine) if num_processes in (1, 5) else len(positions)))
+    assert {slot: key for part in parts for slot, key in keys(part, "keys").items()} == keys(alone, "keys")
+    most = max(sum(len(one.slots) for one in part.mine.values()) for part in parts)
+    assert most == {1: 9, 2: 5, 3: 3, 5: 2, 8: 2}[num_processes]
     for part in parts:
         assert part.prompts == alone.prompts and torch.equal(part.group, alone.group)
-        for position, one in part.mine.items():
-            same = alone.mine[position]
-            assert one.slots == same.slots and one.batch == same.batch
-            assert torch.equal(one.images, same.images)
+        assert all(one.slots == part.slots[position] for position, one in part.mine.items())
+        assert all(torch.equal(one.images, to_bytes(plain(one.final))) for one in part.mine.values())
     # The scores of one process are those of its slots; together they are all of them.
     scores = torch.stack([part.scored.values["pixel"] for part in parts])
     assert ((~scores.isnan()).sum(dim=0) == 1).all()
@@ -147,29 +148,25 @@ def test_a_reward_may_fail_now_and_then_and_not_often() -> None:
         gather(tiny_config(), scorers={"short": lambda images: [1.0]})
 
 
-@pytest.mark.parametrize(("count", "num_processes"), [(1, 2), (2, 1), (3, 2), (3, 3), (5, 3)])
-def test_updates_use_every_sample_once(count: int, num_processes: int) -> None:
-    config = tiny_config()
-    parts = [gather(config, process=p, num_processes=num_processes) for p in range(num_processes)]
-    updates = [list(part.updates(count)) for part in parts]
-    assert all(len(one) == count for one in updates)
-    for u in range(count):
-        slots = [s for one in updates for micro_batch in one[u][0] for s in micro_batch.slots]
-        everyone = [sorted(one[u][1]) for one in updates]
-        assert everyone == [sorted(slots)] * num_processes and slots  # all divide by the same weights
-    every = [s for one in updates for chosen, _ in one for micro_batch in chosen for s in micro_batch.slots]
-    assert sorted(every) == list(range(9))
+@pytest.mark.parametrize("leaves", [1, 3])
+@pytest.mark.parametrize(("updates", "num_processes"), [(1, 2), (2, 1), (3, 2), (3, 3), (2, 3)])
+def test_the_samples_of_an_update_do_not_depend_on_the_number_of_processes(
+    updates: int, num_processes: int, leaves: int
+) -> None:
+    """Chains and trees: each once, in micro-batches of no more than the configuration says."""
+    config = tiny_config(prompts_per_iteration=5, batch_size=3)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"updates_per_iteration": updates})})
+    sheets = [Sheet.of(config, ROWS, 1, leaves=leaves, num_processes=count) for count in (1, num_processes)]
+    alone, shared = ([sorted(sum(s.plan[a:b], [])) for a, b in pairwise(s.bounds)] for s in sheets)
+    assert alone == shared and len(alone) == updates and all(alone)
+    assert sorted(sum(alone, [])) == list(range(0, 15, leaves))
+    assert all(len(one) <= 3 for sheet in sheets for one in sheet.plan)
+    assert updates == 1 or len({str(Sheet.of(config, ROWS, k, leaves=leaves).plan) for k in range(9)}) > 2
 
 
-@pytest.mark.parametrize("updates", [1, 2, 3])
-def test_trees_of_an_update_do_not_depend_on_how_many_run_together(updates: int) -> None:
-    """Nor, then, on the number of processes: no update has samples that another number would give to the next."""
-    roots = list(range(0, 8 * 4, 4))
-    seen = []
-    for together in (8, 4, 2, 1):
-        plan, bounds = rollout.tree_micro_batches(roots, together, updates, seed=3, iteration=1)
-        assert len(bounds) == updates + 1 and sorted(s for one in plan for s in one) == roots
-        assert all(len(one) <= together for one in plan)
-        seen.append([sorted(s for one in plan[a:b] for s in one) for a, b in itertools.pairwise(bounds)])
-    assert all(one == seen[0] and len(min(one, key=len)) >= 8 // updates for one in seen)
-    assert rollout.tree_micro_batches(roots, 2, updates, seed=3, iteration=2) != (plan, bounds)
+def test_groups_and_sizes_are_not_cut() -> None:
+    """24 samples in one micro-batch, for two processes: one that a method compares in whole groups."""
+    assert shared_out([24], 2) == [12, 12] and shared_out([24], 5) == [5, 5, 5, 5, 4]
+    assert shared_out([24], 2, 8) == [16, 8] and shared_out([24], 4, 8) == [8, 8, 8]
+    assert shared_out([32, 32, 32], 2) == [24] * 4 and shared_out([32, 32, 32], 2, 32) == [32] * 3
+    assert shared_out([9, 9, 9, 2], 2) == [8, 7, 7, 7] and shared_out([9, 9], 2) == [9, 9]
