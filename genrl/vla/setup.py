@@ -293,9 +293,9 @@ def untrained(policy: Any, frozen: nn.Module | None) -> str:
     return digest.hexdigest()
 
 
-def side_by_side(config: VLAConfig, episodes: int) -> int:
-    """Environments that play so many episodes of an evaluation."""
-    return max(1, min(episodes, config.evaluation.num_envs or config.environment.num_envs))
+def side_by_side(config: VLAConfig, episodes: int, processes: int = 1) -> int:
+    """Environments of each process that play so many episodes of its part of an evaluation."""
+    return max(1, min(episodes, (config.evaluation.num_envs or config.environment.num_envs) // processes))
 
 
 def longest_episode(env: Environment | RayRollouts) -> int | None:

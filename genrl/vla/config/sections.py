@@ -356,7 +356,8 @@ class Evaluation(EvaluationBase):
     episodes: Count = 256
     """Episodes, always the same."""
     num_envs: Count | None = None
-    """Environments side by side; null = environment.num_envs, or `episodes` if that is fewer."""
+    """Environments side by side; null = environment.num_envs, or `episodes` if that is fewer. Those of training serve,
+    where they are enough; others would stay beside them."""
     seed: Whole = 1234
     """Seed of the episodes and of the initial noise."""
     videos: Whole = 4
