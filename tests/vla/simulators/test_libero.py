@@ -202,8 +202,7 @@ def test_there_is_one_environment_per_slot() -> None:
 
 
 def test_each_of_several_in_a_process_draws_into_its_own_context() -> None:
-    first, second = Doubled(), Doubled()
-    for env in (first, second, first):
+    for env in (one := Doubled(), Doubled(), one):
         env.picture(4)
         assert Context.current is env.sim._render_context_offscreen
 
