@@ -72,6 +72,7 @@ def evaluate(
     episodes: int,
     seed: int,
     first: int = 0,
+    abreast: int | None = None,
     clips: int = 0,
     advance: Callable[[int], None] = lambda done: None,
     watch: Callable[[Batch, Tensor], None] = lambda seen, actions: None,
@@ -79,22 +80,19 @@ def evaluate(
     """`episodes` of them by `Sampler.act`, numbers first, first + 1, ... of the list that the seed makes.
 
     Their starts and initial noise depend on the number alone: neither on how many run side by side, nor on processes.
-    An episode that a simulator lost is counted as lost, neither as a success nor as a failure. clips: so many of them
-    are filmed, a picture per decision, successes and failures. advance: called with 0 after every decision, then with
-    the episodes of a round; watch: with what the policy reads of the running slots, and the robot's actions.
+    An episode that a simulator lost is counted as lost, neither as a success nor as a failure. abreast: so many run
+    side by side, None: as many as there are slots; other slots rest. clips: so many of them are filmed, a picture per
+    decision, successes and failures. advance: called with 0 after every decision, then with the episodes of a round;
+    watch: with what the policy reads of the running slots, and the robot's actions.
     """
     numbers = evaluation_episodes(seed, first + episodes, in_order=env.in_order)
     judged = Judged([], [], [], [], [])
-    for begin in range(first, first + episodes, env.num_envs):
-        num_counted = min(env.num_envs, first + episodes - begin)
-        # slots beyond the last number repeat it and are not counted
-        place = np.minimum(begin + np.arange(env.num_envs), first + episodes - 1)
-        raw, _ = env.reset(seed=seed, options={"episodes": numbers[place], "once": True})
-        rngs = [generator(seed, "evaluation", int(number)) for number in place]
-        judged = judged.joined(
-            _round(who, env, raw, rngs, num_counted, max(clips - len(judged.clips), 0), advance, watch)
-        )
-        advance(num_counted)
+    for begin in range(first, first + episodes, abreast or env.num_envs):
+        end = min(begin + (abreast or env.num_envs), first + episodes)
+        raw, _ = env.reset(seed=seed, options={"episodes": numbers[begin:end], "once": True})
+        rngs = [generator(seed, "evaluation", number) for number in range(begin, end)]
+        judged = judged.joined(_round(who, env, raw, rngs, max(clips - len(judged.clips), 0), advance, watch))
+        advance(end - begin)
     return judged
 
 
@@ -103,13 +101,12 @@ def _round(
     env: Environment,
     raw: Observation,
     rngs: list[torch.Generator],
-    wanted: int,
     films: int,
     advance: Callable[[int], None],
     watch: Callable[[Batch, Tensor], None],
 ) -> Judged:
-    """One episode in every slot, of which the first `wanted` count."""
-    policy, instruction = who.policy, list(env.task_description)
+    """One episode in each of the first slots, as many as there are generators."""
+    policy, instruction, wanted = who.policy, list(env.task_description), len(rngs)
     running, success = np.arange(env.num_envs) < wanted, np.zeros(env.num_envs, dtype=np.bool_)
     actions = np.zeros((env.num_envs, env.chunk, env.action_dim), dtype=np.float32)
     steps, returns = np.zeros(env.num_envs, dtype=np.int64), np.zeros(env.num_envs)

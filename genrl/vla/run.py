@@ -37,6 +37,7 @@ from genrl.vla.rollout.sampling import Acting, Frozen
 from genrl.vla.rollout.scores import context_of, episode_figures, importance_figures, of_first_episodes, weighed
 from genrl.vla.setup import export, load_trained, longest_episode, open_tables, sampler_of, side_by_side
 from genrl.vla.simulators.contract import Environment
+from genrl.vla.simulators.tables import Simulators
 
 FPS = 4
 """Of films, which have a frame for every decision."""
@@ -77,7 +78,7 @@ class VLARun(TrainingRun[VLAConfig]):
         self.judge: Callable[[int], dict[str, float]] | None = None
         """Another evaluation than that of the policy in its environment."""
         self.table: Any = None
-        """The environment of evaluations: made when it is first needed, and kept."""
+        """The environment of evaluations: chosen, or made, when it is first needed, and kept."""
         self.told: dict[str, float] = {}
         """Figures of a method's preparation, logged with every iteration."""
         self._dropped, self._seconds, self._off = 0, 0.0, 0.0
@@ -234,25 +235,28 @@ class VLARun(TrainingRun[VLAConfig]):
 
     def _judged(self) -> tuple[Judged, Watched]:
         config, settings = self.config, self.config.evaluation
-        share = self.process.share(settings.episodes)
-        if self.table is None:
-            # Apart from the training's: an evaluation would leave those in the middle of its own episodes.
-            self.table = open_tables(config, self.policy, num_envs=side_by_side(config, len(share)))
-            self.stack.callback(self.table.close)
         self.loop.phase("evaluating", settings.episodes)
         watched = Watched()
         with unsharded(self.policy):
-            local = evaluate(
-                Acting(self.policy, sampler_of(config, self.policy), self.frozen),
-                self.table,
-                episodes=len(share),
-                seed=settings.seed,
-                first=share.start,
+            local = self.play(
+                self.acting._replace(frozen=self.frozen),
+                self.process.share(settings.episodes),
                 clips=settings.videos if self.process.rank == 0 else 0,
                 advance=self.loop.advance_or_leave,
                 watch=watched,
             )
         return of_all(local).of(config.environment.success_key), watched
+
+    def play(self, who: Acting, share: range, **how: Any) -> Judged:
+        """These episodes of the evaluation, in the environments of training where they are here and enough: a rollout
+        begins anew whatever was before it. how: of `evaluate`."""
+        width = side_by_side(self.config, len(share), self.process.accelerator.num_processes)
+        if self.table is None:
+            enough = isinstance(self.env, Simulators) and width <= self.env.num_envs
+            self.table = self.env if enough else open_tables(self.config, self.policy, num_envs=width)
+            self.stack.callback(self.table.close)
+        seed = self.config.evaluation.seed
+        return evaluate(who, self.table, episodes=len(share), seed=seed, first=share.start, abreast=width, **how)
 
     def micro_batch_sizes(self) -> list[int]:
         """Decisions per pass of the policy, and the smaller numbers that can be taken: from those of a whole minibatch,

@@ -237,12 +237,11 @@ def open_tables(config: VLAConfig, policy: Policy, *, num_envs: int, group_size:
 def open_rollouts(config: VLAConfig, policy: nn.Module, *, num_envs: int, group_size: int) -> RayRollouts:
     """The environment of the configuration on Ray actors that act by themselves, on GPUs if the policy is on one."""
     simulation = simulation_of(config, policy, num_envs=num_envs, group_size=group_size)
-    timeout = config.environment.timeout_s
     return RayRollouts(
         simulation,
         cuda=next(policy.parameters()).is_cuda,
-        timeout_s=timeout,
-        start_timeout_s=2.0 * timeout,
+        timeout_s=simulation.timeout_s,
+        start_timeout_s=simulation.start_timeout_s,
         tf32=config.tf32,
     )
 
@@ -261,6 +260,7 @@ def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: 
         tasks=env.tasks or (),
         group_size=group_size,
         timeout_s=env.timeout_s,
+        start_timeout_s=2.0 * env.timeout_s,
         image_size=policy.image_size if IMAGE in policy.inputs or cameras else 0,
         points=policy.points if POINTS in policy.inputs else 0,
         cameras=cameras,
@@ -293,9 +293,9 @@ def untrained(policy: Any, frozen: nn.Module | None) -> str:
     return digest.hexdigest()
 
 
-def side_by_side(config: VLAConfig, episodes: int) -> int:
-    """Environments that play so many episodes of an evaluation."""
-    return max(1, min(episodes, config.evaluation.num_envs or config.environment.num_envs))
+def side_by_side(config: VLAConfig, episodes: int, processes: int = 1) -> int:
+    """Environments of each process that play so many episodes of its part of an evaluation."""
+    return max(1, min(episodes, (config.evaluation.num_envs or config.environment.num_envs) // processes))
 
 
 def longest_episode(env: Environment | RayRollouts) -> int | None:

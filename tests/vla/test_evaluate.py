@@ -100,7 +100,7 @@ def test_figures_names_of_instructions_and_a_policy_that_does_not_act_alone(tmp_
 def test_when_a_run_is_evaluated_and_what_that_leaves(tmp_path: Path) -> None:
     """The training is that of a run without; whoever judges the run again gets the same figure."""
     changes = {"iterations": 3, "optimizer": {"lr": 3e-3}}
-    config = vla_runs.config(tmp_path, evaluation={"every": 2, "episodes": 12, "videos": 2}, **changes)
+    config = vla_runs.config(tmp_path, evaluation={"every": 2, "num_envs": 12, "episodes": 12, "videos": 2}, **changes)
     run = train.train(config)
     rows = {row["step"]: row for row in vla_runs.rows(run)}
     assert {step for step, row in rows.items() if "eval/success_mean" in row} == {0, 2, 3}

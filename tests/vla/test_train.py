@@ -32,6 +32,7 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
 
     def watched(self: VLARun, iteration: int) -> Any:
         seen.append({name: p.detach().clone() for name, p in self.loop.weights.named.items()})
+        assert self.table in (None, self.env), "one set of simulators"
         return judged(self, iteration)
 
     monkeypatch.setattr(VLARun, "judged", watched)

@@ -22,7 +22,7 @@ from genrl.vla.evaluate import evaluation_episodes
 from genrl.vla.policies.folder import load_policy, save_first_steps, save_policy
 from genrl.vla.policies.policy import ACTION, NoiseHead
 from genrl.vla.run import VLARun
-from genrl.vla.setup import open_tables
+from genrl.vla.setup import open_tables, simulation_of
 from genrl.vla.train import train
 from tests.docs.test_pages import blocks
 from tests.vla import vla_runs
@@ -184,10 +184,11 @@ def test_a_run_goes_on_only_from_what_it_began_with(freeze: str, tmp_path: Path)
 
 def test_runs_of_other_seeds_are_judged_on_the_same_starts(tmp_path: Path) -> None:
     simulator = Path(__file__).parents[2] / "docs" / "example_simulator.py"
-    environment = {"name": f"{simulator}:make", "tasks": ["red"], "max_steps": 20}
+    environment = {"name": f"{simulator}:make", "tasks": ["red"], "max_steps": 20, "timeout_s": 9}
     starts = []
     for seed in (0, 1):
         config = vla_runs.config(tmp_path, environment=environment, seed=seed)
+        assert simulation_of(config, flow(), num_envs=1, group_size=1).start_timeout_s == 18
         env = open_tables(config, flow(), num_envs=3)
         seen, _ = env.reset(options={"episodes": evaluation_episodes(1234, 3)})
         starts.append(np.concatenate([value.reshape(3, -1) for value in seen.values()], 1))

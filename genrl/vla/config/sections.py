@@ -143,7 +143,8 @@ class Environment(Section):
     """Act with the weights of so many iterations before: 0 = the newest; 1 or more = with workers: ray, actors act
     while the policy is trained. PPO, GRPO (docs/ray.md)."""
     timeout_s: Positive = 60.0
-    """Seconds after which a worker that does not answer is restarted and its episodes are dropped."""
+    """Seconds after which a worker that does not answer is restarted and its episodes are dropped; twice as many where
+    an episode begins, for which a simulator may have to be made."""
     reward: Literal["success", "environment"] = "success"
     """1 at success, or what the environment pays."""
     goals: Whole = 0
@@ -356,7 +357,8 @@ class Evaluation(EvaluationBase):
     episodes: Count = 256
     """Episodes, always the same."""
     num_envs: Count | None = None
-    """Environments side by side; null = environment.num_envs, or `episodes` if that is fewer."""
+    """Environments side by side; null = environment.num_envs, or `episodes` if that is fewer. Those of training serve,
+    where they are enough; others would stay beside them."""
     seed: Whole = 1234
     """Seed of the episodes and of the initial noise."""
     videos: Whole = 4

@@ -145,7 +145,8 @@ class Environment(Protocol):
     ) -> tuple[Observation, dict[str, Any]]:
         """Begin an episode in every slot: episode 0 of a seed, or without one the next. options["episodes"]: uint64
         [B], the numbers of the episodes instead (`evaluate.evaluation_episodes`); those after are the seed's.
-        options["once"]: a slot whose episode has ended begins no other: it may rest, whatever its action."""
+        options["once"]: a slot whose episode has ended begins no other: it may rest, whatever its action; with it
+        "episodes" may be fewer, [n], of the first n slots, and the others rest from the start."""
         ...
 
     def step(self, actions: NDArray[np.float32], /) -> Step: ...

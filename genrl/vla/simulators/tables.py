@@ -147,10 +147,13 @@ class Simulators:
         numbers = self._numbers()
         if "episodes" in options:
             numbers = np.asarray(options["episodes"]).astype(np.uint64)
-            if numbers.shape != (self.num_envs,):
-                raise ValueError(f"episodes must be [{self.num_envs}], got {list(numbers.shape)}")
+            fewest = 1 if self._once else self.num_envs
+            if numbers.ndim != 1 or not fewest <= len(numbers) <= self.num_envs:
+                raise ValueError(f"episodes must be [{self.num_envs}] (fewer with once), got {list(numbers.shape)}")
         self._running[:] = self._vanished[:] = False
         observation, _, _, _, info = self._round(Run(dict(enumerate(numbers.tolist())), {}))
+        for slot in range(len(numbers), self.num_envs):
+            self._instruction[slot] = self._instruction[0]  # what rests is told nothing that a policy may not know
         return observation, info
 
     def step(self, actions: NDArray[np.float32], /) -> Step:

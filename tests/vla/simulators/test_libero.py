@@ -193,8 +193,7 @@ def test_there_is_one_environment_per_slot() -> None:
         assert len(list(host.run(Run(dict(enumerate(tasks)), {})))) == len(tasks)
         return [env.closed for env in made]
 
-    assert begin(0, 1) == [0, 0]
-    assert begin(1, 0) == [0, 0], "swapped"
+    assert begin(0, 1) == begin(1, 0) == [0, 0], "swapped"
     assert begin(1, 2) == [1, 0, 0]
     assert begin(3, 4) == [1, 1, 1, 0, 0]
     made[3]._moved = None  # type: ignore[assignment]
@@ -203,8 +202,7 @@ def test_there_is_one_environment_per_slot() -> None:
 
 
 def test_each_of_several_in_a_process_draws_into_its_own_context() -> None:
-    first, second = Doubled(), Doubled()
-    for env in (first, second, first):
+    for env in (one := Doubled(), Doubled(), one):
         env.picture(4)
         assert Context.current is env.sim._render_context_offscreen
 

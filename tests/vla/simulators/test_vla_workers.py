@@ -98,10 +98,13 @@ def test_the_contract() -> None:
 
 def test_chosen_episodes_and_few_starts() -> None:
     chosen = evaluation_episodes(7, 4)
-    with opened(tasks=("a", "b")) as env:
+    with opened(tasks=("a", "b"), workers=2) as env:
+        few = env.reset(options={"episodes": chosen[:1], "once": True})[0]["agent_pos"]
+        assert len(set(env.task_description)) == 1, "a slot that rests has an instruction that a policy knows"
+        assert env.step(actions(*[FINE] * 4))[-1]["n_executed"].tolist() == [2, 0, 0, 0]
         first = env.reset(seed=1, options={"episodes": chosen})[0]["agent_pos"]
         again = env.reset(seed=9, options={"episodes": chosen[::-1]})[0]["agent_pos"]
-        assert np.array_equal(first, again[::-1])
+        assert np.array_equal(first, again[::-1]) and np.array_equal(few[0], first[0])
         assert len(set(zip(env.task_description, again[:, 0].tolist(), strict=True))) == 4
     with opened(num_envs=8, goals=2) as env, opened(num_envs=8, goals=2, seed=1) as other:
         starts = env.reset(options={"episodes": evaluation_episodes(7, 8)})[0]["agent_pos"][:, 0]

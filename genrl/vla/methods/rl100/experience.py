@@ -22,7 +22,6 @@ from genrl.mdp.noise import derive_seed, generator, seeded
 from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import recorded, world_of
-from genrl.vla.evaluate import evaluate
 from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.offline.critics import Critics
 from genrl.vla.offline.imitation import mean_of_last, step_beside
@@ -46,7 +45,7 @@ from genrl.vla.policies.policy import (
 from genrl.vla.policies.robot import normalise
 from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan
 from genrl.vla.rollout.sampling import Acting, LearnedNoise, Sampler
-from genrl.vla.setup import longest_episode, open_tables, sampler_of, side_by_side
+from genrl.vla.setup import longest_episode, sampler_of
 
 if TYPE_CHECKING:
     from genrl.vla.run import VLARun
@@ -251,9 +250,6 @@ def distilled(run: VLARun, settings: RL100, observations: Batch) -> dict[str, fl
     how = {"steps": settings.distil_steps, "batch_size": settings.batch_size, "seed": config.seed}
     error = mean_of_last(distil(student, policy, sampler, observations, learning_rate=LEARNING_RATE, **how))
     save_policy(student, loop.process.run.folder / "one_step")
-    judge = config.evaluation
-    env = open_tables(config, policy, num_envs=side_by_side(config, judge.episodes))
     # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
-    judged = evaluate(Acting(student, LearnedNoise(steps=1)), env, episodes=judge.episodes, seed=judge.seed)
-    env.close()
+    judged = run.play(Acting(student, LearnedNoise(steps=1)), range(config.evaluation.episodes))
     return {"distil/error": error, "distil/success_mean": sum(judged.success) / len(judged.success)}
