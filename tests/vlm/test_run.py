@@ -12,18 +12,20 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from genrl import recipes
 from genrl.cli.app import app
 from genrl.config import ConfigError, load
 from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
-from genrl.vlm.config.memory_estimate import PUBLISHED, Sizes, memory, published
+from genrl.vlm.config.memory_estimate import CAPTION, PUBLISHED, Sizes, memory, published
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.evaluate import judge
-from genrl.vlm.policies.folder import load_trained
+from genrl.vlm.policies.folder import load_trained, open_policy
 from genrl.vlm.policies.loading import sizes
 from genrl.vlm.policies.policy import Policy
+from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import open_rewards
@@ -224,7 +226,6 @@ def test_sizes_are_those_of_the_published_model(size: Sizes) -> None:
 def test_published_models_are_known_before_the_download(model, billions: float, monkeypatch) -> None:
     """Sizes as the hub has them, of the config.json in the package, whether a card is named or not."""
     monkeypatch.setenv("COLUMNS", "200")
-    assert published(f"Qwen/{model}") == sizes(str(PUBLISHED / "Qwen" / model))
     command = ["check", str(SHIPPED), f"vlm.path=Qwen/{model}"]
     assert "24 GB" in CliRunner().invoke(app, command).output
     command += ["--memory", "80GB"]
@@ -236,6 +237,46 @@ def test_published_models_are_known_before_the_download(model, billions: float, 
     assert "LoRA, nf4 (QLoRA)" in said.output
     assert f"not checked: weights and licence of Qwen/{model}" in said.output
     assert "memory" not in said.output.partition("not checked")[2]
+
+
+def test_every_model_that_a_recipe_names_is_known_by_its_size() -> None:
+    """As its config.json in the package says. MusicGen's are 591 M on the hub, 4 M of them no parameters."""
+    known = {str(file.parent.relative_to(PUBLISHED)): str(file.parent) for file in PUBLISHED.rglob("config.json")}
+    assert {name: sizes(file, answers=False) for name, file in known.items()} == {n: published(n) for n in known}
+    named = {one.values["vlm"]["path"] for one in recipes.recipes() if "vlm" in one.values}
+    assert {name for name in named if not name.startswith("assets/")} <= known.keys()
+    billions = {"facebook/musicgen-small": 0.587, "deepseek-community/Janus-Pro-7B": 6.988}
+    for name, number in billions.items():
+        found = published(name)
+        assert found and found.numbers / 1e9 == pytest.approx(number, abs=5e-4)
+
+
+@pytest.mark.parametrize("lora", ["null", "{rank: 4, targets: [q_proj, v_proj]}"])
+@pytest.mark.parametrize(
+    ("recipe", "prompt"), [("ar_image_grpo", "a star"), ("hi_grpo", "a ball"), ("music_rl", ""), ("musicgen", "a tune")]
+)
+def test_what_makes_things_by_tokens_trains_and_keeps_what_is_counted(recipe: str, prompt: str, lora: str) -> None:
+    """Of the embedded models: the numbers that are trained, and within a quarter what a pass keeps, guided or not."""
+    config = load(ROOT / f"configs/vlm/{recipe}.yaml", [f"vlm.lora={lora}"])
+    assert isinstance(config, VLMConfig)
+    policy, size = open_policy(config, torch.device("cpu")), sizes(config.vlm.path, answers=False)
+    prompts = [policy.encode(Prompt((prompt or "a tune",), where=recipe))]
+    drawn, models = policy.sample(prompts, 4, 1.0, [(0,)]), 1 + ("heads" in config.trainer.reads)
+    weights, kept = {p.untyped_storage()._cdata for p in policy.model.parameters()}, dict[int, torch.UntypedStorage]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.log_probs(prompts, drawn.tokens, drawn.mask, group=torch.zeros(4, dtype=torch.long))
+    parts, new = dict(memory(config.with_micro_batch(4), size)), config.generation.max_new_tokens
+    assert parts["gradients"] == 4 * models * sum(p.numel() for p in policy.parameters)
+    rows, places = 2 if config.vlm.output in ("image", "music") else 1, new
+    places += 0 if config.vlm.output == "music" else prompts[0].length  # whose text is no part of the sequence
+    pass_of_it = rows / (rows + models - 1) * places / (CAPTION + new)
+    held = sum(one.nbytes() for name, one in kept.items() if name not in weights)
+    assert held == pytest.approx(parts["activations of one micro-batch (rough)"] * pass_of_it, rel=0.25)
 
 
 def test_the_shipped_run_fits_on_eight_cards_of_80_gb(size: Sizes) -> None:
