@@ -92,12 +92,6 @@ class TestCheckOfMany:
         text = run("check", "small.yaml", "more", "optimizer.lrr=1", code=2)
         assert text.count("did you mean optimizer.lr?") == 3 and "3 files: 0 valid, 3 wrong" in text
 
-    def test_runs_of_every_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(ROOT)
-        files = ["configs/flow_grpo.yaml", "configs/vla/flow_sde.yaml", "configs/vlm/poad.yaml"]
-        *lines, total = run("check", *files).splitlines()
-        assert total == "3 files: 3 valid, 0 wrong" and [line.split()[1].rstrip(",") for line in lines] == files
-
     def test_a_defect_keeps_its_traceback(self, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of one file, too."""
         monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, **_: int("not a number"))
@@ -139,13 +133,7 @@ def test_words() -> None:
     ):
         text = "\n".join(lines(config(trainer)))
         assert says in text, text
-
-
-def test_guidance_counts_twice() -> None:
-    once, twice = (list(lines(config({}, guidance_scale=scale))) for scale in (1.0, 4.5))
-    assert "model calls in sampling: 320, 10.00 per image; independent rollouts: 320, ratio 1.000" in once
-    assert "model calls in sampling: 640, 20.00 per image; independent rollouts: 640, ratio 1.000" in twice
-    assert twice[-1] == "a step with guidance counts as two calls"
+    assert list(lines(config({}, guidance_scale=4.5)))[-1] == "a step with guidance counts as two calls"
 
 
 def test_the_command_and_the_schema_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,7 +355,6 @@ class TestFiles:
             ("seed: 1\nrewards:\n  - name: shpaes", 3, "shapes"),
             ("rewards:\n  - name: ./mine.py:Absent", 2, "has no 'Absent'"),
             ("rewards: [{name: './mine.py:needs_word'}]\nprompts: {train: t.jsonl, eval: e.jsonl}", 2, "column word"),
-            ("output: train.txt", 1, "train.txt is a file; name a folder"),
             ("output: train.txt/run", 1, "train.txt is a file; name a folder"),
             ("sampling: {inputs: {image: pic}}", 1, "sampling.inputs.image asks for the column pic"),
             ("seed: 2\ntrackers: [tensorboard, dvclive]", 2, "pip install dvclive"),
