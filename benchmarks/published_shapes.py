@@ -179,7 +179,7 @@ def write_policies() -> None:
 def write_language() -> None:
     """The sizes of every language model whose config.json is in the package."""
     for config in sorted(PUBLISHED.rglob("config.json")):
-        text = json.dumps(asdict(sizes(str(config.parent))), indent=1)
+        text = json.dumps(asdict(sizes(str(config.parent), answers=False)), indent=1)
         config.with_name("sizes.json").write_text(f"{text}\n", encoding="utf-8")
 
 

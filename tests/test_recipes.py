@@ -96,6 +96,8 @@ def test_what_comes_with_genrl_is_found_from_any_folder(tmp_path: Path, monkeypa
     assert given.prompts.train == str(assets / "prompts/things_eval.txt")
     said = CliRunner().invoke(app, ["check", "configs/quickstart.yaml", "output=runs/x"])
     assert "valid" in said.output, said.output
+    said = CliRunner().invoke(app, ["init", "sd15_ddpo", "--to", "with spaces"])
+    assert "genrl check 'with spaces/sd15_ddpo.yaml', then genrl train 'with spaces/sd15_ddpo.yaml'" in said.output
     assert at_hand("assets/tiny-shapes") == str(assets / "tiny-shapes") and at_hand("assets/none") == "assets/none"
     (tmp_path / "assets/prompts").mkdir(parents=True)
     (tmp_path / "assets/prompts/things_train.txt").write_text("a red circle\n")

@@ -24,7 +24,7 @@ from genrl.cli import check, compare, doctor, evaluate, init, rewards, runs, sam
 PACKAGES = tuple(str(Path(package.__path__[0])) + os.sep for package in (genrl, genrl_rewards))
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class CleanErrors(TyperGroup):
@@ -52,7 +52,7 @@ def _of_the_disk(error: Exception) -> str:
     match = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
     if number in _CLOSED and isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {os.strerror(error.errno or 0)}"
+        return f"{error.filename}: {os.strerror(error.errno or 0)}; name another file or folder, or change this one"
     if number not in _FULL:
         return ""
     file = f" to {error.filename}" if isinstance(error, OSError) and error.filename else ""

@@ -86,13 +86,12 @@ def check(
 
 def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool, explain: bool) -> int:
     """Print what one configuration is and costs, and what of it was not checked; returns how many rows would fail.
-    Raises as `examine`; where files of one's own are missing, the costs are printed before that."""
+    Raises as `examine`; where files of one's own or packages are missing, the costs are printed before that."""
     from genrl.cli.tables import console, print_keys, safe
-    from genrl.config.errors import ConfigError
 
     try:
         checked = examine(file, changes, ask=True)
-    except ConfigError:
+    except ValueError:
         _print_cost_alone(file, changes, card)
         raise
     console.print("[green]valid[/green]")
@@ -114,8 +113,8 @@ def _show(file: Path, changes: Sequence[str], *, card: float | None, rows: bool,
 
 
 def _print_cost_alone(file: Path, changes: Sequence[str], card: float | None) -> None:
-    """What a configuration would cost whose files are not all there: who asks whether a model fits on a card need not
-    have data for it. Raises ConfigError where the configuration itself is wrong."""
+    """What a configuration would cost whose files or packages are not all there: who asks whether a model fits on a
+    card need not have data for it. Raises ConfigError where the configuration itself is wrong."""
     from genrl.cli.tables import console
     from genrl.config import load_located
 
@@ -220,6 +219,10 @@ def examine(file: Path, overrides: Sequence[str] = (), *, ask: bool = False) -> 
         from genrl.runtime.weights.optimizers import check_optimizer
 
         check_optimizer(config.optimizer)
+    if (environment := getattr(config, "environment", None)) is not None and config.kind == "vlm":
+        from genrl.vlm.environments.hosts import open_environment
+
+        open_environment(environment).close()
     return Checked(config, notes, _summary(config, ask=ask))
 
 

@@ -42,6 +42,7 @@ def demo(overrides: Overrides = None) -> None:
 
 def _what_it_learned(run: Path) -> str:
     """The share of held-out pictures that are right in everything, before and after, and what one would do next."""
+    from genrl.config.errors import command
     from genrl.runtime.folder.run import read_metrics
 
     shares = [row[RIGHT] for row in read_metrics(run / "metrics.jsonl") if row.get(RIGHT) is not None]
@@ -49,8 +50,9 @@ def _what_it_learned(run: Path) -> str:
     if len(shares) > 1:
         usual = f"other runs of the whole recipe: {USUAL[0]:.0%} to {USUAL[1]:.0%}"
         lines = [f"held-out pictures with everything right: {shares[0]:.0%} before, {shares[-1]:.0%} now ({usual})"]
-    lines += ["next:", f'  genrl sample {run} --prompt "two red stars and a blue circle"   # draw with the LoRA']
-    lines += [f"  genrl watch {run} --open   # its curves and pictures in the browser"]
+    prompt = "two red stars and a blue circle"
+    lines += ["next:", f"  {command('sample', run, '--prompt', prompt)}   # draw with the LoRA"]
+    lines += [f"  {command('watch', run, '--open')}   # its curves and pictures in the browser"]
     lines += ["  genrl init   # the recipes for published models"]
     return "\n".join(lines)
 
@@ -64,6 +66,7 @@ def init(
     Example: `genrl init sd35_medium_flow_grpo`, then `genrl check sd35_medium_flow_grpo.yaml`
     """
     from genrl.cli.tables import printable
+    from genrl.config.errors import command
     from genrl.recipes import find, missing, write
 
     if name is None:
@@ -77,7 +80,7 @@ def init(
     lacking, file = missing(recipe, to), written[0]
     lines = [f"written: {', '.join(map(str, written))}"]
     lines += [f"data of your own: {', '.join(lacking)}; the file says which columns"] if lacking else []
-    lines += [f"next: genrl check {file}, then genrl train {file}"]
+    lines += [f"next: {command('check', file)}, then {command('train', file)}"]
     typer.echo(printable("\n".join(lines)))
 
 

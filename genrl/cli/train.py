@@ -133,7 +133,9 @@ def _say_if_done(run: Path, iterations: int) -> None:
     saved = [path.name.removeprefix("step-") for path in run.glob("checkpoints/step-*")]
     done = max((int(step) for step in saved if step.isdigit()), default=0)  # others are of saves cut short
     if done >= iterations:
-        more = f"genrl resume {run} iterations={done + 100}"
+        from genrl.config.errors import command
+
+        more = command("resume", run, f"iterations={done + 100}")
         _remark(f"{run} has done all of its {iterations} iterations; for more of them: {more}")
 
 

@@ -90,8 +90,9 @@ def _known(config: VLAConfig, *, ask: bool) -> tuple[Known | None, str]:
     )
     if folder is not None:
         return in_folder(folder), f"a policy of {folder} is small, or of a type that is not counted"
-    found = published(source)
-    return (found, "") if found or not (ask and is_hub_id(source)) else _asked(source)
+    if found := published(source):
+        return found, ""
+    return _asked(source) if ask and is_hub_id(source) else (None, f"{source} is not on this machine")
 
 
 def _horizon(config: VLAConfig) -> int | None:

@@ -17,7 +17,8 @@ from genrl_rewards.given import is_given
 
 PROCESSES = 8
 """In how many the memory of a run in shards is counted."""
-UNCOUNTED = "only models in a folder or on the hub that answer with text are counted"
+COUNTED = ("text", "image", "voxels", "audio", "music")
+UNCOUNTED = f"only models in a folder or on the hub are counted, of output {', '.join(COUNTED)}"
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,12 +29,7 @@ if TYPE_CHECKING:
 
 
 def summary(config: VLMConfig) -> list[RenderableType]:
-    """What an iteration does, and what the method is made of. Raises ValueError for an environment that cannot be
-    opened."""
-    if config.environment is not None:
-        from genrl.vlm.environments.hosts import open_environment
-
-        open_environment(config.environment).close()
+    """What an iteration does, and what the method is made of."""
     renderables: list[RenderableType] = []
     for number, part in enumerate(config.parts, 1):
         named = f" of stage {number}, {part.trainer.name}" if config.stages else ""
@@ -62,12 +58,12 @@ def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
     """Tables of the memory of one process, and of the ways in which the model can be trained: on which card each fits,
     or, with `card` in bytes, whether on that. Without a card, how to ask where the package does not know the model.
     Raises BadParameter for a model of another kind, or whose config.json is not here."""
-    from genrl.vlm.config.memory_estimate import QUESTION, memory, ways
+    from genrl.vlm.config.memory_estimate import memory, question, ways
 
     known = sizes_of(config, ask=card is not None)
     if known is None:
         how = f"--memory 24GB estimates it from the config.json of {config.vlm.path}"
-        return [f"memory: {safe(how)}" if config.vlm.output == "text" else f"memory: not estimated: {UNCOUNTED}"]
+        return [f"memory: {safe(how)}" if config.vlm.output in COUNTED else f"memory: not estimated: {UNCOUNTED}"]
     count = PROCESSES if config.distributed.fsdp else 1
     columns = ("in bfloat16", "one process", "card" if card is None else "fits")
     table = Table(*columns, title="ways of training it", title_justify="left")
@@ -76,7 +72,7 @@ def cards(config: VLMConfig, card: float | None) -> list[RenderableType]:
         least = smallest(total)
         table.add_row(name, size(total), least if card is None else "yes" if total <= SHARE * card else f"no ({least})")
     share = f"; of one of {count} processes" if count > 1 else ""
-    asked = f"{known.numbers:,} weights{share}; questions of {QUESTION:,} tokens"
+    asked = f"{known.numbers:,} weights{share}; questions of {question(config):,} tokens"
     return [memory_table(memory(config, known, count)), asked, table]
 
 
@@ -85,14 +81,14 @@ def sizes_of(config: VLMConfig, *, ask: bool = False) -> Sizes | None:
     Raises BadParameter where that cannot be."""
     from genrl.vlm.config.memory_estimate import published
 
-    if config.vlm.output == "text" and not is_given(config.vlm.path):
+    if config.vlm.output in COUNTED and not is_given(config.vlm.path):
         if known := published(config.vlm.path):
             return known
         if ask:
             from genrl.vlm.policies.loading import sizes
 
             with TemporaryDirectory() as place:
-                return sizes(_described(config.vlm.path, Path(place)))
+                return sizes(_described(config.vlm.path, Path(place)), answers=config.vlm.output == "text")
     if ask:
         raise typer.BadParameter(f"memory: {UNCOUNTED}", param_hint="--memory")
     return None

@@ -9,6 +9,7 @@ it lies in. At last `assets/...` is what comes with genrl, whoever names it.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,11 @@ from genrl.config.yaml_source import KeyPath
 
 Finding = tuple[tuple[str, ...], str]
 """Keys concerned, and what is wrong with them and what to write instead."""
+
+
+def command(*words: object) -> str:
+    """A command of genrl as a shell reads it: names with spaces are quoted."""
+    return shlex.join(["genrl", *map(str, words)])
 
 
 class ImpossibleConfig(ValueError):

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -58,11 +58,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def nearest_folder(path: Path) -> str:
-    """What may have been meant by a folder that does not exist, as the end of a message."""
-    names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+def nearest_beside(path: Path, fits: Callable[[Path], bool] = Path.exists) -> str:
+    """What may have been meant by a name that does not exist, as the end of a message: the most like it that fits."""
+    names = [entry.name for entry in path.parent.iterdir() if fits(entry)] if path.parent.is_dir() else []
     close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"; did you mean {path.parent / close[0]}?" if close else "; a hub id is written org/name"
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def nearest_folder(path: Path) -> str:
+    """As `nearest_beside`, of folders; where there is none like it, how a hub id is written."""
+    return nearest_beside(path, Path.is_dir) or "; a hub id is written org/name"
 
 
 def no_transformers_model(key: str, given: str, notes: list[str]) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from genrl.config.errors import ConfigError, Origin, Origins, Problem, dotted, locate
+from genrl.config.folders import nearest_beside
 from genrl.config.method import Kind, schema_class
 from genrl.config.method import kind_of as kind_of_data
 from genrl.config.run_config import RunConfig
@@ -119,7 +119,7 @@ def _read(path: Path) -> _Tree:
     try:
         source = read(path)
     except FileNotFoundError:
-        raise ConfigError([Problem(Origin(str(path)), "", f"no such file{_nearest_file(path)}")]) from None
+        raise ConfigError([Problem(Origin(str(path)), "", f"no such file{nearest_beside(path, _is_yaml)}")]) from None
     except OSError as error:
         raise ConfigError([Problem(Origin(str(path)), "", f"cannot be read: {error.strerror}")]) from None
     except SourceError as error:
@@ -130,10 +130,8 @@ def _read(path: Path) -> _Tree:
     return _Tree(source.value, {key: Origin(str(path), line) for key, line in source.lines.items()})
 
 
-def _nearest_file(path: Path) -> str:
-    names = [entry.name for entry in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml") and path.is_file()
 
 
 def _with_base(tree: _Tree, path: Path) -> _Tree:
@@ -145,7 +143,7 @@ def _with_base(tree: _Tree, path: Path) -> _Tree:
         raise ConfigError([Problem(origin, "include", "must be the name of one base file")])
     base_path = path.parent / include
     if not base_path.is_file():
-        text = f"no such file: {base_path} (the name is relative to {path}){_nearest_file(base_path)}"
+        text = f"no such file: {base_path} (the name is relative to {path}){nearest_beside(base_path, _is_yaml)}"
         raise ConfigError([Problem(origin, "include", text)])
     base = _read(base_path)
     if "include" in base.value:

@@ -211,7 +211,8 @@ def allowed(node: Schema | None) -> str:
     if kind == "array":
         if "prefixItems" in node:
             return f"a list [{', '.join(allowed(item) for item in node['prefixItems'])}]"
-        return f"a list; each item: {allowed(node['items'])}"
+        least = f" of {node['minItems']} or more" if "minItems" in node else ""
+        return f"a list{least}; each item: {allowed(node['items'])}"
     if kind == "object":
         if "minProperties" in node:
             return f"a section with {node['minProperties']} key or more"
@@ -240,7 +241,8 @@ def _shown(value: Any) -> str:
         return f"{value[:80]!r} (text)"
     if isinstance(value, int | float):
         return f"{value!r} (a {'whole ' if isinstance(value, int) else ''}number)"
-    return "a list" if isinstance(value, list) else "a section"
+    empty = "" if value else "n empty"
+    return f"a{empty} list" if isinstance(value, list) else f"a{empty} section"
 
 
 def _hint(value: Any, node: Schema | None) -> str:

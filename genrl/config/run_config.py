@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,7 +11,17 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from genrl.config.errors import ConfigError, Finding, ImpossibleConfig, Origins, Problem, dotted, origin_of, with_places
+from genrl.config.errors import (
+    ConfigError,
+    Finding,
+    ImpossibleConfig,
+    Origins,
+    Problem,
+    command,
+    dotted,
+    origin_of,
+    with_places,
+)
 from genrl.config.method import Kind, Method
 from genrl.config.section import Count, Flag, Section, Text, Whole
 from genrl.config.sections import EMA, Checkpoint, Distributed, EvaluationBase, Optimizer, Tracker
@@ -130,6 +141,16 @@ class RunConfig(Section):
         return self
 
 
+def _no_room(output: Path) -> str | None:
+    """Why a run's folder cannot be made; None where it can, or is there."""
+    above = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not above.is_dir():
+        return f"{above} is a file; name a folder"
+    if above != output and not os.access(above, os.W_OK | os.X_OK):
+        return f"no folder can be made in {above}; name another"
+    return None
+
+
 def check_files(config: RunConfig, origins: Origins | None = None) -> list[str]:
     """Check what can be checked without loading weights; returns remarks that stop nothing, one line each.
 
@@ -143,10 +164,12 @@ def check_files(config: RunConfig, origins: Origins | None = None) -> list[str]:
             wrong.append((("trackers", index), text))
     if why := config.optimizer.missing_package():
         wrong.append((("optimizer", "name"), why))
+    if why := _no_room(Path(config.output)):
+        wrong.append((("output",), why))
     if wrong:
         at = [(origin_of(path, origins or {}), dotted(path), text) for path, text in wrong]
         raise ConfigError([Problem(origin, key, with_places(text, origin)) for origin, key, text in at])
     output = Path(config.output)
     if output.is_dir() and any(output.iterdir()):
-        notes.append(f"output: {output} is in use; continue it by `genrl resume {output}`, or choose another")
+        notes.append(f"output: {output} is in use; continue it by `{command('resume', output)}`, or choose another")
     return notes

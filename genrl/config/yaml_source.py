@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ except ImportError:  # PyYAML was built without libyaml
 MAX_BYTES = 200_000
 MAX_NODES = 5_000  # counted after aliases are expanded, so an alias bomb stops here
 MAX_DEPTH = 40
+LOOKALIKES = "\u00a0\u3000：，［］｛｝“”„‘’"
+"""Characters that editors and input methods put in the place of those that YAML reads."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -94,6 +97,9 @@ def parse(text: str) -> Source:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         hint = " (a tab; indent with spaces)" if "'\\t'" in str(error.problem) else ""
+        near = text.splitlines()[max(0, mark.line - 1) : mark.line + 1] if mark else []
+        if odd := next((character for character in "".join(near) if character in LOOKALIKES), ""):
+            hint = f" ({odd!r} is a {unicodedata.name(odd).lower()}: write the plain character)"
         raise SourceError([(mark.line + 1 if mark else None, f"not YAML: {error.problem}{hint}")]) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -168,8 +174,9 @@ class _Builder:
         return value
 
     def _scalar(self, kind: str, text: str, line: int) -> object:
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            self.problems.append((line, f"{text[:40]!r} has half a character (a surrogate); write the whole one"))
+        if odd := [character for character in text if "\ud800" <= character <= "\udfff" or character == "\0"]:
+            what = "the character NUL; leave it out" if odd[0] == "\0" else "half a character; write the whole one"
+            self.problems.append((line, f"{text[:40]!r} has {what}"))
             return None
         matched = next((name for name, pattern, _ in _SCALARS if pattern.match(text)), "str")
         if kind == "str":

@@ -16,7 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from genrl.data.prompts import FILES, Prompt, PromptError, is_data_set, nearest_beside, open_picture_table
+from genrl.config.folders import nearest_beside
+from genrl.data.prompts import FILES, Prompt, PromptError, is_data_set, open_picture_table
 from genrl.data.prompts import load as load_prompts
 from genrl.data.rows import MAX_LINE_BYTES, PICTURES, PREFERENCE_COLUMNS, no_column
 from genrl_rewards.pictures import check_picture, open_picture, picture_size

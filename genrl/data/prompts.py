@@ -15,12 +15,11 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from genrl.config.folders import POINTER
+from genrl.config.folders import POINTER, nearest_beside
 from genrl.data.rows import (
     RowError,
     checked_text,
@@ -192,13 +191,6 @@ def open_picture_table(source: str, *columns: str) -> Dataset:
             raise PromptError(f"{source}: {no_column(column, table.column_names)}")
         table = table.cast_column(column, Image(decode=False))
     return table
-
-
-def nearest_beside(path: Path) -> str:
-    """The hint "; did you mean FOLDER/NAME?" with the name in the folder of `path` that is most like it, or nothing."""
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def _listed(skipped: Sequence[DirtyRow]) -> str:

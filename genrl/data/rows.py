@@ -56,7 +56,8 @@ def line_text(raw: bytes) -> str:
     try:
         return raw.decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        raise RowError(f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8") from None
+        where = f"byte {raw[error.start]:#04x} at column {error.start + 1}"
+        raise RowError(f"{where} is not UTF-8; save the file as UTF-8") from None
 
 
 def json_object(text: str) -> dict[str, Any]:

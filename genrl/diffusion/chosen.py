@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from genrl.config import load
+from genrl.config.errors import command
 from genrl.config.folders import looks_local, near
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Model
@@ -84,4 +85,4 @@ def adapter_of(run: Path, step: int | None = None) -> str:
             return str(folder)
     if saved is None:
         raise ValueError(f"{run} holds no checkpoint yet: there is nothing trained in it")
-    raise ValueError(f"{run} holds no LoRA; write its pipeline by `genrl export {run} --out FOLDER`")
+    raise ValueError(f"{run} holds no LoRA; write its pipeline by `{command('export', run)} --out FOLDER`")

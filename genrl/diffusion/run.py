@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
+from genrl.config.errors import command
 from genrl.config.method import is_built_in
 from genrl.data.prompts import Prompt
 from genrl.diffusion.before import settle, sizes
@@ -299,7 +300,7 @@ class DiffusionRun(TrainingRun[Config]):
         picture = before_after(run.samples)
         if picture is not None:
             self.process.progress.say(f"before and after: {save_png(picture, run.samples / 'before_after.png')}")
-        result = f"to write the pipeline: genrl export {run.folder} --out FOLDER"
+        result = f"to write the pipeline: {command('export', run.folder)} --out FOLDER"
         if self.weights.is_lora:
             denoiser = denoiser_that_loads(run.lora)
             loader = "pipe.load_lora_weights" if denoiser is None else f"pipe.{denoiser}.load_lora_adapter"

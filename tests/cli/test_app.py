@@ -108,7 +108,7 @@ class TestErrors:
             (OSError(errno.ENOSPC, "", "a.png"), "nothing can be written to a.png: No space left on device. Make room"),
             (SafetensorError("I/O error: File too large (os error 27)"), "nothing can be written: File too large"),
             (OSError(errno.EROFS, "", "a.png"), "Read-only file system"),
-            (NotADirectoryError(errno.ENOTDIR, "", "videos/a.gif"), "videos/a.gif: Not a directory"),
+            (FileExistsError(errno.EEXIST, "", "x.txt"), "x.txt: File exists; name another file or folder"),
         ):
             monkeypatch.setattr("genrl.cli.diffusion.summary", Mock(side_effect=error))
             text = run("check", "small.yaml", code=1)

@@ -38,21 +38,18 @@ class TestCheck:
             ("flux1_kontext_flow_grpo", "edits_train.jsonl: no such file", r"40 GB │ yes"),
             ("sdxl_dpo_offline", "pickapic_eval.txt", r"24 GB │ with model\.lora\.rank=64 model\.dtype=bfloat16"),
             ("geometry3k", "answers.jsonl: no such file", r"LoRA +│ 13 GB +│ 16 GB"),
-            (
-                "janus_pro_7b_grpo",
-                "t2i_train.jsonl: no such file",
-                r"memory: not estimated: only models .* with\s+text",
-            ),
+            ("janus_pro_7b_grpo", "t2i_train.jsonl: no such file", r"LoRA +│ 28.4 GB +│ 40 GB"),
+            ("miniwob", "write environment.timeout_s: 60", r"LoRA +│ 51.1 GB +│ 80 GB"),
         ],
     )
     def test_what_a_run_costs_is_said_before_its_data_are_there(
         self, name: str, lacks: str, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("COLUMNS", "200")
-        changes = ["task.train=answers.jsonl"] if name == "geometry3k" else []
-        text = run("check", str(recipes.find(name).file), *changes, code=2)
-        assert re.search(says, text.partition("problem")[0]) and lacks in text.partition("problem")[2]
-        assert "valid" not in text
+        changes = {"geometry3k": ["task.train=answers.jsonl"], "miniwob": ["environment.timeout_s=null"]}
+        text = run("check", str(recipes.find(name).file), *changes.get(name, []), code=2)
+        before, lacking, _ = text.partition(lacks)
+        assert re.search(says, before) and lacking and "valid" not in text
 
     def test_a_hub_id_that_is_not_here_and_every_key_with_its_meaning(self, folder: Path) -> None:
         """Markup in what is said stays text."""
@@ -95,12 +92,6 @@ class TestCheckOfMany:
         text = run("check", "small.yaml", "more", "optimizer.lrr=1", code=2)
         assert text.count("did you mean optimizer.lr?") == 3 and "3 files: 0 valid, 3 wrong" in text
 
-    def test_runs_of_every_kind(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(ROOT)
-        files = ["configs/flow_grpo.yaml", "configs/vla/flow_sde.yaml", "configs/vlm/poad.yaml"]
-        *lines, total = run("check", *files).splitlines()
-        assert total == "3 files: 3 valid, 0 wrong" and [line.split()[1].rstrip(",") for line in lines] == files
-
     def test_a_defect_keeps_its_traceback(self, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of one file, too."""
         monkeypatch.setattr("genrl.cli.diffusion.summary", lambda config, **_: int("not a number"))
@@ -142,13 +133,7 @@ def test_words() -> None:
     ):
         text = "\n".join(lines(config(trainer)))
         assert says in text, text
-
-
-def test_guidance_counts_twice() -> None:
-    once, twice = (list(lines(config({}, guidance_scale=scale))) for scale in (1.0, 4.5))
-    assert "model calls in sampling: 320, 10.00 per image; independent rollouts: 320, ratio 1.000" in once
-    assert "model calls in sampling: 640, 20.00 per image; independent rollouts: 640, ratio 1.000" in twice
-    assert twice[-1] == "a step with guidance counts as two calls"
+    assert list(lines(config({}, guidance_scale=4.5)))[-1] == "a step with guidance counts as two calls"
 
 
 def test_the_command_and_the_schema_of_all_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,7 @@ def test_bombs_and_files_that_cannot_be_read_are_refused_and_anchors_located(tmp
     path = tmp_path / "a.yaml"
     path.write_bytes(b"seed: 1\n# caf\xe9\n")
     assert str(path) + ":2: byte 0xe9" in str(refused(path))
+    (tmp_path / "aa.yaml").symlink_to("gone")
     assert f"did you mean {path}?" in str(refused(tmp_path / "aa.yaml"))
     source = parse("a: &x\n  b: 1\nc: *x\n")
     assert source.value == {"a": {"b": 1}, "c": {"b": 1}}
@@ -358,6 +359,7 @@ class TestFiles:
             ("seed: 1\nrewards:\n  - name: shpaes", 3, "shapes"),
             ("rewards:\n  - name: ./mine.py:Absent", 2, "has no 'Absent'"),
             ("rewards: [{name: './mine.py:needs_word'}]\nprompts: {train: t.jsonl, eval: e.jsonl}", 2, "column word"),
+            ("output: train.txt/run", 1, "train.txt is a file; name a folder"),
             ("sampling: {inputs: {image: pic}}", 1, "sampling.inputs.image asks for the column pic"),
             ("seed: 2\ntrackers: [tensorboard, dvclive]", 2, "pip install dvclive"),
             ("model: {path: ./model}\ntrainer:\n  algorithm: flow_grpo\n  kernel: ddim", 4, "flow_sde or flow_cps"),

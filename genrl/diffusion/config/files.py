@@ -16,6 +16,7 @@ from genrl.config.folders import (
     hub_file,
     is_single_file,
     looks_local,
+    nearest_beside,
     nearest_folder,
     pipeline_problems,
     read_json,
@@ -24,7 +25,7 @@ from genrl.config.folders import (
 from genrl.config.plugins import Group, find
 from genrl.config.run_config import FileFinding
 from genrl.config.yaml_source import KeyPath
-from genrl.data.prompts import PromptError, PromptRows, is_data_set, nearest_beside
+from genrl.data.prompts import PromptError, PromptRows, is_data_set
 from genrl.data.prompts import read as read_prompts
 from genrl.data.sizes import NAMES, short_bucket, sized, unread
 from genrl.diffusion.config.estimate import context_problems, layer_problems, read_components, side_step

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from genrl.config.errors import command
 from genrl.runtime.folder.run import synced
 from genrl.runtime.weights import sharding
 from genrl.runtime.weights.sharding import local
@@ -213,7 +214,7 @@ def to_resume(folder: Path) -> Path | None:
         listed = "\n".join(f"  {path.name}: {reason}" for path, reason in skipped.items())
         raise ValueError(
             f"no checkpoint in {folder} can be read; nothing was changed:\n{listed}\nPut back what is missing, or "
-            f"start again in another folder: genrl train {folder.parent / 'config.yaml'} output=FOLDER"
+            f"start again in another folder: {command('train', folder.parent / 'config.yaml')} output=FOLDER"
         )
     _warn(skipped)
     return best

@@ -29,6 +29,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from genrl.config import ConfigError, dump, load
+from genrl.config.errors import command
 from genrl.config.yaml_source import plain
 from genrl.runtime.folder.contents import changed, config_edits, contents, git_commit, is_model, leaves, versions
 from genrl_rewards.given import is_given
@@ -163,7 +164,7 @@ def _check_unused(run: Run) -> None:
     if others:
         first = f"it holds other runs ({', '.join(others[:4])}); choose one of its own, as output={folder / 'NAME'}"
     elif any(run.checkpoints.glob("step-*")):
-        first = f"go on with it by `genrl resume {folder}`, or choose another one with output=FOLDER"
+        first = f"go on with it by `{command('resume', folder)}`, or choose another one with output=FOLDER"
     elif begun:
         first = "it has no checkpoint: delete it, or choose another one with output=FOLDER"
     else:
@@ -240,7 +241,7 @@ def _check_first_save(run: Run, config: str) -> None:
     if rows and rows[-1]["step"] > every:
         raise ValueError(
             f"{run.folder} has no checkpoint left, and it has done {rows[-1]['step']} iterations; nothing was changed. "
-            f"Put its checkpoints back, or start again in another folder: genrl train {run.config} output=FOLDER"
+            f"Put its checkpoints back, or start again in another folder: {command('train', run.config)} output=FOLDER"
         )
 
 

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from genrl.config import RunConfig
+from genrl.config.errors import command
 from genrl.config.method import code_of, methods_of
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.hub import whole_folder
@@ -157,7 +158,7 @@ def _naming_killed(run: Run, processes: int) -> Iterator[None]:
         newest = checkpoint.latest(run.checkpoints)
         how = "No checkpoint was saved."
         if newest is not None:
-            how = f"Go on from {newest.name}: genrl resume {run.folder} --nproc {processes}"
+            how = f"Go on from {newest.name}: {command('resume', run.folder, '--nproc', processes)}"
         raise RuntimeError(f"killed: {', '.join(killed)}. The other ranks stop. {how}") from error
 
 
@@ -281,7 +282,7 @@ def say_result(
         say(result)
         say(_best_said(loop, best, write, lower=not evaluated or evaluated[-1].get("eval/below_best", 0.0) > 0))
     else:
-        how = f"genrl.resume({str(run.folder)!r}, ...)" if loop.process.in_script else f"genrl resume {run.folder}"
+        how = f"genrl.resume({str(run.folder)!r}, ...)" if loop.process.in_script else command("resume", run.folder)
         say(f"stopped after {loop.iteration} of {loop.config.iterations} iterations; go on: {how}")
 
 
@@ -298,7 +299,7 @@ def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], obje
     if place is not None:
         with whole_folder(place) as temporary:
             write(temporary, step)
-    where = f"genrl export {loop.process.run.folder} --best" if place is None else str(place)
+    where = command("export", loop.process.run.folder, "--best") if place is None else str(place)
     score = f"{collapse.best_score(loop):.3f}{'' if lower else '; the last is above it, within noise'}"
     best = f"the best by more than noise is {step} ({score}): {where}"
     return f"this is the last iteration; {best}; `--best` of export, sample, eval and compare takes it"

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from genrl.config.errors import command
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import write_atomic
 from genrl.runtime.loop.guards import NonFiniteError, any_rank, non_finite
@@ -285,8 +286,8 @@ def _require_finite(loop: State, weights: Mapping[str, Mapping[str, Tensor]]) ->
         which = f"{len(bad)} of {len(named)} tensors, e.g. {bad[0]}" if bad else "those of another process"
         raise NonFiniteError(
             f"trained weights are not finite after iteration {loop.iteration} ({which}), so they were not saved: the "
-            f"last update overflowed. `genrl resume {loop.process.run.folder}` goes on from the last checkpoint; if it "
-            "comes to the same end, start again with a lower optimizer.lr, or in bfloat16 or float32.",
+            f"last update overflowed. `{command('resume', loop.process.run.folder)}` goes on from the last checkpoint; "
+            "if it comes to the same end, start again with a lower optimizer.lr, or in bfloat16 or float32.",
             None,
         )
 

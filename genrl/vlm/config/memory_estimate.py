@@ -1,7 +1,8 @@
 """What one process of a run holds at its peak, part by part, from the sizes of its model. No torch.
 
 All is arithmetic but for what a layer of the decoder keeps for the backward pass, which was measured (`KEPT`). Not in
-it: activations of the vision tower, and what the libraries and the allocator take.
+it: activations of the vision tower and of what decodes pictures and sounds, and what the libraries and the allocator
+take.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ PUBLISHED = Path(__file__).parent / "published"
 """The config.json of models that recipes name, by hub id, and their sizes."""
 QUESTION = 1024
 """Tokens that a question is taken to have, its picture included."""
+CAPTION = 128
+"""Tokens that one is taken to have of which something else than text is made, by tokens."""
 KEPT, KEPT_WITH_LORA = (10.1, 4.0, 2.0), (7.3, 3.0, 2.3)
 """Numbers kept per token and layer, in units of its width, the width inside its MLP, and that of its keys. Measured on
 Qwen2's layers in bfloat16 with flash attention, four combinations of widths, rank 16 on the attention."""
@@ -31,11 +34,14 @@ Parts = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model. linear: weights that can be held in fewer bits, rows: their output features; outside: what is in no
-    layer of the decoder; layer: the largest of its layers; keys: width of a layer's keys; features: of the linear
-    layers of the decoder, by the last part of their names: inputs and outputs of all together."""
+    """Of a model. decoder: weights without which it reads no pictures and decodes nothing, all that is trained where it
+    makes something else than text; linear: weights that can be held in fewer bits, rows: their output features;
+    outside: what is in no layer of the decoder; layer: the largest of its layers; inner: width inside its MLP, half of
+    it without a gate; keys: width of a layer's keys; features: of the linear layers of the decoder, by the last part of
+    their names: inputs and outputs of all together."""
 
     numbers: int
+    decoder: int
     linear: int
     rows: int
     outside: int
@@ -61,16 +67,17 @@ def published(source: str) -> Sizes | None:
 def memory(config: VLMConfig, size: Sizes, processes: int = 1) -> Parts:
     """(what, bytes) of one of so many processes, largest parts first; their sum is the peak on the device."""
     held, shares = _bytes(config), processes if config.distributed.fsdp else 1
-    weights, trained = _weights(config, size), size.numbers
-    resting: Parts = []
+    weights, trained = _weights(config, size), size.decoder if config.vlm.makes else size.numbers
+    models, resting = _models(config), Parts()
     if config.vlm.lora is not None:
-        trained = config.vlm.lora.rank * size.adapted(config.vlm.lora)
+        trained = models * config.vlm.lora.rank * size.adapted(config.vlm.lora)
         resting += [("frozen weights", weights // shares), ("adapters", 4 * trained)]
     elif config.distributed.fsdp:
         resting.append(("float32 shares of the weights", 4 * trained // shares))
     else:
+        resting += [("weights", weights), ("copies of what is trained", (models - 1) * held * trained)]
+        trained *= models
         resting += [
-            ("weights", weights),
             ("float32 copies of the weights", 4 * trained if config.rounds_weights else 0),
         ]
     optimised = trained if config.vlm.lora is not None else trained // shares
@@ -105,6 +112,8 @@ def ways(config: VLMConfig) -> Iterator[tuple[str, VLMConfig, int]]:
         ("LoRA, nf4 (QLoRA)", {**adapted, "quantize": "nf4"}, 1),
     ]
     for name, changes, processes in remedies:
+        if config.vlm.makes and (processes > 1 or "quantize" in changes):
+            continue  # only models that answer with text have these
         vlm = config.vlm.model_copy(update={"lora": None, "quantize": None, "dtype": "bfloat16", **changes})
         shards = config.distributed.model_copy(update={"fsdp": processes > 1})
         yield name, config.model_copy(update={"vlm": vlm, "distributed": shards}), processes
@@ -132,13 +141,30 @@ def _gathered(config: VLMConfig, size: Sizes) -> int:
     return (2 * held + 4) * size.outside + 2 * held * 2 * size.layer
 
 
+def question(config: VLMConfig) -> int:
+    """Tokens that a prompt is taken to have."""
+    return CAPTION if config.vlm.makes else QUESTION
+
+
+def _models(config: VLMConfig) -> int:
+    """Models that are trained: what a method trains beside the model is taken for one more, as MusicRL's value is."""
+    return 1 + ("heads" in config.trainer.reads)
+
+
+def _guided(config: VLMConfig) -> int:
+    """Rows of an answer in a pass: with guidance, for which null is taken, one without words, too."""
+    return 2 if config.vlm.makes in ("image", "music") and config.generation.guidance_scale != 1 else 1
+
+
 def _update(config: VLMConfig, size: Sizes, processes: int) -> Parts:
     """Kept for the backward pass of a micro-batch; logits of a part of its tokens, their softmax and gradient."""
     generation, vlm = config.generation, config.vlm
     recomputes = vlm.gradient_checkpointing
     answers = config.trainer.rows_per_pass or _rows(config, processes)
-    prompts = answers if recomputes or config.distributed.fsdp else math.ceil(answers / generation.group_size)
-    tokens = prompts * QUESTION + answers * generation.max_new_tokens
+    apart = recomputes or config.distributed.fsdp or vlm.makes
+    prompts = answers if apart else math.ceil(answers / generation.group_size)
+    tokens = prompts * question(config) + answers * generation.max_new_tokens
+    tokens *= _guided(config) + _models(config) - 1
     of_width, of_inner, of_keys = KEPT if vlm.lora is None else KEPT_WITH_LORA
     layer = of_width * size.width + of_inner * size.inner + of_keys * size.keys
     numbers = size.layers * RECOMPUTED * size.width + layer if recomputes else size.layers * layer
@@ -157,5 +183,5 @@ def _rows(config: VLMConfig, processes: int) -> int:
 def _answers(config: VLMConfig, size: Sizes, processes: int) -> int:
     """Keys and values while a process answers."""
     generation, every = config.generation, _rows(config, processes)
-    rows = min(every, generation.batch_size or every)
-    return 2 * size.layers * size.keys * rows * (QUESTION + generation.max_new_tokens) * _bytes(config)
+    rows = min(every, generation.batch_size or every) * _guided(config)
+    return 2 * size.layers * size.keys * rows * (question(config) + generation.max_new_tokens) * _bytes(config)

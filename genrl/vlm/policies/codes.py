@@ -31,7 +31,7 @@ from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.policies.contract import Sampled, check_places, chosen, encode_text, left_padded, uniforms
 from genrl.vlm.policies.loading import Adapted, with_lora
-from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores
+from genrl.vlm.policies.log_probs import IMPOSSIBLE, TokenScores, tokens_at_once
 from genrl.vlm.policies.policy import Encoded, dtype_of
 from genrl.vlm.policies.processor import Prompt
 from genrl.vlm.policies.shape_decoder import ShapeDecoder, load_decoder
@@ -233,12 +233,13 @@ class CodePolicy(Adapted):
         group: Tensor,
         temperature: float = 1.0,
         entropy: bool = False,
-        chunk: int = 1024,
+        chunk: int | None = None,
     ) -> TokenScores:
         """Scores of answers `tokens` int64 [B, T], row b to prompts[group[b]]: log_prob [B, T] float32, 0 where masked.
 
-        Logits exist for `chunk` tokens at a time, in the backward pass too.
+        Logits exist for `chunk` tokens at a time, None = `tokens_at_once`, in the backward pass too.
         """
+        chunk = tokens_at_once(self._blocked.shape[1]) if chunk is None else chunk
         tokens, valid = tokens.to(self.device), mask.to(self.device).bool()
         kinds, _ = self.kinds(tokens)
         states = self.states([prompts[number] for number in group.tolist()], tokens)[valid]

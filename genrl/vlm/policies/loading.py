@@ -26,6 +26,8 @@ RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_
 """Settings of models whose logits are not just the output layer of the last hidden state."""
 WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention")
 """Layers whose past is keys and values, by the names that configurations give them."""
+BESIDE = ("generation_embeddings", "generation_aligner", "generation_head", "enc_to_dec_proj")
+"""What a Janus and a MusicGen train beside their decoder."""
 SEE = "docs/vlm_models.md has the models that are tested"
 
 
@@ -144,15 +146,23 @@ class Adapted:
             yield
 
 
-def sizes(path: str) -> Sizes:
+def sizes(path: str, *, answers: bool = True) -> Sizes:
     """Sizes of the model whose config.json is in a folder, or a hub id's in the cache; it is built without weights.
-    Raises as `checked`."""
+    answers: with text, or else it makes something by tokens. Raises as `checked` where it is to answer."""
     found = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    text = checked(found, path).get_text_config()
+    text = (checked(found, path) if answers else found).get_text_config(decoder=True)
+    architecture: Any = transformers.AutoModelForCausalLM
+    if found.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        architecture = transformers.AutoModelForImageTextToText
+    elif found.is_encoder_decoder:
+        architecture = transformers.AutoModelForTextToWaveform
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(found)
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    layers = [layer for group in decoder.children() if isinstance(group, nn.ModuleList) for layer in group]
+        model = architecture.from_config(found)
+    whole, head = model.get_decoder(), model.get_output_embeddings()
+    decoder = whole.get_decoder()  # of MusicGen's, which has the heads in it, the layers alone
+    parts = [whole, head, *(module for name, module in model.named_modules() if name.split(".")[-1] in BESIDE)]
+    groups = [list(group) for group in decoder.children() if isinstance(group, nn.ModuleList)]
+    layers = max(groups, key=lambda group: sum(p.numel() for layer in group for p in layer.parameters()))
     linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     features = Counter[str]()
     for name, module in decoder.named_modules():
@@ -162,13 +172,14 @@ def sizes(path: str) -> Sizes:
     heads = text.num_attention_heads
     return Sizes(
         numbers=numbers,
+        decoder=sum(p.numel() for p in {p for part in parts for p in part.parameters()}),
         linear=sum(m.weight.numel() for m in linear),
         rows=sum(m.out_features for m in linear),
         outside=numbers - sum(p.numel() for layer in layers for p in layer.parameters()),
         layer=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
         layers=len(layers),
         width=text.hidden_size,
-        inner=text.intermediate_size,
+        inner=getattr(text, "intermediate_size", None) or text.ffn_dim // 2,
         keys=(getattr(text, "num_key_value_heads", None) or heads)
         * (getattr(text, "head_dim", None) or text.hidden_size // heads),
         features=dict(features),

@@ -24,6 +24,11 @@ class TokenScores(NamedTuple):
     entropy: Tensor | None
 
 
+def tokens_at_once(vocabulary: int) -> int:
+    """Tokens whose logits exist at a time: 1,024, fewer where these would be more than `LOGITS`."""
+    return max(1, min(1024, LOGITS // vocabulary))
+
+
 def completion_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -43,8 +48,7 @@ def completion_log_probs(
     mask [...]: nothing is computed for tokens with 0.
     temperature: that of sampling, so that the ratio compares the distributions that were sampled.
     forbidden: int64 ids that the sampler could not choose (image placeholders); both normalise over the others.
-    chunk: tokens whose logits [chunk, V] exist at a time; the result does not depend on it. None: 1,024, fewer where
-    these would be more than `LOGITS`.
+    chunk: tokens whose logits [chunk, V] exist at a time, None = `tokens_at_once`; the result does not depend on it.
     Raises ValueError for a temperature that is not positive, a chosen token that is forbidden, and shapes that differ.
     """
     if temperature <= 0:
@@ -54,7 +58,7 @@ def completion_log_probs(
             f"one state per token is needed: states {list(hidden.shape)}, tokens {list(tokens.shape)}, output layer "
             f"{list(weight.shape)}"
         )
-    chunk = max(1, min(1024, LOGITS // len(weight))) if chunk is None else chunk
+    chunk = tokens_at_once(len(weight)) if chunk is None else chunk
     valid = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
     states, chosen = hidden[valid], tokens[valid]
     if forbidden is not None and bool(torch.isin(chosen, forbidden).any()):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from genrl.config.errors import command
 from genrl.config.yaml_source import MAX_BYTES, read
 from genrl.runtime.folder.run import Run, read_row, run_info
 from genrl.runtime.loop import collapse
@@ -179,7 +180,7 @@ def state_of(run: Followed, now: float | None = None) -> State:
         return State("finished", ended if run.planned is None or run.done < run.planned else "")
     paths = sorted((run.run.folder / "heartbeat").glob("rank-*.json"))
     beats = [beat for path in paths if (beat := read_heartbeat(path)) is not None]
-    resume = f"to go on: genrl resume {run.run.folder}"
+    resume = f"to go on: {command('resume', run.run.folder)}"
     if not beats:
         return _without_heartbeat(run, time.time() if now is None else now, resume)
     last = max(beats, key=lambda beat: beat.time)
