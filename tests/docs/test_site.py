@@ -122,6 +122,7 @@ def test_pages_load_nothing_from_elsewhere_and_fit_a_telephone(site: tuple[str, 
     assert {"commands.html", "notebooks/text_to_image.html", "source/configs/quickstart.yaml.file.html"} < names
     for name in names:
         text = (folder / name).read_text(encoding="utf-8")
+        assert not re.search(r"^- <(?:strong|code)>", text, re.MULTILINE), f"{name}: a list that runs on in a paragraph"
         for tag in re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*>", text):
             assert not re.search(r"(?:src|href)=.?(?:https?:)?//", tag), f"{name}: {tag}"
     with chromium() as browser:
