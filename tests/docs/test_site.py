@@ -156,5 +156,5 @@ def test_keys_are_filtered_pages_found_and_equations_typeset(site: tuple[str, Pa
         page.goto((folder / "diffusion_nft.html").as_uri())  # from the disk, too
         page.wait_for_selector(".arithmatex .katex")
         assert page.locator(".katex-error").count() == 0
-        page.get_by_placeholder("Search").first.fill("reward hacking")
+        page.get_by_placeholder("Search").first.press_sequentially("reward hacking")  # the page listens to keys
         page.locator(".md-search-result__link", has_text="Prevent reward hacking").first.wait_for(timeout=60_000)
