@@ -122,6 +122,7 @@ def test_pages_load_nothing_from_elsewhere_and_fit_a_telephone(site: tuple[str, 
     assert {"commands.html", "notebooks/text_to_image.html", "source/configs/quickstart.yaml.file.html"} < names
     for name in names:
         text = (folder / name).read_text(encoding="utf-8")
+        assert not re.search(r"^- <(?:strong|code)>", text, re.MULTILINE), f"{name}: a list that runs on in a paragraph"
         for tag in re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*>", text):
             assert not re.search(r"(?:src|href)=.?(?:https?:)?//", tag), f"{name}: {tag}"
     with chromium() as browser:
@@ -155,5 +156,5 @@ def test_keys_are_filtered_pages_found_and_equations_typeset(site: tuple[str, Pa
         page.goto((folder / "diffusion_nft.html").as_uri())  # from the disk, too
         page.wait_for_selector(".arithmatex .katex")
         assert page.locator(".katex-error").count() == 0
-        page.get_by_placeholder("Search").first.fill("reward hacking")
+        page.get_by_placeholder("Search").first.press_sequentially("reward hacking")  # the page listens to keys
         page.locator(".md-search-result__link", has_text="Prevent reward hacking").first.wait_for(timeout=60_000)

