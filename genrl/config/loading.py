@@ -143,6 +143,10 @@ def _with_base(tree: _Tree, path: Path) -> _Tree:
         raise ConfigError([Problem(origin, "include", "must be the name of one base file")])
     base_path = path.parent / include
     if not base_path.is_file():
+        from genrl.recipes import shipped  # not at the top: it reads YAML, by this package
+
+        base_path = shipped(include) or base_path
+    if not base_path.is_file():
         text = f"no such file: {base_path} (the name is relative to {path}){nearest_beside(base_path, _is_yaml)}"
         raise ConfigError([Problem(origin, "include", text)])
     base = _read(base_path)
