@@ -142,7 +142,7 @@ def test_a_pair_is_evaluated_once_by_each_model(folder: Path, sd: Path, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True], ids=["adapters", "shards"])
 def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> None:
-    """The same samples, pairs and gradients: in uneven shares of 3 micro-batches, and of a model in shards."""
+    """The same samples, pairs and gradients: 3 micro-batches, cut anew in equal shares; a model in shards."""
     sampling = {"prompts_per_iteration": 4 if fsdp else 3, "group_size": 2, "batch_size": 2, "num_inference_steps": 4}
     common: dict[str, Any] = {"trainer": FLOW, "sampling": sampling, "lora": None if fsdp else runs.LORA, **QUIET}
     found = []
@@ -152,7 +152,7 @@ def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> No
     one, two = found
     assert one["spo/valid_ratio"] > 0 and one["grad_norm"] > 0
     for key in one.keys() - {"model_calls/train"} if fsdp else one.keys():  # in shards, pairs that do not count too
-        assert two[key] == pytest.approx(one[key], rel=1e-4 if fsdp or key == "grad_norm" else 1e-9), key
+        assert two[key] == pytest.approx(one[key], rel=1e-4), key
 
 
 def crawled(name: str, kernel: Kernel) -> Any:
