@@ -2,6 +2,7 @@
 installed (`make libero`)."""
 
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,7 @@ class Doubled(libero.LiberoEnv):
         self.env, self.task_description = self, "push the hand forward"
         self.listed = -np.arange(5.0) / 10
         self.action_space = libero.spaces.Box(-1.0, 1.0, (7,), np.float32)
+        self._as_observed = nullcontext  # type: ignore[assignment]
 
     @property
     def listed_starts(self) -> int:
@@ -248,6 +250,15 @@ def two() -> Any:
 @real
 @pytest.mark.slow
 class TestTheRealOne:
+    def test_pictures_are_of_the_moment_of_agent_pos(self, two: Any) -> None:
+        env, data = two[0], two[0].env.sim.data
+        env.reset(seed=0, options={"start": 0})
+        hand, seen = env.env.env.robots[0].eef_site_id, env.step(np.full(7, 0.5, dtype=np.float32))[0]
+        end = data.site_xpos[hand].copy()
+        with env._as_observed():
+            assert np.array_equal(data.site_xpos[hand], seen["agent_pos"][:3])
+        assert np.array_equal(data.site_xpos[hand], end) and not np.array_equal(end, seen["agent_pos"][:3])
+
     def test_pictures_of_several_are_those_of_each_alone(self) -> None:
         """By processes of their own, which is what another environment cannot disturb."""
         tasks = ("libero_object/1", "libero_spatial/2")

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import gymnasium
@@ -83,6 +84,9 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
         self.task_description: str = row.language
         self.starts = starts(folder / "init_files" / row.problem_folder / row.init_states_file)
         self.elapsed = 0
+        nowhere: NDArray[np.float64] = np.zeros(0)
+        self.computed, self.observed = nowhere, nowhere
+        """Joints, [nq], of which MuJoCo has computed where things are, and those when robosuite last observed."""
         self.env = self._made(str(folder / "bddl_files" / row.problem_folder / row.bddl_file))
         boxes = {"agent_pos": 8, "environment_state": 7 * THINGS}
         self.observation_space = spaces.Dict(  # type: ignore[assignment]
@@ -99,6 +103,16 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
                 bddl, use_camera_obs=False, has_offscreen_renderer=False, ignore_done=True, hard_reset=False
             )
         control.env._observables = {name: control.env._observables[name] for name in READ}
+        first = control.env._observables[READ[0]]
+        sensor = first._sensor
+
+        @wraps(sensor)
+        def noted(cache: Any) -> Any:
+            self.observed = self.computed
+            return sensor(cache)
+
+        # It observes in one of the substeps of an action, by a clock of its own.
+        first._sensor = noted
         return control
 
     @property
@@ -120,6 +134,7 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
                 "another version of LIBERO, or of its scenes"
             )
         observation = self.env.set_init_state(self.starts[number])
+        self.observed = self.env.sim.data.qpos.copy()
         for _ in range(self.protocol.settle):
             observation = self._moved(np.array(REST))[0]
         self.elapsed = 0
@@ -172,6 +187,7 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
             nonlocal fresh
             if not fresh:
                 mujoco.mj_step1(model, data)
+                self.computed = data.qpos.copy()
             fresh = True
 
         def step() -> None:
@@ -238,8 +254,25 @@ class LiberoEnv(gymnasium.Env[Seen, NDArray[np.float32]]):
     def picture(self, size: int, camera: str = "image") -> NDArray[np.uint8]:
         """One of `cameras`, turned by 180 degrees as openpi and LeRobot do; uint8 [size, size, 3]."""
         self._make_current()
-        picture = self.env.sim.render(width=size, height=size, camera_name=CAMERAS[camera])
+        with self._as_observed():
+            picture = self.env.sim.render(width=size, height=size, camera_name=CAMERAS[camera])
         return np.ascontiguousarray(picture[::-1, ::-1])
+
+    @contextmanager
+    def _as_observed(self) -> Iterator[None]:
+        """Things are where they were at the moment of `agent_pos`, some milliseconds before the end of the last action:
+        robosuite's own pictures, and so those of published data, are of that moment."""
+        import mujoco
+
+        model, data = self.env.sim.model._model, self.env.sim.data._data
+        now = copy.copy(data)
+        data.qpos[:] = self.observed
+        for compute in (mujoco.mj_kinematics, mujoco.mj_comPos, mujoco.mj_camlight):
+            compute(model, data)
+        try:
+            yield
+        finally:
+            mujoco.mj_copyData(data, model, now)
 
     def close(self) -> None:
         """Close the simulator, and give its memory back: what holds it is a circle of objects."""
