@@ -3,8 +3,6 @@
 import gc
 import importlib
 import sys
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +21,7 @@ from benchmarks import (
     peer_flow_grpo,
     scaling,
 )
-from benchmarks.common import Parts, Seconds, Turns
+from benchmarks.common import Parts, Seconds
 from genrl.config import load
 
 
@@ -76,27 +74,6 @@ def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {("one", "outer"): 2.0, ("one", "inner"): 1.0, ("two", "waiting"): 4.0}
     assert found == {key: Seconds(wall, wall / 2) for key, wall in wanted.items()}
     assert not any(spent.wall for spent in parts.take().values())
-
-
-def test_loops_take_turns_and_their_errors_are_raised_where_they_are_told_to_go_on() -> None:
-    seen: list[str] = []
-
-    def loop(name: str, wait: Callable[[], None]) -> None:
-        for k in range(2):
-            seen.append(f"{name}{k}")
-            wait()
-        raise ValueError("broken")
-
-    Turns(partial(loop, "never begun")).close()
-    loops = [Turns(partial(loop, name)) for name in "ab"]
-    for one in loops * 2:
-        one.next()
-    assert seen == ["a0", "b0", "a1", "b1"]
-    for error, says in ((ValueError, "broken"), (RuntimeError, "has ended")):
-        with pytest.raises(error, match=says):
-            loops[0].next()
-    for one in loops:
-        one.close()
 
 
 # -- An iteration over its bare calls
