@@ -224,8 +224,7 @@ class TestInclude:
         config = load(write(tmp_path, more, "b.yaml"))
         assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 1e-6)
         assert [reward.name for reward in config.rewards] == ["clipscore"] and config.output == "runs/b"
-        shipped = load(write(tmp_path, "include: configs/quickstart.yaml\niterations: 3\n", "c.yaml"))
-        assert (shipped.iterations, shipped.trainer.algorithm) == (3, "diffusion_nft")
+        assert load(write(tmp_path, "include: configs/quickstart.yaml\niterations: 3\n", "c.yaml")).iterations == 3
 
     def test_errors_name_the_file_they_are_in(self, tmp_path: Path) -> None:
         base = write(tmp_path, text_of({"yaml": "optimizer: {lrr: 1e-3}\nrewards: [{name: a}, {nam: b}]"}), "base.yaml")
