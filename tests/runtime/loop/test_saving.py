@@ -15,7 +15,8 @@ from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.frame import saved_on_error
 from genrl.runtime.loop.guards import NonFiniteError, any_rank, non_finite, read_dump, require_finite, statistics
-from genrl.runtime.loop.loop import IDLE, Loop
+from genrl.runtime.loop.collapse import IDLE
+from genrl.runtime.loop.loop import Loop
 from genrl.runtime.weights import weights as runtime_weights
 from tests.run_folders import differences, start_ranks, wait
 from tests.runtime.loop.loops import Settings, backward, loop, values
