@@ -15,7 +15,6 @@ from genrl.runtime.folder.metrics import MetricLogger
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.frame import saved_on_error
 from genrl.runtime.loop.guards import NonFiniteError, any_rank, non_finite, read_dump, require_finite, statistics
-from genrl.runtime.loop.collapse import IDLE
 from genrl.runtime.loop.loop import Loop
 from genrl.runtime.weights import weights as runtime_weights
 from tests.run_folders import differences, start_ranks, wait
@@ -61,7 +60,7 @@ def test_an_error_in_the_first_iteration_leaves_nothing_and_an_idle_run_ends_sav
     with pytest.raises(RuntimeError, match="last 2 iterations changed no weight"), saved_on_error(one):
         for _ in one.iterations():
             one.finish({})
-    assert saved(one) == "step-000002" and one.memory[IDLE] == 2
+    assert saved(one) == "step-000002" and one.memory["idle"] == 2
 
 
 def test_what_cannot_be_undone_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
