@@ -163,7 +163,6 @@ KIND = "policy in simulation"  # the lightest
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
 @pytest.mark.parametrize("name", [name for name in DRILLS if name != "killed on Ray"])  # diffusion/rollout kills there
 def test_a_short_drill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(drills.ROOT)

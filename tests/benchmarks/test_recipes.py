@@ -13,8 +13,6 @@ from benchmarks.full_size import EMBEDDED, MODELS, configured
 from genrl.config import load
 from genrl.diffusion.train import train
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # deprecations within diffusers
-
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {recipe: name for name, model in MODELS.items() for recipe in model.recipes if recipe not in EMBEDDED}
 RECIPES["sdxl_dpo_offline"] = "sdxl"  # at full size it would be refused: random autoencoders do not return pictures

@@ -356,6 +356,7 @@ class TestFiles:
             ("model:\n  path: org/mo del", 2, "neither a folder nor a hub id"),
             ("seed: 1\nprompts: {train: trian.txt, eval: eval.txt}", 2, "did you mean train.txt?"),
             ("prompts: {train: train.csv, eval: eval.txt}", 1, "prompts are .txt"),
+            ("prompts: {train: train.txt, eval: eval.txt, column: text}", 1, "prompts.column: a .txt file has one"),
             ("prompts: {train: train.txt, eval: copy.txt}", 1, "every one of these prompts is trained on"),
             ("seed: 1\nrewards:\n  - name: shpaes", 3, "shapes"),
             ("rewards:\n  - name: ./mine.py:Absent", 2, "has no 'Absent'"),

@@ -312,6 +312,10 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFindi
         skipped = sources[name].skipped
         notes += [f"prompts.{name}: skipped {row}" for row in skipped[:10]]
         notes += [f"prompts.{name}: {len(skipped)} rows skipped in all"] if len(skipped) > 10 else []
+    texts = [source for source in (config.prompts.train, config.prompts.eval) if source is not None]
+    if config.prompts.column != "prompt" and all(Path(source).suffix == ".txt" for source in texts):
+        text = "a .txt file has one prompt per line and no columns; remove column, or name a .jsonl file or a data set"
+        yield ("prompts", "column"), text
     wrong = config.trainer.file_problems(config, sources.get("train"), notes)
     yield from wrong
     for argument, column in config.sampling.inputs.items():
