@@ -46,9 +46,22 @@ class SourceError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2's core schema."""
+    """SafeLoader with the scalars of YAML 1.2's core schema, which refuses what is large or deep as it reads."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    num_nodes = depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Do as SafeLoader, within the limits: it recurses, and hostile nesting would be a RecursionError."""
+        self.num_nodes, self.depth = self.num_nodes + 1, self.depth + 1
+        line = _line(self.peek_event())
+        if self.num_nodes > 2 * MAX_NODES:  # keys are nodes, too
+            raise SourceError([(line, f"more than {MAX_NODES:,} values; this is not a configuration file")])
+        if self.depth > MAX_DEPTH + 1:  # a value inside the innermost level
+            raise SourceError([(line, f"nested deeper than {MAX_DEPTH} levels")])
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class Dumper(yaml.SafeDumper):
@@ -92,7 +105,6 @@ def read(path: Path) -> Source:
 def parse(text: str) -> Source:
     """Parse YAML `text`; SourceError if it is not one acceptable document."""
     try:
-        _refuse_large(text)
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -117,20 +129,6 @@ def plain(text: str) -> Any:
     """`yaml.safe_load` by libyaml, which is ten times as fast but lets tabs through: for what `dump` wrote. Raises
     yaml.YAMLError where it is no YAML."""
     return yaml.load(text, Loader=CSafeLoader)  # noqa: S506
-
-
-def _refuse_large(text: str) -> None:
-    # The event layer does not recurse, so hostile nesting is caught before the composer, which does.
-    depth = 0
-    for count, event in enumerate(yaml.parse(text, Loader=_Loader)):
-        if count > 2 * MAX_NODES:
-            raise SourceError([(_line(event), f"more than {MAX_NODES:,} values; this is not a configuration file")])
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise SourceError([(_line(event), f"nested deeper than {MAX_DEPTH} levels")])
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
 
 
 class _Builder:
