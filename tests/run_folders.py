@@ -10,13 +10,14 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from genrl.config import RunConfig, load
@@ -25,6 +26,11 @@ from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.metrics import document
 from genrl.runtime.folder.run import Run, read_metrics
 from tests.ports import free_port
+
+
+def tiered(cases: Iterable[str], fast: Collection[str]) -> list[Any]:
+    """Parameters of a test: those that are not in `fast` are slow."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

@@ -1,11 +1,9 @@
 """Tiny random-weight pipelines: `FAMILIES[name]()` builds one in well under a second, without network or files."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -63,8 +61,3 @@ ARCHITECTURES = (
 )
 """A family of each: UNet, joint and linear transformers, with pictures to edit or to fill, two experts, v-prediction of
 videos, time that runs the other way, sound."""
-
-
-def tiered(names: Iterable[str], fast: Collection[str] = ARCHITECTURES) -> list[Any]:
-    """Parameters of a test: those that are not in `fast` are slow."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]

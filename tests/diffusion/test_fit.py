@@ -13,7 +13,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.train import train
 from genrl.runtime.loop.frame import shrink
 from tests.diffusion import ranks, runs
-from tests.diffusion.families import tiered
+from tests.run_folders import tiered
 
 pytestmark = pytest.mark.usefixtures("unproven")
 

@@ -22,8 +22,8 @@ from genrl.runtime.folder.run import Run
 from genrl.runtime.loop import updating
 from genrl.runtime.loop.loop import Loop
 from tests.diffusion import runs
-from tests.diffusion.families import tiered
 from tests.diffusion.methods.watched import resumed
+from tests.run_folders import tiered
 
 GRPO = {"algorithm": "flow_grpo", "window": {"size": 1, "low": 0, "high": 3}, "kl_weight": 0.01, "clip_range": 1e-2}
 GRPO |= {"inner_epochs": 2, "updates_per_iteration": 2}
@@ -106,7 +106,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, place: Place, number: int) -> None:
 
 
 @pytest.mark.usefixtures("unproven")
-@pytest.mark.parametrize("where", STOPS)
+@pytest.mark.parametrize("where", tiered(STOPS, ("between, again and again", "between two updates")))
 def test_stopped_by_a_signal(straight: Any, folder: Path, model: Path, where: str, monkeypatch: Any) -> None:
     """What had been done is undone and done again; each row is written once, however often the run is stopped."""
     whole = straight("flow_grpo")

@@ -18,7 +18,7 @@ from genrl.runtime.loop.progress import Progress
 from genrl.vla.policies.folder import load_policy
 from genrl.vla.setup import load_trained
 from genrl.vla.train import check_processes, open_policy, train
-from tests.run_folders import differences, last_state, rows, start_ranks, wait
+from tests.run_folders import differences, last_state, rows, start_ranks, tiered, wait
 from tests.vla import published_runs, vla_ranks, vla_runs
 
 EVALUATED = {"evaluation": {"every": 2, "episodes": 6, "num_envs": 3}}
@@ -73,10 +73,7 @@ def straight_and_stopped(
     return straight, run
 
 
-SLOW = ("ppo after a warm-up", "ppo by AdamW of 8 bits", "sft of a diffusion policy")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TRAINERS])
+@pytest.mark.parametrize("name", tiered(TRAINERS, ("ppo", "grpo", "sft", "dagger")))
 def test_one_and_two_iterations_are_three(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two are stopped in the middle of a rollout, which has changed nothing and is done again."""
     acting, changes = name in ("dppo", "grpo"), {"iterations": 3, **TRAINERS[name]}

@@ -19,13 +19,12 @@ from genrl.vlm.policies.loading import loaded
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.recipe.shaping import ConsistencyBonus
 from genrl.vlm.train import train
-from tests.run_folders import assert_resumes, rows
+from tests.run_folders import assert_resumes, rows, tiered
 from tests.vlm import test_music, test_sequence_training, test_train, tiny_checkpoints, tiny_musicgen, vlm_runs
 from tests.vlm.methods import test_rlfr, test_sft
 from tests.vlm.methods.episodes import agent_runs, test_archer, test_sub_agents
 from tests.vlm.policies import test_sequences
 from tests.vlm.policies.test_token_policy import picture
-from tests.vlm.vlm_runs import fast_first
 
 STAGES = [
     {"iterations": 1, "trainer": test_sft.SFT, "optimizer": {"lr": 1e-3}},
@@ -82,10 +81,14 @@ RUNS: dict[str, Callable[[Path], VLMConfig]] = {
     "an adapter of musicgen": lambda place: music(place, "music_rl", test_music.LORA),
     "preferences of music": music_preference,
 }
-SLOW = ("sub-agents", "trloo", "ui_s1", "chosen questions of rlfr", "an adapter of musicgen")
+FAST = (
+    *("grpo", "chosen questions and answers", "sft, then grpo", "episodes that go on", "pictures", "tunes", "musicgen"),
+    "preferences of music",
+)
+"""One of each kind of run, and of what it remembers."""
 
 
-@pytest.mark.parametrize("name", fast_first(RUNS, [name for name in RUNS if name not in SLOW]))
+@pytest.mark.parametrize("name", tiered(RUNS, FAST))
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConsistencyBonus, "average", (0.995, 1))
     config = RUNS[name](tmp_path)

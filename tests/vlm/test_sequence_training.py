@@ -25,10 +25,9 @@ from genrl.vlm.rollout.token_batch import TokenBatch
 from genrl.vlm.train import train
 from genrl_rewards.scorers.texts.tunes import sound_quality
 from tests.cli import commands
-from tests.run_folders import rows
+from tests.run_folders import rows, tiered
 from tests.runtime.show.compare import pages
 from tests.vlm import vlm_runs
-from tests.vlm.vlm_runs import fast_first
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 GROUPS = {"prompts_per_iteration": 2, "group_size": 3}
@@ -66,7 +65,7 @@ def config(place: Path, kind: str, preset: str, **changes: Any) -> Any:
     return vlm_runs.config(place, **{**KINDS[kind], "trainer": {"preset": preset}, "iterations": 2, **changes})
 
 
-@pytest.mark.parametrize("recipe", fast_first(("janus_pro_7b_grpo", "janus_pro_7b_dpo"), ("janus_pro_7b_grpo",)))
+@pytest.mark.parametrize("recipe", tiered(("janus_pro_7b_grpo", "janus_pro_7b_dpo"), ("janus_pro_7b_grpo",)))
 def test_recipes_for_a_published_model_train_a_tiny_one(recipe: str, tmp_path: Path) -> None:
     changes = [f"vlm.path={ASSETS / 'tiny-janus'}", "vlm.dtype=float32", "task={name: captions}", "trackers=[]"]
     made = "prompts_per_iteration: 2, group_size: 4, max_new_tokens: 16, guidance_scale: 5.0, batch_size: 8"

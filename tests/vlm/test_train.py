@@ -17,10 +17,9 @@ from genrl.vlm.rollout.rollout import Answers, order, sample, totals
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import train
 from genrl_rewards.scorers.texts.verifiable import answer_in
-from tests.run_folders import rows
+from tests.run_folders import rows, tiered
 from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, gradients, naive_log_probs, watched
-from tests.vlm.vlm_runs import fast_first
 
 OF_EPISODES = ("vl_dac", "poad", "token_ppo", "ma_rlhf", "ui_s1", "trloo")
 RUNS = [name for name, one in PRESETS.items() if one.output is None and name not in OF_EPISODES]
@@ -89,7 +88,7 @@ def test_what_saves_memory_changes_nothing_but_rounding(changes: dict[str, Any],
     assert_same(found[1], found[0])
 
 
-@pytest.mark.parametrize("preset", fast_first(RUNS, QUICK))
+@pytest.mark.parametrize("preset", tiered(RUNS, QUICK))
 def test_every_preset_trains(preset: str, tmp_path: Path) -> None:
     (row,) = rows(train(vlm_runs.config(tmp_path, trainer={"preset": preset, "epochs": 2})))
     # a clip range of 3e-4 may leave the second update no gradient

@@ -1,11 +1,10 @@
 """Tiny whole runs of a vision-language model on the CPU: the embedded model, sixteen answers an iteration."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from genrl.config import load
@@ -76,8 +75,3 @@ def in_processes(
 def first_question(settings: VLMConfig) -> Prompt:
     """Of those that a run trains on."""
     return Questions(settings, "train")[0].prompt
-
-
-def fast_first(cases: Iterable[str], fast: Iterable[str]) -> list[Any]:
-    """All of these cases as parameters; those that are not `fast` are slow ones."""
-    return [one if one in fast else pytest.param(one, marks=pytest.mark.slow) for one in cases]

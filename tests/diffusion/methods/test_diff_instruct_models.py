@@ -25,9 +25,10 @@ from genrl.diffusion.train import train
 from genrl.mdp.noise import keyed_noise
 from genrl.runtime.folder.run import Run
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.test_draft import warmth
 from tests.diffusion.methods.watched import Bare, Given, Watched, copied, equal, gradients, relative, resumed, watch
+from tests.run_folders import tiered
 
 AT_399 = {"timestep_spacing": "leading", "steps_offset": 399}
 ONE_STEP = {"num_inference_steps": 1, "prompts_per_iteration": 3, "group_size": 2, "batch_size": 4}

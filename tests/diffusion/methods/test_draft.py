@@ -19,8 +19,9 @@ from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout.rollout import MicroBatch
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import QUIET, Bare, relative, run, watch
+from tests.run_folders import tiered
 
 SMOOTH = '''\
 import torch

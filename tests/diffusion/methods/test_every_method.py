@@ -17,9 +17,9 @@ from genrl.runtime.folder.metrics import by_heading, catalogue, document
 from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.updating import Meter
 from tests.diffusion import runs
-from tests.diffusion.families import tiered
 from tests.diffusion.methods.watched import resumed
 from tests.diffusion.policy.test_starting import editing
+from tests.run_folders import tiered
 
 KL = {"kl"}  # only with kl_weight above 0
 EVALUATION = set(by_heading()["Evaluation"]) | {"timing/eval_s"}  # only where evaluation is due

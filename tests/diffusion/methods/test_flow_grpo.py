@@ -16,9 +16,9 @@ from genrl.objectives.groups import group_advantages
 from genrl.objectives.policy_losses import clipped_surrogate
 from genrl.runtime.folder.run import read_metrics
 from tests.diffusion import runs
-from tests.diffusion.families import tiered
 from tests.diffusion.methods.watched import EIGHT, Bare, Update, after_collect, equal, relative, run
 from tests.reference.flow_grpo import flow_sde, log_density
+from tests.run_folders import tiered
 
 GRPO = {"algorithm": "flow_grpo", "noise_level": 0.7, "advantage_scale": "group", "clip_range": 1e-3}
 QUIET = runs.QUIET

@@ -22,6 +22,7 @@ from genrl.runtime.folder.run import read_metrics
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import EIGHT, QUIET, Bare, Given, Update, equal, relative, run
+from tests.run_folders import tiered
 
 TWO = {"updates_per_iteration": 2}
 KL = {"kl_weight": 0.3}
@@ -113,7 +114,7 @@ LOSSES: dict[str, Loss] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", tiered(LOSSES, ("awm", "diffusion_nft")))
 def test_gradient_of_the_updates(folder: Path, model: Path, name: str) -> None:
     """On policy and, in the second, off it; what is noised comes from the trainer, outputs and formulas from here."""
     config = runs.config(folder, model, trainer=TRAINERS[name], sampling=EIGHT, iterations=1, **QUIET)

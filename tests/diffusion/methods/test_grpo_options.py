@@ -23,9 +23,9 @@ from genrl.runtime.loop.recorded import Recorded
 from genrl.runtime.weights.weights import FOLLOWING, Weights
 from genrl_rewards.scorers.pictures.dino import unlike
 from tests.diffusion import runs
-from tests.diffusion.families import tiered
 from tests.diffusion.methods.watched import DIFFUSION, QUIET, resumed, run
 from tests.golden_cases import Arrays
+from tests.run_folders import tiered
 
 GUARD = {"algorithm": "grpo_guard", "clip_range": 4e-6}
 DDPO = {"algorithm": "ddpo"}

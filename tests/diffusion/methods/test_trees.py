@@ -18,8 +18,9 @@ from genrl.diffusion.steps.transitions import actions_of
 from genrl.diffusion.train import train
 from genrl.mdp.tree import Tree
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import QUIET, run
+from tests.run_folders import tiered
 
 GRPO = {"algorithm": "flow_grpo", "clip_range": 1e-3}
 TREE_RPO = {"algorithm": "dynamic_tree_rpo", "tree": {"ways": 8}}

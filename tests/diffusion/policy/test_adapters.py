@@ -15,9 +15,10 @@ from genrl.diffusion.policy.trajectory import Batch, Kernel
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.weights.weights import REFERENCE, Weights
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import resumed
 from tests.diffusion.tiny_parts import KEYS, PROMPTS
+from tests.run_folders import tiered
 
 BATCH = Batch([*PROMPTS], [*KEYS], {**runs.CALL, "num_inference_steps": 3})
 

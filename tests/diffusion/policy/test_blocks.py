@@ -17,8 +17,9 @@ from genrl.diffusion.policy.blocks import BLOCKS, Switches, install
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.train import use_kernels
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.families import FAMILIES
 from tests.diffusion.tiny_parts import Family
+from tests.run_folders import tiered
 
 ALL = {"fused": True, "attention": "auto"}
 pytestmark = pytest.mark.usefixtures("traced")
@@ -66,7 +67,7 @@ def assert_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, atol=3e-5 * max(1.0, float(other.abs().max())), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", "qwen_image", "wan_t2v"])
+@pytest.mark.parametrize("name", tiered(["sd3", "flux", "qwen_image", "wan_t2v"], ("sd3", "flux")))
 def test_every_block_is_diffusers_own_within_rounding(name: str) -> None:
     family = FAMILIES[name]()
     policy = Policy(family.pipe)
@@ -107,7 +108,7 @@ def qwen_edit() -> Recorded:
     return QwenImageTransformerBlock(16, 2, 8, zero_cond_t=True), (), {**call, "temb": torch.randn(4, 16)}
 
 
-@pytest.mark.parametrize("make", [sd35, wan_of_tokens, wan_of_pictures, qwen_edit])
+@pytest.mark.parametrize("make", tiered([sd35, wan_of_tokens, wan_of_pictures, qwen_edit], [qwen_edit]))
 def test_blocks_that_the_tiny_pipelines_do_not_have(make: Callable[[], Recorded]) -> None:
     torch.manual_seed(0)
     call = make()

@@ -19,7 +19,8 @@ from genrl.diffusion.steps.transitions import off_policy
 from genrl.diffusion.train import train
 from genrl.kernels.machine import compile_problem
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.families import FAMILIES
+from tests.run_folders import tiered
 
 
 @pytest.fixture(autouse=True)

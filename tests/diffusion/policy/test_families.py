@@ -15,8 +15,9 @@ from genrl.diffusion.policy.loading import check_call_arguments
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel, Trajectory
 from genrl.mdp.noise import derive_seed
-from tests.diffusion.families import FAMILIES, REFUSED, tiered
+from tests.diffusion.families import ARCHITECTURES, FAMILIES, REFUSED
 from tests.diffusion.tiny_parts import Family
+from tests.run_folders import tiered
 
 STOCHASTIC = (0, 1, 2)  # not the last: sigma' = 0 there
 
@@ -52,7 +53,7 @@ WITHOUT_ADAPTERS = ("pixart_alpha", "pixart_sigma", "cogview3plus", "hunyuan_dit
 """Diffusers' networks of these take none."""
 
 
-@pytest.fixture(scope="module", params=tiered(FAMILIES))
+@pytest.fixture(scope="module", params=tiered(FAMILIES, ARCHITECTURES))
 def tried(request: pytest.FixtureRequest) -> Tried:
     family = FAMILIES[request.param]()
     stock = stock_call(family)
@@ -201,7 +202,7 @@ def test_half_precision(name: str, autocast: torch.dtype | None) -> None:
         assert policy.decode(batch, recorded.final).isfinite().all()
 
 
-@pytest.mark.parametrize("name", tiered([name for name in FAMILIES if name not in WITHOUT_ADAPTERS]))
+@pytest.mark.parametrize("name", tiered([name for name in FAMILIES if name not in WITHOUT_ADAPTERS], ARCHITECTURES))
 def test_adapter(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]()
     policy, batch, kernel = Policy(family.pipe), family.batch(), kernel_of(family)

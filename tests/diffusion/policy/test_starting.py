@@ -21,8 +21,9 @@ from genrl.diffusion.policy.unconditional import Unconditional
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.train import train
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.families import FAMILIES
 from tests.diffusion.tiny_parts import KEYS, PROMPTS
+from tests.run_folders import tiered
 
 HALF = (
     *("sd15_img2img", "sd15_inpaint", "sdxl_img2img", "sd3_img2img"),

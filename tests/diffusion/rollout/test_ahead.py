@@ -10,8 +10,8 @@ from genrl.diffusion.steps import transitions
 from genrl.diffusion.train import train
 from genrl.runtime.folder import checkpoint
 from tests.diffusion import runs
-from tests.diffusion.families import tiered
 from tests.diffusion.rollout import far_here
+from tests.run_folders import tiered
 
 pytestmark = pytest.mark.usefixtures("unproven")
 

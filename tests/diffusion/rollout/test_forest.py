@@ -21,8 +21,9 @@ from genrl.diffusion.steps.plans import Edges, Steps, from_table, independent_ed
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
 from tests.diffusion import runs
-from tests.diffusion.families import FAMILIES, tiered
+from tests.diffusion.families import FAMILIES
 from tests.diffusion.tiny_parts import Family
+from tests.run_folders import tiered
 
 SD3 = Family("sd3", DiffusionPipeline(), runs.CALL)
 """How the policy of most tests is called: unguided."""

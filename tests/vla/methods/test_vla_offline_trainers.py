@@ -24,7 +24,7 @@ from genrl.vla.policies.folder import load_policy
 from genrl.vla.setup import load_trained
 from genrl.vla.train import check_processes, open_policy, train
 from tests.rewards import tiny_vlm
-from tests.run_folders import assert_resumes, rows
+from tests.run_folders import assert_resumes, rows, tiered
 from tests.servers import live
 from tests.vla import frail
 
@@ -67,7 +67,7 @@ def small(root: Path, name: str, output: Path, *more: str) -> VLAConfig:
     return config
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "rl100_points" else n for n in SMALL])
+@pytest.mark.parametrize("name", tiered(SMALL, ("diwa", "rl_vlm_f", "recap")))
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_path: Path, name: str) -> None:
     config = small(root, name, tmp_path / "whole")
     assert_resumes(train, config, tmp_path)

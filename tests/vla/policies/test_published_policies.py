@@ -24,7 +24,7 @@ from genrl.vla.policies.policy import IMAGE, TOKENS, rows
 from genrl.vla.rollout.sampling import FlowSteps, LearnedNoise
 from genrl.vla.setup import load_trained
 from genrl.vla.train import open_policy, train
-from tests.run_folders import assert_resumes
+from tests.run_folders import assert_resumes, tiered
 from tests.vla import openvla_folders, published, published_runs, vla_runs
 from tests.vla.groot_folders import groot_folder, groot_observation, groot_weights
 from tests.vla.published import LINES
@@ -186,7 +186,7 @@ def velocity(policy: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", ["pi0", "smolvla", pytest.param("pi05", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", tiered(["pi0", "smolvla", "pi05"], ("smolvla",)))
 def test_adapters_are_trained_and_merged_into_what_is_saved(kind: str, tmp_path: Path) -> None:
     config = published_runs.config(tmp_path, kind, policy=LORA, optimizer={"lr": 1e-2}, iterations=2)
     run = train(config)
@@ -280,7 +280,7 @@ REINFORCED["diffusion"] = DPPO, "chunk"
 """Their samplers, and what their critics have values of."""
 
 
-@pytest.mark.parametrize("kind", REINFORCED)
+@pytest.mark.parametrize("kind", tiered(REINFORCED, ("diffusion", "groot")))
 def test_it_imitates_and_is_reinforced_from_that_run(kind: str, tmp_path: Path) -> None:
     sampler, values = REINFORCED[kind]
     policy = published_runs.made(kind, tmp_path / "a")

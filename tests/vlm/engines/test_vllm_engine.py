@@ -22,11 +22,10 @@ from genrl.vlm.policies.processor import Prompt, unexpanded
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.train import check_processes, train
-from tests.run_folders import assert_one_run, assert_resumes, differences, rows
+from tests.run_folders import assert_one_run, assert_resumes, differences, rows, tiered
 from tests.vlm import fake_vllm, tiny_checkpoints, vlm_ranks, vlm_runs
 from tests.vlm.fake_vllm_server import Handler, serving
 from tests.vlm.methods.episodes import agent_runs
-from tests.vlm.vlm_runs import fast_first
 
 VLLM: dict[str, Any] = {"vllm": {}}
 
@@ -49,7 +48,7 @@ def sampler(installed: None, tmp_path: Path) -> Sampler:
 ONCE = ("qwen2_5_vl", "gemma3", "kimi_k25")  # names as they are; tied weights; latent attention
 
 
-@pytest.mark.parametrize("family", fast_first(tiny_checkpoints.FAMILIES, ONCE))
+@pytest.mark.parametrize("family", tiered(tiny_checkpoints.FAMILIES, ONCE))
 def test_the_weights_are_those_of_a_checkpoint(family: str, tmp_path: Path) -> None:
     """Names as saved, and of adapters the sum, as merging makes it; all other values are those on disk."""
     folder = tiny_checkpoints.save(family, tmp_path / family)

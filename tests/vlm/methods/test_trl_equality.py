@@ -21,9 +21,9 @@ from genrl.vlm.rollout.rollout import Answers
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks import Row
 from genrl_rewards.scorers.texts import verifiable
+from tests.run_folders import tiered
 from tests.vlm import vlm_runs
 from tests.vlm.by_hand import assert_same, watched
-from tests.vlm.vlm_runs import fast_first
 
 trl = pytest.importorskip("trl", reason="pip install 'genrl-diffusion[trl]'")
 
@@ -121,7 +121,7 @@ def genrl_update(
     return ready, figures, seen[0]
 
 
-@pytest.mark.parametrize("name", fast_first(LOSSES, ("corrected kl",)))
+@pytest.mark.parametrize("name", tiered(LOSSES, ("corrected kl",)))
 def test_loss_and_gradient_of_an_update_are_trls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, told = LOSSES[name]
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer=ours)) as run:

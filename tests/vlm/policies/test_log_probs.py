@@ -16,8 +16,8 @@ from genrl.vlm.policies.log_probs import completion_log_probs
 from genrl.vlm.policies.packing import check_packing, prefix_shared
 from genrl.vlm.policies.policy import Policy
 from genrl.vlm.policies.processor import Prompt
+from tests.run_folders import tiered
 from tests.vlm import tiny_checkpoints
-from tests.vlm.vlm_runs import fast_first
 
 FORBIDDEN = torch.tensor([3, 11])
 
@@ -154,7 +154,7 @@ def loud(family: str, place: Path) -> Policy:
 PACKED = [family for family in tiny_checkpoints.FAMILIES if family != "gemma3"]
 
 
-@pytest.mark.parametrize("family", fast_first(PACKED, ("qwen2_5_vl", "llava_onevision")))
+@pytest.mark.parametrize("family", tiered(PACKED, ("qwen2_5_vl", "llava_onevision")))
 def test_log_probs_and_gradients_are_those_of_padded_rows(family: str, tmp_path: Path) -> None:
     policy = loud(family, tmp_path)
     check_packing(policy)

@@ -22,8 +22,8 @@ from genrl.vlm.policies.loading import use_liger
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import Prompt, without_opened
+from tests.run_folders import tiered
 from tests.vlm import tiny_checkpoints, vlm_runs
-from tests.vlm.vlm_runs import fast_first
 
 ROUNDING = 2e-5
 """Per token, float32. Largest of 1,000 tokens of each family against the model's own forward: 1.0e-5."""
@@ -58,7 +58,7 @@ def alone(policy: Policy, prompt: Encoded, tokens: Tensor, temperature: float = 
 
 
 FAST = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "llava_next", "gemma3", "kimi_k25")
-EVERY = pytest.mark.parametrize("family", fast_first(tiny_checkpoints.FAMILIES, FAST))
+EVERY = pytest.mark.parametrize("family", tiered(tiny_checkpoints.FAMILIES, FAST))
 
 
 def one_by_one(policy: Policy, prompts: list[Encoded], written: Completions) -> Tensor:
@@ -101,7 +101,7 @@ def test_batched_padded_shared_and_sampled_equal_one_by_one(load: Callable[[str]
 
 
 @pytest.mark.parametrize("lora", [VLMLoRA(rank=2), None], ids=["lora", "full"])
-@pytest.mark.parametrize("family", fast_first(tiny_checkpoints.FAMILIES, ("qwen2_5_vl",)))
+@pytest.mark.parametrize("family", tiered(tiny_checkpoints.FAMILIES, ("qwen2_5_vl",)))
 def test_blocks_that_are_computed_again_change_no_bit(folder, family: str, lora: VLMLoRA | None) -> None:
     found: list[tuple[Tensor, list[Tensor], int]] = []
     for again in (False, True):
