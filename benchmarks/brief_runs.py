@@ -51,6 +51,8 @@ BY_ALGORITHM: dict[str, Overrides] = {
             "trainer.distil_steps": 10,
         },
     },
+    "recap": {"trainer.steps_per_iteration": 10, "trainer.episodes": 64, "trainer.critic_steps": 20},
+    "v_ptr": {"trainer.steps_per_iteration": 10, "trainer.episodes": 64, "trainer.critic_steps": 20},
     "rl_vlm_f": {
         **{"trainer.steps_per_iteration": 10, "trainer.episodes": 64, "trainer.critic_steps": 20},
         **{"trainer.labels.pairs": 40, "trainer.labels.steps": 10, "trainer.labels.rounds": 2},
