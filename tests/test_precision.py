@@ -87,6 +87,7 @@ SLOW = {"optimizer": {"lr": 1e-6}}
 ADAPTER = pytest.param({"rank": 4, "alpha": 8}, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, ADAPTER], ids=["full", "lora"])
 def test_a_vision_language_model(lora: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def config(dtype: str) -> Any:

@@ -49,7 +49,8 @@ def test_one_run_whoever_draws_and_wherever_it_stops(folder: Path, model: Path, 
         assert all(0 < row["importance/max_abs_dev"] < 0.5 for row in rows[1:])
 
 
-@pytest.mark.parametrize("name", tiered(["window", "diffusion_nft"], ("window",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["window", "diffusion_nft"])
 def test_weights_that_stand_still(folder: Path, model: Path, name: str) -> None:
     """At a rate of 0 all versions are one: the run without staleness, and every weight exactly 1."""
     still = [changes(name, k, optimizer={"lr": 1e-30}, output=str(folder / str(k))) for k in (0, 2)]

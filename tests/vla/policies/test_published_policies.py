@@ -220,6 +220,7 @@ def test_adapters_are_trained_and_merged_into_what_is_saved(kind: str, tmp_path:
     assert not torch.equal(velocity(on), velocity(written))
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_goes_on_to_the_bit(tmp_path: Path) -> None:
     policy = {**LORA, "gradient_checkpointing": True}
     config = published_runs.config(tmp_path, "smolvla", policy=policy, ema={"decay": 0.5}, iterations=2)
@@ -252,10 +253,8 @@ def test_what_takes_no_adapters_is_refused_and_a_frozen_encoder_has_none(tmp_pat
     assert adapted == {"paligemma_with_expert.gemma_expert.model"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [("pi0", LORA), *(pytest.param(*more, marks=pytest.mark.slow) for more in [("pi05", FROZEN), ("smolvla", LORA)])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "changes"), [("pi0", LORA), ("pi05", FROZEN), ("smolvla", LORA)])
 def test_what_is_not_trained_in_bfloat16(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Nothing else is; what is trained learns as in float32 within bfloat16's rounding, and the run resumes."""
     plain = published_runs.config(tmp_path, kind, policy=changes)

@@ -17,7 +17,7 @@ from genrl.vla.simulators.contract import Misuse, Reading, Simulation
 from genrl.vla.simulators.simulator import Simulator, as_picture, find_registered, headless, is_function, named
 from genrl.vla.simulators.tables import open_environment
 from genrl.vla.train import train
-from tests.run_folders import rows
+from tests.run_folders import rows, tiered
 from tests.vla.frail import Frail
 
 headless()
@@ -178,7 +178,7 @@ def test_the_example_of_the_documentation_is_asked_in_its_process(workers: int, 
         (":TooShort", r"expert_chunk\(3\) of .* must be finite numbers \[3, 2\], got \[2, 2\]"),
     ],
 )
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", tiered([0, 1], [0]))
 def test_where_nobody_knows_it_is_said(name: str, message: str, workers: int) -> None:
     env: Any = open_environment(Simulation(HERE + name, num_envs=2, chunk=2, workers=workers))
     env.reset(seed=0)
