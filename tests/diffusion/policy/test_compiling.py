@@ -158,6 +158,7 @@ def test_by_inductor_the_ratio_is_one(fused: bool, tmp_path: Path, monkeypatch: 
     """In bfloat16, where its graphs with and without gradients differ by 0.06 of the model's output."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # else it fills a folder beside pytest's
     family = FAMILIES["sd3"]()
+    family.pipe.transformer.transformer_blocks = family.pipe.transformer.transformer_blocks[1:]  # a minute each
     policy = Policy(family.pipe, autocast=torch.bfloat16)
     policy.denoiser.requires_grad_(True)
     if fused:
