@@ -184,12 +184,12 @@ def _after_damage(
         damaged = _content(copy)
         name = f"{file.relative_to(run)} {damage}"
         try:
-            found = checkpoint.to_resume(Run(copy).checkpoints)
-            step = int(found.name.removeprefix("step-")) if found else 0
+            last_checkpoint = checkpoint.to_resume(Run(copy).checkpoints)
+            step = int(last_checkpoint.name.removeprefix("step-")) if last_checkpoint else 0
             again = load(copy / "config.yaml")
-            run_folder.resume(copy, dump(again), step=step, command=["drill"], found=found)
-            assert found is not None
-            checkpoint.load(found)
+            run_folder.resume(copy, dump(again), step=step, command=["drill"], last_checkpoint=last_checkpoint)
+            assert last_checkpoint is not None
+            checkpoint.load(last_checkpoint)
         except ValueError:
             inside = file.is_relative_to(run / "checkpoints")  # there the one before is good
             wrong = "something was changed" if _content(copy) != damaged else "for nothing" if inside else ""

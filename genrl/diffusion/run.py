@@ -98,9 +98,9 @@ class DiffusionRun(TrainingRun[Config]):
         """The prompts of the running iteration, one for each group of samples, in slot order."""
         return [self.prompts[row] for row in iteration_rows(self.config, self.prompts, self.iteration)]
 
-    def begin(self, found: Path | None) -> None:
+    def begin(self, last_checkpoint: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
-        super().begin(found)
+        super().begin(last_checkpoint)
         if self.eval_prompts and self.config.evaluation.every:
             self.loop.keep("before", self.held_out.before, changes=False)
         settle(self, self.prompts)

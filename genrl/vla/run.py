@@ -88,9 +88,9 @@ class VLARun(TrainingRun[VLAConfig]):
         """The policy with its sampler."""
         return Acting(self.policy, sampler_of(self.config, self.policy))
 
-    def begin(self, found: Path | None) -> None:
+    def begin(self, last_checkpoint: Path | None) -> None:
         """Write the policy that checkpoints belong to, or see that it is the one the run began with."""
-        if found:
+        if last_checkpoint:
             if self.loop.memory.get("untrained", self.begun) != self.begun:
                 raise ValueError(
                     f"policy.path: {self.config.policy.path} is not what the run began with: the encoder that is not "
@@ -102,7 +102,7 @@ class VLARun(TrainingRun[VLAConfig]):
                 self.save_policy()
                 self.stack.push(partial(remove_policy_of_failed_start, self.process))
         self.loop.memory["untrained"] = self.begun
-        super().begin(found)
+        super().begin(last_checkpoint)
         if self.frames and not self.config.evaluation.every:  # else the first evaluation shows more
             self.note_sheet(lambda: self._sheet(Judged([], [], [], [], []), Watched()))
 

@@ -81,11 +81,11 @@ class AnswersRun(VLMRun):
         run_config: VLMConfig = self.loop.config
         return run_config.at(self.loop.iteration)[1].trainer
 
-    def begin(self, found: Path | None) -> None:
+    def begin(self, last_checkpoint: Path | None) -> None:
         """Keep the average with every checkpoint."""
         if self.average is not None:
             self.loop.keep("average", self.average)
-        super().begin(found)
+        super().begin(last_checkpoint)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:

@@ -103,13 +103,13 @@ class EpisodesRun(VLMRun):
         groups, size = self.process.share(self.config.generation.prompts_per_iteration), self.size
         return list(range(groups.start * size, groups.stop * size))
 
-    def begin(self, found: Path | None) -> None:
+    def begin(self, last_checkpoint: Path | None) -> None:
         """Play the episodes again in the middle of which the checkpoint was written. Raises RuntimeError as `Table`."""
-        if found:
+        if last_checkpoint:
             self.restore()
         if self.critic is not None:
             self.loop.keep("critic", self.critic)
-        super().begin(found)
+        super().begin(last_checkpoint)
 
     def forget(self) -> None:
         """Go back to the episodes that were going on when the iteration began, which is undone, as are its steps."""
