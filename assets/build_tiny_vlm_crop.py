@@ -144,9 +144,9 @@ def watch_lesson(table: Table, rng: np.random.Generator, *, scored: bool) -> Les
 
 def seeing_lesson(rng: np.random.Generator) -> Lesson:
     """What is in a picture, and where."""
-    thing = crop.drawn_by(rng)
+    thing = crop.random_thing(rng)
     while thing.held_out:
-        thing = crop.drawn_by(rng)
+        thing = crop.random_thing(rng)
     left, top = SIDE * (thing.cell % CELLS), SIDE * (thing.cell // CELLS)
     if rng.random() < 0.7:
         return Prompt((crop.shown(thing), "where is it ?")), call(left, top)

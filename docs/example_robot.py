@@ -68,9 +68,9 @@ class Seen(NamedTuple):
 
 def read(robot: StandIn) -> Seen:
     """PLACE 1: what the robot sees, and what the operator wants."""
-    told, lever = robot.get_observation(), robot.get_action()
-    state = np.array([told["x.pos"], told["y.pos"], told["holds"]], dtype=np.float32)
-    observation = {"observation.state": state, "observation.image": told["front"]}
+    measured, lever = robot.get_observation(), robot.get_action()
+    state = np.array([measured["x.pos"], measured["y.pos"], measured["holds"]], dtype=np.float32)
+    observation = {"observation.state": state, "observation.image": measured["front"]}
     operator = None if lever is None else np.array([lever["dx"], lever["dy"], lever["grip"]], dtype=np.float32)
     return Seen(observation, operator, robot.says_done())
 

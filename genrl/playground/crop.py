@@ -81,9 +81,9 @@ class Crop:
     def reset(self, seed: int, split: Split) -> Observation:
         """Draw the picture of this seed, and ask."""
         rng = np.random.default_rng(seed)
-        self.thing = drawn_by(rng)
+        self.thing = random_thing(rng)
         while self.thing.held_out != (split == "eval"):
-            self.thing = drawn_by(rng)
+            self.thing = random_thing(rng)
         self.large, self.answer = draw(self.thing), self.thing.inside
         self.turn, self.said, self.read = 0, "", 0
         self.crops: list[Box] = []
@@ -135,7 +135,7 @@ class Crop:
         return float(right), parts
 
 
-def drawn_by(rng: np.random.Generator) -> Thing:
+def random_thing(rng: np.random.Generator) -> Thing:
     """Any thing; the mark has another colour than the shape."""
     outer, inner = (COLOURS[k] for k in rng.permutation(len(COLOURS))[:2])
     return Thing(int(rng.integers(CELLS**2)), outer, SHAPES[rng.integers(len(SHAPES))], inner)
@@ -229,7 +229,7 @@ class Search:
         """Draw the pages of this seed, and ask."""
         rng = np.random.default_rng(seed)
         while True:
-            self.things = [drawn_by(rng) for _ in range(self.pages)]
+            self.things = [random_thing(rng) for _ in range(self.pages)]
             self.gold = int(rng.integers(self.pages))
             self.thing = self.things[self.gold]
             texts = [f"{thing.colour} {thing.shape}" for thing in self.things]
