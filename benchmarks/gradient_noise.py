@@ -39,7 +39,7 @@ from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Drawn, roll_out
+from genrl.diffusion.rollout.forest import Samples, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.steps.plans import to_table
 from genrl.diffusion.train import trainable_weights
@@ -113,7 +113,7 @@ class World:
         self.arguments = call_arguments(config.sampling)
         self.scorers = {name: genrl_rewards.load(name, {}) for name in REWARDS}
 
-    def draw(self, name: str, plan: SamplingPlan, prompt: Prompt, keep: Collection[int]) -> Drawn:
+    def draw(self, name: str, plan: SamplingPlan, prompt: Prompt, keep: Collection[int]) -> Samples:
         """The pictures of a prompt, by Flow-SDE with the levels of the plan. keep: steps whose graphs are kept."""
         tree = grow(plan)
         slots = [int(tree.first_leaf[node]) for node in tree.level(0)]
@@ -133,7 +133,7 @@ class World:
         return Measured(scores, self.gradients(drawn, tables) if keep else {})
 
     @torch.no_grad()
-    def score(self, drawn: Drawn, prompt: Prompt) -> dict[str, Tensor]:
+    def score(self, drawn: Samples, prompt: Prompt) -> dict[str, Tensor]:
         images = self.policy.decode(drawn.batch, drawn.final)
         found = {}
         for name, scorer in self.scorers.items():
@@ -145,7 +145,7 @@ class World:
             found[name] = torch.tensor(scored.values, dtype=torch.float64)
         return found
 
-    def gradients(self, drawn: Drawn, tables: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
+    def gradients(self, drawn: Samples, tables: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
         size = sum(p.numel() for p in self.parameters)
         found = {key: torch.zeros(STEPS, size) for key in tables}
         for piece in drawn.pieces:

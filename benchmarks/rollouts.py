@@ -44,7 +44,7 @@ from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Drawn, roll_out
+from genrl.diffusion.rollout.forest import Samples, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
@@ -249,7 +249,7 @@ def measure(config: Config, lora: Path | None) -> dict[str, float]:
     return {"reward": mean(scores), "diversity": mean(distances), "group_diversity": mean(in_groups)}
 
 
-def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: int) -> Drawn:
+def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: int) -> Samples:
     """One group per prompt, drawn as in this iteration of the configured training; samples in the order of slots."""
     settings = config.trainer
     assert isinstance(settings, PolicyGradient)
