@@ -83,7 +83,7 @@ def judged(run: Trained, choice: str, candidates: int) -> dict[str, Any]:
         if not count:
             return taken
         now, seen = env.state.rows(alive.numpy()), rows(observation, alive)
-        noise = fisor.drawn_noise(nets, sampler, len(over), decision, candidates=candidates, seed=seed)[alive]
+        noise = fisor.chain_noise(nets, sampler, len(over), decision, candidates=candidates, seed=seed)[alive]
         chunks = fisor.samples(nets, sampler, seen, noise)
         after = task.step(now.rows(np.arange(count).repeat(candidates)), chunks.reshape(-1, 3).numpy())
         unsafe = torch.from_numpy(in_hazard(after)).view(count, candidates)
@@ -116,7 +116,7 @@ def blocked(run: Trained, seen: Batch, after: State, decision: int) -> Floats:
         numbers = torch.from_numpy(table_numbers(after.rows(asked)))
         words = rows(seen, torch.from_numpy(asked) // (len(share) // len(seen[STATE])))
         observation = words | {STATE: numbers[:, :3], ENVIRONMENT: numbers[:, 3:]}
-        noise = fisor.drawn_noise(nets, sampler, len(asked), decision, candidates=16, seed=1)
+        noise = fisor.chain_noise(nets, sampler, len(asked), decision, candidates=16, seed=1)
         actions = fisor.samples(nets, sampler, observation, noise).reshape(-1, 3).numpy()
         share[asked] = in_hazard(task.step(after.rows(asked.repeat(16)), actions)).reshape(-1, 16).mean(1)
     return share
