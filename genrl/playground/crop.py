@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from genrl.vlm.environments.contract import Layout, Observation, Question, Split, Told
+from genrl.vlm.environments.contract import Layout, Message, Observation, Question, Split
 from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, SHAPES, outline
 from genrl_rewards.scorers.texts import tool_use
 from genrl_rewards.scorers.texts.expected import numbers_in
@@ -89,11 +89,11 @@ class Crop:
         self.crops: list[Box] = []
         return shown(self.thing), question(self.thing)
 
-    def step(self, text: str) -> tuple[Told, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[Message, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. The reward comes with the end."""
         self.turn, self.said = self.turn + 1, self.said + text + "\n"
         answer, asked = answer_in(text), boxes_in(text)
-        observation: Told = (MISSED + HELP,)
+        observation: Message = (MISSED + HELP,)
         if answer is not None:
             observation = ("the end",)
         elif boxes := [box for box in asked if box is not None][:TOGETHER]:
@@ -119,7 +119,7 @@ class Crop:
     def close(self) -> None:
         """Nothing to close."""
 
-    def _shown(self, box: Box) -> Told:
+    def _shown(self, box: Box) -> Message:
         """Show one part: itself, or the question for its sub-agent."""
         part = cut_out(self.large, box)
         return ("larger : ", Question((part, EXAMINE)), " . ") if self.agents else (part, "larger")

@@ -267,8 +267,8 @@ class AnswersRun(VLMRun):
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
         ready = self.estimated(local, size, updates, prompts=prompts, visits=visits)
-        if ready.found.visits:
-            loop.memory["visits"] = {name: list(entry) for name, entry in ready.found.visits.items()}
+        if ready.estimate.visits:
+            loop.memory["visits"] = {name: list(entry) for name, entry in ready.estimate.visits.items()}
         return ready
 
     def evaluated(self, iteration: int) -> dict[str, float]:
