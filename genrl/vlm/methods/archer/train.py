@@ -93,9 +93,9 @@ class Turns:
         """Take these in; the oldest leave where there is no room."""
         self.held = [*self.held, *turns][-self.room :]
 
-    def sample(self, number: int, source: torch.Generator) -> list[Turn]:
+    def sample(self, number: int, rng: torch.Generator) -> list[Turn]:
         """So many, each equally likely, with repetition."""
-        return [self.held[k] for k in torch.randint(len(self.held), (number,), generator=source).tolist()]
+        return [self.held[k] for k in torch.randint(len(self.held), (number,), generator=rng).tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         places: dict[bytes, int] = {}  # turns that follow each other share most of their pictures

@@ -86,8 +86,8 @@ def loss(settings: MusicPreference, policy: Any, given: Recorded) -> dict[str, T
         return results
 
     preferred, other = scores(given["preferred"]), scores(given["other"])
-    mean_loss = preference_loss(preferred, other).sum() / int(given["size"])
-    return {"loss": mean_loss, "margin": (preferred - other).detach()}
+    share = preference_loss(preferred, other).sum() / int(given["size"])
+    return {"loss": share, "margin": (preferred - other).detach()}
 
 
 def right(margin: Tensor) -> float:
