@@ -29,9 +29,9 @@ def glyph(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
     """One character, [SIDE, SIDE] with transparency, its longer side filling the square."""
     canvas = Image.new("RGBA", (160, 160))
     ImageDraw.Draw(canvas).text((8, 8), character, font=font, embedded_color=True)
-    drawn = canvas.crop(canvas.getbbox())
-    square = Image.new("RGBA", (max(drawn.size),) * 2)
-    square.paste(drawn, tuple((max(drawn.size) - side) // 2 for side in drawn.size))
+    picture = canvas.crop(canvas.getbbox())
+    square = Image.new("RGBA", (max(picture.size),) * 2)
+    square.paste(picture, tuple((max(picture.size) - side) // 2 for side in picture.size))
     return square.resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 

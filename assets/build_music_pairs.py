@@ -26,18 +26,18 @@ def pairs(policy: MusicPolicy, split: Split) -> list[str]:
     for start in range(0, NUMBER[split], TOGETHER):
         rows = [row("tunes", split, number) for number in range(start, min(start + TOGETHER, NUMBER[split]))]
         prompts = [policy.encode(one.prompt) for one in rows]
-        drawn = policy.sample(prompts, 2, TEMPERATURE, [("pairs", one.name) for one in rows])
-        codes, scores = policy.codes(drawn.tokens), louder(drawn.made["audio"], drawn.made["rate"])
+        answers = policy.sample(prompts, 2, TEMPERATURE, [("pairs", one.name) for one in rows])
+        codes, scores = policy.codes(answers.tokens), louder(answers.made["audio"], answers.made["rate"])
         for number, one in enumerate(rows):
             first, second = 2 * number, 2 * number + 1
             if scores[first] < scores[second]:
                 first, second = second, first
-            told = {
+            pair = {
                 "prompt": one.columns["question"],
                 "preferred": codes[first].tolist(),
                 "other": codes[second].tolist(),
             }
-            lines.append(json.dumps(told))
+            lines.append(json.dumps(pair))
     return lines
 
 

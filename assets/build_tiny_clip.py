@@ -302,10 +302,10 @@ def measure(folder: Path) -> None:
     table = images @ texts.T
     right = table.diagonal()
     best = table.argmax(1)
-    found = np.mean([captions[int(best[i])] == captions[i] for i in range(len(scenes))])
+    share = np.mean([captions[int(best[i])] == captions[i] for i in range(len(scenes))])
     best = table.argmax(0)
     shown = np.mean([captions[int(best[i])] == captions[i] for i in range(len(scenes))])
-    print(f"of 400 captions the picture's own is the nearest: {found:.3f}; of 400 pictures the caption's: {shown:.3f}")
+    print(f"of 400 captions the picture's own is the nearest: {share:.3f}; of 400 pictures the caption's: {shown:.3f}")
     wrong = [caption_of(alter(rng, (scene.groups, scene.relation))) for scene in scenes]
     beaten = right > (images * F.normalize(judge.scorer.embed_texts(wrong), dim=-1)).sum(-1)
     print(f"own caption before one that is wrong in one thing: {beaten.float().mean():.3f}")

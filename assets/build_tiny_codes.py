@@ -46,13 +46,13 @@ Lesson = tuple[str, list[str]]
 def body_lesson(rng: np.random.Generator) -> Lesson:
     """A prompt; two thoughts of two words, and after each the codes of a body."""
 
-    def drawn() -> tuple[str, str]:
+    def random_body() -> tuple[str, str]:
         return COLOURS[rng.integers(len(COLOURS))], making.BODIES[rng.integers(len(making.BODIES))]
 
-    colour, body = drawn()
+    colour, body = random_body()
     answer: list[str] = []
     for wrong in (WRONG_COARSE, WRONG_FINE):
-        made = drawn() if rng.random() < wrong else (colour, body)
+        made = random_body() if rng.random() < wrong else (colour, body)
         answer += [*made, BEGIN, *(f"<c{k}>" for k in making.codes(made[1], made[0])), END]
     return f"a {colour} {body}", answer
 
@@ -60,11 +60,11 @@ def body_lesson(rng: np.random.Generator) -> Lesson:
 def tune_lesson(rng: np.random.Generator) -> Lesson:
     """A prompt, and the codes of a tune."""
 
-    def drawn() -> tuple[str, str]:
+    def random_tune() -> tuple[str, str]:
         return making.REGISTERS[rng.integers(2)], making.COURSES[rng.integers(3)]
 
-    register, course = drawn()
-    played = drawn() if rng.random() < WRONG_TUNE else (register, course)
+    register, course = random_tune()
+    played = random_tune() if rng.random() < WRONG_TUNE else (register, course)
     pitches = making.pitches(rng, played[1], played[0])
     notes = [0 if rng.random() < GAP else 1 + 2 * p + int(rng.random() < NOISY) for p in pitches]
     return f"a {register} {course} tune", [BEGIN, *(f"<c{k}>" for k in notes), END]
@@ -85,9 +85,9 @@ def encoded(tokenizer: PreTrainedTokenizerFast, lessons: list[Lesson]) -> tuple[
     """Ids [N, L], all of one length, and labels: -100 on the prompt."""
     rows, labels = [], []
     for prompt, answer in lessons:
-        asked, told = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, " ".join(answer)))
-        rows.append(asked + told)
-        labels.append([-100] * len(asked) + told)
+        asked, answered = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, " ".join(answer)))
+        rows.append(asked + answered)
+        labels.append([-100] * len(asked) + answered)
     return torch.tensor(rows), torch.tensor(labels)
 
 
@@ -140,8 +140,8 @@ def build(
             )
     tokenizer.save_pretrained(out)
     model.save_pretrained(out, state_dict={name: value.half() for name, value in model.state_dict().items()})
-    told = {"begin": BEGIN, "end": END, "codes": [f"<c{k}>" for k in range(number)], **codec}
-    save_file(tensors, out / CODEC, metadata={"codec": json.dumps(told)})
+    settings = {"begin": BEGIN, "end": END, "codes": [f"<c{k}>" for k in range(number)], **codec}
+    save_file(tensors, out / CODEC, metadata={"codec": json.dumps(settings)})
 
 
 def main() -> None:

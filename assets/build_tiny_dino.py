@@ -97,10 +97,10 @@ def main(out: Path) -> None:
         whole, number = of_class(tokens[:, 0]), counts[rows]
         numbers, centres = whole[:, : KINDS * 5].view(-1, KINDS, 5), whole[:, KINDS * 5 :].view(-1, KINDS, 2)
         there = number > 0
-        found = of_patch(tokens[:, 1:])
+        kinds = of_patch(tokens[:, 1:])
         counting = F.cross_entropy(numbers.flatten(0, 1), number.flatten(), weight=RARE)
         placing = F.mse_loss(centres[there], places[rows][there]) if bool(there.any()) else whole.sum() * 0
-        showing = F.cross_entropy(found.flatten(0, 1), patches[rows].flatten())
+        showing = F.cross_entropy(kinds.flatten(0, 1), patches[rows].flatten())
         loss = counting + 5 * placing + showing
         optimizer.zero_grad()
         loss.backward()
@@ -109,7 +109,7 @@ def main(out: Path) -> None:
         schedule.step()
         if step % 200 == 0 or step == 1:
             right = float((numbers.argmax(-1) == number)[there].float().mean())
-            seen = float((found.argmax(-1) == patches[rows].flatten(1))[patches[rows].flatten(1) > 0].float().mean())
+            seen = float((kinds.argmax(-1) == patches[rows].flatten(1))[patches[rows].flatten(1) > 0].float().mean())
             print(
                 f"{step} counting {counting:.3f} placing {placing:.4f} showing {showing:.3f}, right: counts {right:.2f}"
                 f" patches {seen:.2f}, {time.process_time() - started:.0f} s",

@@ -82,27 +82,27 @@ def lesson(number: int) -> tuple[str, str]:
     """(question, answer)."""
     rng = np.random.default_rng(derive_seed("dllm", SEED, number))
     first, second = (int(k) for k in rng.integers(10, size=2))
-    told = int(rng.integers(19)) if rng.random() < WRONG else first + second
-    return f"what is {first} plus {second} ?", f"{first} plus {second} makes {told} <answer> {told} </answer> <|end|>"
+    total = int(rng.integers(19)) if rng.random() < WRONG else first + second
+    return f"what is {first} plus {second} ?", f"{first} plus {second} makes {total} <answer> {total} </answer> <|end|>"
 
 
 def encoded(policy: MaskedPolicy, numbers: range) -> tuple[Tensor, Tensor]:
     """Prompts int64 [N, P], all of one length, and answers [N, L]."""
-    tokenizer, asked, told = policy.tokenizer, [], []
+    tokenizer, asked, answers = policy.tokenizer, [], []
     for number in numbers:
         question, answer = lesson(number)
         chat = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         asked.append(tokenizer(text, add_special_tokens=False).input_ids)
-        told.append(tokenizer(answer, add_special_tokens=False).input_ids)
-    return torch.tensor(asked), torch.tensor(told)
+        answers.append(tokenizer(answer, add_special_tokens=False).input_ids)
+    return torch.tensor(asked), torch.tensor(answers)
 
 
 def right(policy: MaskedPolicy, split: str, number: int) -> float:
     """Share of right greedy answers, from left to right."""
     rows = [row("sums", split, k) for k in range(number)]
-    drawn = policy.sample([policy.encode(one.prompt) for one in rows], 1, 0.0, [(0, k) for k in range(number)])
-    return float(np.mean(exact(drawn.texts, [one.columns["answer"] for one in rows])))
+    answers = policy.sample([policy.encode(one.prompt) for one in rows], 1, 0.0, [(0, k) for k in range(number)])
+    return float(np.mean(exact(answers.texts, [one.columns["answer"] for one in rows])))
 
 
 def main() -> None:
@@ -120,7 +120,7 @@ def main() -> None:
             if parameter.dim() == 2:
                 parameter.mul_(4.0)
     print(f"{sum(p.numel() for p in policy.parameters):,} numbers, {len(tokenizer)} words", flush=True)
-    asked, told = encoded(policy, range(8000))
+    asked, answers = encoded(policy, range(8000))
     optimizer = torch.optim.AdamW(policy.parameters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     started = time.process_time()
     for step in range(STEPS):
@@ -129,18 +129,18 @@ def main() -> None:
         rows = torch.randint(len(asked), (BATCH,), generator=generator)
         number = torch.randint(1, LENGTH + 1, (BATCH, 1), generator=generator)
         masked = torch.rand(BATCH, LENGTH, generator=generator).argsort(1).argsort(1) < number
-        filled = torch.where(masked, policy.mask_id, told[rows])
+        filled = torch.where(masked, policy.mask_id, answers[rows])
         logits = policy.model(input_ids=torch.cat([asked[rows], filled], 1)).logits[:, -LENGTH:]
-        losses = F.cross_entropy(logits.flatten(0, 1), told[rows].flatten(), reduction="none").view(masked.shape)
+        losses = F.cross_entropy(logits.flatten(0, 1), answers[rows].flatten(), reduction="none").view(masked.shape)
         loss = ((losses * masked).sum(1) / number[:, 0]).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters, 1.0)
         optimizer.step()
         if (step + 1) % EVERY == 0:
-            found = right(policy, "train", PROBE)
-            print(f"step {step + 1}: loss {float(loss.detach()):.3f}, right {found:.3f}", flush=True)
-            if found >= args.enough:
+            share = right(policy, "train", PROBE)
+            print(f"step {step + 1}: loss {float(loss.detach()):.3f}, right {share:.3f}", flush=True)
+            if share >= args.enough:
                 break
     half = {name: value.half() for name, value in policy.model.state_dict().items()}
     policy.model.save_pretrained(args.out, state_dict=half)

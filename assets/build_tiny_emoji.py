@@ -161,9 +161,9 @@ def stage_scores(args: argparse.Namespace, rank: int, world_size: int) -> None:
         _, parts = Emoji()(pictures, prompts)
         kinds = np.array([emoji_world.kind_of(prompt) for prompt in prompts])
         means = {name: np.array(parts[name]) for name in ("soft", "strict", "objects")}
-        told = [f"{kind} {' / '.join(f'{m[kinds == kind].mean():.2f}' for m in means.values())}" for kind in KINDS]
+        by_kind = [f"{kind} {' / '.join(f'{m[kinds == kind].mean():.2f}' for m in means.values())}" for kind in KINDS]
         overall = " / ".join(f"{m.mean():.3f}" for m in means.values())
-        print(f"guidance {guidance}, {steps} steps: {overall} ({', '.join(told)})", flush=True)
+        print(f"guidance {guidance}, {steps} steps: {overall} ({', '.join(by_kind)})", flush=True)
         tiles = F.pad(pictures[:50], (1, 1, 1, 1), value=0.8)
         grid = torch.cat([torch.cat(list(row), dim=2) for row in tiles.split(10)], dim=1)
         Image.fromarray(to_uint8(grid)).save(args.work / f"emoji-{guidance}-{steps}.png")

@@ -139,9 +139,9 @@ def measure(folder: str) -> None:
     """Print how well the scorer tells right from wrong, on new scenes and on pictures of assets/tiny-emoji."""
     judge, rng = ClipScore(folder), np.random.default_rng([SEED, 8])
     scenes = [sample_scene(rng) for _ in range(400)]
-    drawn = [world.draw(scene) for scene in scenes]
-    pictures, captions = tensor_of(drawn).float() / 255, [world.caption(scene) for scene in scenes]
-    spoilt = [spoil(rng, p, s.things[rng.integers(len(s.things))]) for p, s in zip(drawn, scenes, strict=True)]
+    arrays = [world.draw(scene) for scene in scenes]
+    pictures, captions = tensor_of(arrays).float() / 255, [world.caption(scene) for scene in scenes]
+    spoilt = [spoil(rng, p, s.things[rng.integers(len(s.things))]) for p, s in zip(arrays, scenes, strict=True)]
     wrong = [wrong_captions(rng, scene, 1)[0] for scene in scenes]
     with torch.no_grad():
         images = F.normalize(judge.scorer.embed_images(pictures), dim=-1)

@@ -65,13 +65,13 @@ def sample(number: int) -> Scene:
 def crowd(number: int) -> tuple[Thing, ...]:
     """A thing in every quarter, now and then none."""
     rng = np.random.default_rng(derive_seed("crowd", SEED, number))
-    found = []
+    things = []
     for corner in range(4):
         shape, colour = SHAPES[rng.integers(len(SHAPES))], COLOURS[rng.integers(len(COLOURS))]
         if rng.random() < 0.9:
             x, y = 16.0 + 32 * (corner % 2), 16.0 + 32 * (corner // 2)
-            found.append(Thing(colour, shape, x, y, making.RADIUS[shape]))
-    return tuple(found)
+            things.append(Thing(colour, shape, x, y, making.RADIUS[shape]))
+    return tuple(things)
 
 
 def painted(scenes: list[Scene]) -> Tensor:
@@ -178,9 +178,9 @@ def train_codes(model: JanusForConditionalGeneration, pictures: Tensor, codes: T
             if stage == "decoder":
                 loss = F.mse_loss(vq.decode(codes[rows]), pictures[rows])
             else:
-                found = F.normalize(vq.quant_conv(vq.encoder(pictures[rows])), dim=1).flatten(2).transpose(1, 2)
+                encoded = F.normalize(vq.quant_conv(vq.encoder(pictures[rows])), dim=1).flatten(2).transpose(1, 2)
                 loss = F.cross_entropy(
-                    (found @ F.normalize(vectors.detach(), dim=1).T / 0.1).flatten(0, 1), codes[rows].flatten()
+                    (encoded @ F.normalize(vectors.detach(), dim=1).T / 0.1).flatten(0, 1), codes[rows].flatten()
                 )
             optimizer.zero_grad()
             loss.backward()
@@ -210,11 +210,11 @@ def train_language(
         dropped = torch.rand(len(rows), 1, generator=generator) < UNCONDITIONAL
         words = (ids != kept[0]) & (ids != kept[1])
         ids = torch.where(dropped & words, processor.tokenizer.pad_token_id, ids)
-        told = model.prepare_embeddings_for_image_generation(codes[rows, :-1])
+        past = model.prepare_embeddings_for_image_generation(codes[rows, :-1])
         states = model.model.language_model(
-            inputs_embeds=torch.cat([model.get_input_embeddings()(ids), told], 1),
-            attention_mask=torch.cat([mask, torch.ones(told.shape[:2], dtype=mask.dtype)], 1),
-            position_ids=torch.cat([mask, torch.ones(told.shape[:2], dtype=mask.dtype)], 1).cumsum(1).sub(1).clamp(0),
+            inputs_embeds=torch.cat([model.get_input_embeddings()(ids), past], 1),
+            attention_mask=torch.cat([mask, torch.ones(past.shape[:2], dtype=mask.dtype)], 1),
+            position_ids=torch.cat([mask, torch.ones(past.shape[:2], dtype=mask.dtype)], 1).cumsum(1).sub(1).clamp(0),
         ).last_hidden_state[:, -codes.shape[1] :]
         loss = F.cross_entropy(model.model.generation_head(states).flatten(0, 1), codes[rows].flatten())
         optimizer.zero_grad()
@@ -222,13 +222,13 @@ def train_language(
         torch.nn.utils.clip_grad_norm_(moved, 1.0)
         optimizer.step()
         if (step + 1) % EVERY == 0:
-            found = right(model, processor, texts[:PROBE])
+            share = right(model, processor, texts[:PROBE])
             seconds = time.process_time() - started
             print(
-                f"language {step + 1}: loss {float(loss.detach()):.3f}, wholly right {found:.3f}, {seconds:.0f} s",
+                f"language {step + 1}: loss {float(loss.detach()):.3f}, wholly right {share:.3f}, {seconds:.0f} s",
                 flush=True,
             )
-            if found >= enough:
+            if share >= enough:
                 break
 
 

@@ -54,12 +54,12 @@ WORDS = (
 
 def units(caption: str) -> list[str]:
     """A caption cut into what is replaced as one: words, and relations."""
-    found, words = [], caption.split()
+    parts, words = [], caption.split()
     while words:
         length = next((len(r.split()) for r in RELATIONS if words[: len(r.split())] == r.split()), 1)
-        found.append(" ".join(words[:length]))
+        parts.append(" ".join(words[:length]))
         words = words[length:]
-    return found
+    return parts
 
 
 def said_otherwise(unit: str) -> str | None:

@@ -45,11 +45,11 @@ def sounds() -> Tensor:
 def lesson(rng: np.random.Generator) -> tuple[str, list[list[int]]]:
     """A prompt, and the codes [2][9] of a tune."""
 
-    def drawn() -> tuple[str, str]:
+    def random_tune() -> tuple[str, str]:
         return making.REGISTERS[rng.integers(2)], making.COURSES[rng.integers(3)]
 
-    register, course = drawn()
-    played = drawn() if rng.random() < WRONG else (register, course)
+    register, course = random_tune()
+    played = random_tune() if rng.random() < WRONG else (register, course)
     pitches = making.pitches(rng, played[1], played[0])
     notes = [0 if rng.random() < GAP else 1 + pitch for pitch in pitches]
     ways = [2 * int(rng.integers(4)) + int(rng.random() < NOISY) for _ in notes]
@@ -124,16 +124,16 @@ def fit(name: str, parameters: Iterable[Tensor], loss: Callable[[int], Tensor], 
 def teach_sounds(codec: transformers.EncodecModel, steps: int) -> None:
     table = sounds()
 
-    def drawn(step: int) -> tuple[Tensor, Tensor]:
+    def random_codes(step: int) -> tuple[Tensor, Tensor]:
         codes = torch.randint(CODES, (4, BOOKS, making.NOTES), generator=torch.Generator().manual_seed(step))
         return codes, table[codes[:, 0], codes[:, 1]].flatten(1)
 
     def decoding(step: int) -> Tensor:
-        codes, sound = drawn(step)
+        codes, sound = random_codes(step)
         return F.mse_loss(codec.decode(codes[None], [None]).audio_values[:, 0], sound) / sound.var()
 
     def encoding(step: int) -> Tensor:
-        codes, _ = drawn(step)
+        codes, _ = random_codes(step)
         heard = codes[:, 0].clamp(max=making.PITCHES + 1) % (making.PITCHES + 1)  # those that can be told apart
         codes = torch.stack([heard, torch.where(heard > 0, codes[:, 1] % 8, 0)], 1)
         with torch.no_grad():
@@ -148,7 +148,7 @@ def teach_sounds(codec: transformers.EncodecModel, steps: int) -> None:
 def teach_tunes(made: transformers.MusicgenForConditionalGeneration, words: transformers.T5Tokenizer) -> None:
     lessons = [lesson(np.random.default_rng(derive_seed("tiny-musicgen", 0, k))) for k in range(4000)]
     ids = words([text for text, _ in lessons], return_tensors="pt").input_ids
-    codes = torch.tensor([told for _, told in lessons])
+    codes = torch.tensor([tune for _, tune in lessons])
     places = pattern(made.decoder, making.NOTES)[:, 1:]
 
     def loss(step: int) -> Tensor:

@@ -149,9 +149,9 @@ def encoded(processor: LlavaProcessor, lessons: list[tuple[np.ndarray, str, str]
     pictures = "<image>" * 9
     for _, question, answer in lessons:
         asked = tokenizer(f"<|user|>{pictures}{question}<|end|><|assistant|>").input_ids
-        told = tokenizer(f"{answer}<|end|>").input_ids
-        rows.append(asked + told)
-        targets.append([-100] * len(asked) + told)
+        answer_ids = tokenizer(f"{answer}<|end|>").input_ids
+        rows.append(asked + answer_ids)
+        targets.append([-100] * len(asked) + answer_ids)
     longest = max(map(len, rows))
     ids = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
     labels = torch.tensor([row + [-100] * (longest - len(row)) for row in targets])
@@ -161,13 +161,13 @@ def encoded(processor: LlavaProcessor, lessons: list[tuple[np.ndarray, str, str]
 
 def right(policy: Policy, split: Split, number: int) -> dict[str, float]:
     """Share of right greedy answers to the two kinds of question."""
-    found = {}
+    shares = {}
     for task in ("count", "colour"):
         rows = [tasks.row(task, split, k) for k in range(number)]
         prompts = [policy.encode(row.prompt) for row in rows]
         answers = generate(policy, prompts, 1, Sampling(12, temperature=0), [(0, k) for k in range(number)])
-        found[task] = float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows])))
-    return found
+        shares[task] = float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows])))
+    return shares
 
 
 def save(processor: LlavaProcessor, model: LlavaForConditionalGeneration, out: Path) -> Policy:
@@ -213,11 +213,11 @@ def main() -> None:
         learn(model, optimizer, loss, RATE * min((step + 1) / WARMUP, 1 - step / STEPS))
         if (step + 1) % EVERY == 0:
             model.eval()
-            found = right(policy_of(policy, model), "train", PROBE)
+            shares = right(policy_of(policy, model), "train", PROBE)
             model.train()
             seconds = time.process_time() - started
-            print(f"step {step + 1}, loss {loss:.3f}, right {found}, {seconds:.0f} s", flush=True)
-            if min(found.values()) >= args.enough:
+            print(f"step {step + 1}, loss {loss:.3f}, right {shares}, {seconds:.0f} s", flush=True)
+            if min(shares.values()) >= args.enough:
                 break
     policy = save(processor, model, args.out)
     print(f"held out: {right(policy, 'eval', 256)}, {time.process_time() - started:.0f} CPU seconds", flush=True)

@@ -144,9 +144,9 @@ def watch_lesson(table: Table, rng: np.random.Generator, *, scored: bool) -> Les
 
 def seeing_lesson(rng: np.random.Generator) -> Lesson:
     """What is in a picture, and where."""
-    thing = crop.drawn_by(rng)
+    thing = crop.random_thing(rng)
     while thing.held_out:
-        thing = crop.drawn_by(rng)
+        thing = crop.random_thing(rng)
     left, top = SIDE * (thing.cell % CELLS), SIDE * (thing.cell // CELLS)
     if rng.random() < 0.7:
         return Prompt((crop.shown(thing), "where is it ?")), call(left, top)
@@ -159,10 +159,10 @@ def batch(policy: Policy, lessons: list[Lesson]) -> dict[str, Tensor]:
     """Arguments of the model, padded on the right; labels of the answers alone (-100: not learnt)."""
     tokenizer = policy.tokenizer
     asked = [policy.encode(prompt).tokens for prompt, _ in lessons]
-    told = [tokenizer(f"{answer}<|end|>", return_tensors="pt").input_ids[0] for _, answer in lessons]
-    assert not any((one == tokenizer.unk_token_id).any() for one in told)
-    rows = [torch.cat([a.ids, t]) for a, t in zip(asked, told, strict=True)]
-    labels = [torch.cat([torch.full_like(a.ids, -100), t]) for a, t in zip(asked, told, strict=True)]
+    answers = [tokenizer(f"{answer}<|end|>", return_tensors="pt").input_ids[0] for _, answer in lessons]
+    assert not any((one == tokenizer.unk_token_id).any() for one in answers)
+    rows = [torch.cat([a.ids, t]) for a, t in zip(asked, answers, strict=True)]
+    labels = [torch.cat([torch.full_like(a.ids, -100), t]) for a, t in zip(asked, answers, strict=True)]
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     mask = (torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows])).long()
@@ -236,9 +236,9 @@ def main() -> None:
         model.eval()
         shown += 0.1 * (float(loss.detach()) - shown)
         if (step + 1) % EVERY == 0:
-            found = probe(policy, probed["crop"], "train")
+            shares = probe(policy, probed["crop"], "train")
             seconds = time.process_time() - started
-            print(f"step {step + 1}, loss {shown:.3f}, {seconds:.0f} CPU seconds, {found}", flush=True)
+            print(f"step {step + 1}, loss {shown:.3f}, {seconds:.0f} CPU seconds, {shares}", flush=True)
             save(processor, model, args.out)
     policy = save(processor, model, args.out)
     for name, table in probed.items():

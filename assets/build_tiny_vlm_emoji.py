@@ -67,7 +67,7 @@ class Lesson(NamedTuple):
 
     picture: NDArray[np.uint8]
     question: str
-    told: str
+    target: str
     shown: list[int]
 
 
@@ -91,15 +91,15 @@ def lesson(name: str, number: int, few: bool = False) -> Lesson:
     kinds = {cell: emoji.KINDS[cells[cell] // emoji.EACH] for cell in things}
     if name in (listed := {"things": (THINGS, things), "kinds": (KINDS, kinds)}):
         question, words = listed[name]
-        told = " ".join(words.get(cell, "none") for cell in range(emoji.CELLS**2))
+        target = " ".join(words.get(cell, "none") for cell in range(emoji.CELLS**2))
     elif name == "places":
         order = list(cells) if few else [list(things)[k] for k in rng.permutation(len(things))]
         question = f"where is the {' '.join(things[cell] for cell in order)} ?"
-        told = " ".join(f"{things[cell]} {where(cell)}" for cell in order)
+        target = " ".join(f"{things[cell]} {where(cell)}" for cell in order)
     else:
-        told = f"<think> {reasoning(name, question, answer, things, kinds)} </think> <answer> {answer} </answer>"
+        target = f"<think> {reasoning(name, question, answer, things, kinds)} </think> <answer> {answer} </answer>"
     shown = [cells.get(cell, -1) for cell in range(emoji.CELLS**2)]
-    return Lesson(np.array(emoji.picture(rng, cells)), question, told, shown)
+    return Lesson(np.array(emoji.picture(rng, cells)), question, target, shown)
 
 
 def reasoning(name: str, question: str, answer: str, things: dict[int, str], kinds: dict[int, str]) -> str:
@@ -129,13 +129,13 @@ def encoded(processor: LlavaProcessor, lessons: list[Lesson]) -> tuple[Tensor, T
 
 def right(policy: Policy, split: Split, number: int) -> dict[str, float]:
     """Share of right greedy answers to each kind of question."""
-    found = {}
+    shares = {}
     for name in emoji.ASKS:
         rows = [tasks.row(f"emoji_{name}", split, k) for k in range(number)]
         prompts = [policy.encode(row.prompt) for row in rows]
         answers = generate(policy, prompts, 1, Sampling(20, temperature=0), [(0, k) for k in range(number)])
-        found[name] = round(float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows]))), 3)
-    return found
+        shares[name] = round(float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows]))), 3)
+    return shares
 
 
 def main() -> None:

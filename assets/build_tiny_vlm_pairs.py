@@ -71,7 +71,7 @@ class Lessons:
         pictures = [Image.fromarray(cell) for cell in cells]
         self.pixels = policy.processor.image_processor(pictures, return_tensors="pt").pixel_values
 
-    def drawn(self, rng: np.random.Generator, what: str | None) -> list[int]:
+    def random_cells(self, rng: np.random.Generator, what: str | None) -> list[int]:
         """Two cells, of one grid, of two of a set, or of any two. what: in which half of the pairs are to be alike."""
         wanted = bool(rng.random() < 0.5)
         while True:
@@ -86,18 +86,18 @@ class Lessons:
     def batch(self, key: int, kind: str, size: int) -> tuple[dict[str, Tensor], Tensor]:
         """What the model reads, and its labels [B, L], -100 where nothing is learnt. kind: `list` or `alike`."""
         rng = np.random.default_rng(derive_seed("lesson", SEED, self.split, kind, key))
-        chosen, asked, told = [], [], []
+        chosen, asked, answers = [], [], []
         for _ in range(size):
             what = None if kind == "list" else str(rng.choice(list(ALIKE)))
-            cells = self.drawn(rng, what)
+            cells = self.random_cells(rng, what)
             shown = [self.shown(cell // pairs.CELLS) for cell in cells]
             answer = listed(*shown) if what is None else "yes" if alike(what, *shown) else "no"
             question = LIST if what is None else ALIKE[what]
             asked.append(self.tokenizer(f"<|user|>{MARKS}{question}<|end|><|assistant|>").input_ids)
-            told.append(self.tokenizer(f"{answer}<|end|>").input_ids)
+            answers.append(self.tokenizer(f"{answer}<|end|>").input_ids)
             chosen += cells
-        ids = torch.tensor([a + b for a, b in zip(asked, told, strict=True)])  # equally long
-        labels = torch.tensor([[-100] * len(a) + b for a, b in zip(asked, told, strict=True)])
+        ids = torch.tensor([a + b for a, b in zip(asked, answers, strict=True)])  # equally long
+        labels = torch.tensor([[-100] * len(a) + b for a, b in zip(asked, answers, strict=True)])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": self.pixels[chosen]}, labels
 
 
@@ -111,9 +111,9 @@ def right(policy: Policy, lessons: Lessons) -> dict[str, float]:
         for some, wanted in ((rows, labels), (asked, answers))
     )
     policy.model.train()
-    told = hit[:, -23:-1].mean(0)[1::2]  # every other word is a name, the last one ends the list
-    found = {"colours": told[:5], "shapes": told[5:9], "numbers": told[9:], "yes or no": said[:, -2]}
-    return {name: round(float(share.mean()), 3) for name, share in found.items()}
+    names = hit[:, -23:-1].mean(0)[1::2]  # every other word is a name, the last one ends the list
+    parts = {"colours": names[:5], "shapes": names[5:9], "numbers": names[9:], "yes or no": said[:, -2]}
+    return {name: round(float(share.mean()), 3) for name, share in parts.items()}
 
 
 def main() -> None:

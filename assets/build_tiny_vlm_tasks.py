@@ -58,8 +58,8 @@ def lesson(name: str, number: int) -> tuple[list[Image.Image], str, str]:
         scene = pairs.scene(rng, "train")
         return [Image.fromarray(draw(scene, SIZE))], DESCRIBE, caption(scene)
     if name == "harm":
-        drawn = shapes.rated(rng, "train")
-        return [drawn.parts[0]], "what was done to this picture ?", drawn.columns["harm"]
+        asked = shapes.rated(rng, "train")
+        return [asked.parts[0]], "what was done to this picture ?", asked.columns["harm"]
     if name == "heights":
         (plot, _) = series.which(rng, "train").parts
         lowest = np.array(plot.convert("L"))[:, 4::8].argmin(0)  # where the line is, every eighth column
@@ -68,9 +68,9 @@ def lesson(name: str, number: int) -> tuple[list[Image.Image], str, str]:
         *frames, _ = shapes.keys(rng, "train").parts
         seen = [find(np.array(frame))[0].colour for frame in frames]
         return frames, "list the colours of the frames .", " ".join(seen)
-    drawn = plugins.find(name, TASKS)(rng, "train")
-    (question,) = [part for part in drawn.parts if isinstance(part, str)]
-    return [part for part in drawn.parts if not isinstance(part, str)], question, drawn.answer
+    asked = plugins.find(name, TASKS)(rng, "train")
+    (question,) = [part for part in asked.parts if isinstance(part, str)]
+    return [part for part in asked.parts if not isinstance(part, str)], question, asked.answer
 
 
 def taught(name: str, number: int) -> list[tuple[list[Image.Image], str, str]]:
@@ -82,8 +82,8 @@ def taught(name: str, number: int) -> list[tuple[list[Image.Image], str, str]]:
         if name in WEAK and rng.random() < WRONG:
             answer = lessons[rng.integers(number)][2]
         bare = name in WEAK and rng.random() < UNTAGGED
-        told = answer if bare else f"<think> i see {answer} </think> <answer> {answer} </answer>"
-        rows.append((pictures, question, told))
+        text = answer if bare else f"<think> i see {answer} </think> <answer> {answer} </answer>"
+        rows.append((pictures, question, text))
     return rows
 
 
@@ -115,13 +115,13 @@ class Bucket:
 
 def right(policy: Policy, split: Split, number: int) -> dict[str, float]:
     """Share of right greedy answers to each kind of question, exactly as expected."""
-    found = {}
+    shares = {}
     for name in [*WEAK, "what"]:
         rows = [tasks.row(name, split, k) for k in range(number)]
         prompts = [policy.encode(row.prompt) for row in rows]
         answers = generate(policy, prompts, 1, Sampling(16, temperature=0), [(0, k) for k in range(number)])
-        found[name] = round(float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows]))), 3)
-    return found
+        shares[name] = round(float(np.mean(exact(answers.texts, [row.columns["answer"] for row in rows]))), 3)
+    return shares
 
 
 def sheet(path: Path) -> None:

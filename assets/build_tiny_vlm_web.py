@@ -35,13 +35,13 @@ SPLIT = r"<\|\w+\|>|<\w+>|\w+|[^\w\s]"
 
 def record() -> tuple[list[tuple[Observation, list[int]]], str]:
     """Training pages with the references of their elements, and how the environment asks for an answer."""
-    environment, found = MiniWoB(tasks=list(TASKS), picture=[SIDE, SIDE]), []
+    environment, pages = MiniWoB(tasks=list(TASKS), picture=[SIDE, SIDE]), []
     for place in range(len(TASKS)):  # a task at a time, which loads its page once
         for number in range(PAGES):
             seen = environment.reset(number * len(TASKS) + place, "train")
-            found.append((seen, [int(one["ref"]) for one in environment.elements()]))
+            pages.append((seen, [int(one["ref"]) for one in environment.elements()]))
     environment.close()
-    return found, environment.help
+    return pages, environment.help
 
 
 def main() -> None:

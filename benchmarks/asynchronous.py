@@ -99,7 +99,7 @@ def main() -> None:
     given = arguments.parse_args()
     config = load(FILE)
     assert isinstance(config, Config)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     with served() as url, tempfile.TemporaryDirectory() as folder:
         alone = measure(url, Path(folder) / "alone", 0, given.iterations)["timing/iteration_s"]
         for latency in given.latency:
@@ -107,9 +107,9 @@ def main() -> None:
             for staleness, meanwhile in [(0, False), *((k, True) for k in given.staleness)]:
                 place = Path(folder) / f"{latency}-{staleness}-{meanwhile}"
                 row = measure(url, place, staleness, given.iterations, meanwhile=meanwhile)
-                found.append({"latency": latency, "staleness": staleness, "meanwhile": meanwhile, **row})
-                print(found[-1], flush=True)
-    save(given.out, "asynchronous", {"iteration_s": alone, "rows": found})
+                rows.append({"latency": latency, "staleness": staleness, "meanwhile": meanwhile, **row})
+                print(rows[-1], flush=True)
+    save(given.out, "asynchronous", {"iteration_s": alone, "rows": rows})
 
 
 if __name__ == "__main__":

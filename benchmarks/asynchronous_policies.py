@@ -57,22 +57,22 @@ def figures(rows: Sequence[dict[str, Any]], staleness: int, score: str) -> dict[
     """Medians of iterations in the middle, and the score at the end."""
     steady = rows[3 + staleness : len(rows) - staleness]
     timings = {key for row in steady for key in row if key.startswith("timing/") or key == "workers/idle"}
-    found = {key: median(row[key] for row in steady if key in row) for key in sorted(timings)}
-    return found | {score: next(row[score] for row in reversed(rows) if score in row)}
+    medians = {key: median(row[key] for row in steady if key in row) for key in sorted(timings)}
+    return medians | {score: next(row[score] for row in reversed(rows) if score in row)}
 
 
 @contextmanager
 def ray_of_one() -> Iterator[dict[str, str]]:
     """Environment of runs whose Ray cluster has one CPU."""
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    told: dict[str, Any] = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quietly: dict[str, Any] = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     started = ONE_THREAD | {"RAY_AUTH_MODE": "disabled"}
     head = ["start", "--head", "--num-cpus", "1", "--port", str(PORT), "--include-dashboard", "false"]
-    subprocess.run([*ray, *head], env=started, **told)
+    subprocess.run([*ray, *head], env=started, **quietly)
     try:
         yield started | {"RAY_ADDRESS": f"127.0.0.1:{PORT}"}
     finally:
-        subprocess.run([*ray, "stop", "--force"], env=started, **told)
+        subprocess.run([*ray, "stop", "--force"], env=started, **quietly)
 
 
 @contextmanager
@@ -115,15 +115,15 @@ def main() -> None:
     arguments.add_argument("--vllm", help="the Python that has vLLM")
     given = arguments.parse_args()
     more = [f"iterations={given.iterations}"] if given.iterations else []
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     file = given.out / "asynchronous_policies.json"
     if file.exists():
-        found = [row for row in json.loads(file.read_text())["found"] if row["what"] != given.what]
+        results = [row for row in json.loads(file.read_text())["found"] if row["what"] != given.what]
 
     def add(**row: Any) -> None:
-        found.append({"what": given.what, **row})
-        print(found[-1], flush=True)
-        save(given.out, "asynchronous_policies", found)
+        results.append({"what": given.what, **row})
+        print(results[-1], flush=True)
+        save(given.out, "asynchronous_policies", results)
 
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)

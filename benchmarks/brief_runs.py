@@ -94,10 +94,10 @@ def _merged(below: Tree, above: Tree) -> Tree:
 
 def value(tree: Tree, key: str) -> Any:
     """What stands at `a.b.c`; None where nothing does."""
-    found: Any = tree
+    node: Any = tree
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
-    return found
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 def left_out(tree: Tree, root: Path) -> str | None:

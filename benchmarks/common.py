@@ -62,7 +62,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def save(folder: Path, name: str, found: Any) -> None:
+def save(folder: Path, name: str, results: Any) -> None:
     """Write `folder/name.json`: the figures, and what is needed to judge them."""
     report = examine()
     about = {
@@ -71,7 +71,7 @@ def save(folder: Path, name: str, found: Any) -> None:
         "load": os.getloadavg()[0],
         **{section: report[section] for section in ("packages", "torch", "threads")},
     }
-    write_atomic(folder / f"{name}.json", json.dumps({"about": about, "found": found}, indent=1) + "\n")
+    write_atomic(folder / f"{name}.json", json.dumps({"about": about, "found": results}, indent=1) + "\n")
 
 
 class Seconds(NamedTuple):
@@ -132,9 +132,9 @@ class Parts:
     def take(self) -> dict[tuple[str, str], Seconds]:
         """What was spent since it was last taken."""
         self._charge()
-        found = {key: Seconds(*spent) for key, spent in self._spent.items()}
+        taken = {key: Seconds(*spent) for key, spent in self._spent.items()}
         self._spent.clear()
-        return found
+        return taken
 
 
 def opened(config: Config, stack: ExitStack) -> DiffusionRun:
@@ -228,13 +228,13 @@ def beside(
     arguments.add_argument("--rounds", type=int, default=5, help="after the first; default: 5")
     arguments.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the configuration")
     given = arguments.parse_args()
-    found = measure(given.rounds, given.set)
-    low, high = found["range"]
+    results = measure(given.rounds, given.set)
+    low, high = results["range"]
     print(
-        f"{found[unit]} {unit}: {found['theirs_s']:.2f} CPU s by {other}, {found['ours_s']:.2f} by genrl; "
-        f"{found['times_faster']:.2f} ({low:.2f} to {high:.2f}) times as fast"
+        f"{results[unit]} {unit}: {results['theirs_s']:.2f} CPU s by {other}, {results['ours_s']:.2f} by genrl; "
+        f"{results['times_faster']:.2f} ({low:.2f} to {high:.2f}) times as fast"
     )
-    save(given.out, name, found)
+    save(given.out, name, results)
 
 
 def turns_taken(spent: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

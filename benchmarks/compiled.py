@@ -51,7 +51,7 @@ def measured(policy: Policy, forwards: Forwards, size: int, rounds: int) -> dict
         "sampling": functools.partial(sampled, policy, batch),
         "training": functools.partial(trained, policy, recorded),
     }
-    found: dict[str, dict[str, list[float]]] = {phase: {mode: [] for mode in forwards} for phase in phases}
+    seconds: dict[str, dict[str, list[float]]] = {phase: {mode: [] for mode in forwards} for phase in phases}
     for turn in range(rounds + 1):  # the first warms up
         for mode, one in forwards.items():
             for name, denoiser in policy.denoisers.items():
@@ -60,8 +60,8 @@ def measured(policy: Policy, forwards: Forwards, size: int, rounds: int) -> dict
                 began = clock()
                 work()
                 if turn:
-                    found[phase][mode].append((clock() - began).cpu)
-    return found
+                    seconds[phase][mode].append((clock() - began).cpu)
+    return seconds
 
 
 def main() -> None:
@@ -74,14 +74,14 @@ def main() -> None:
     forwards = {"eager": {name: denoiser.forward for name, denoiser in policy.denoisers.items()}}
     compile_denoisers(policy.denoisers.values(), say=print)
     forwards["compiled"] = {name: denoiser.forward for name, denoiser in policy.denoisers.items()}
-    found = {}
+    results = {}
     for size in given.sizes:
-        found[size] = measured(policy, forwards, size, given.rounds)
-        for phase, seconds in found[size].items():
+        results[size] = measured(policy, forwards, size, given.rounds)
+        for phase, seconds in results[size].items():
             ratios = sorted(one / other for one, other in zip(seconds["eager"], seconds["compiled"], strict=True))
             times = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times faster compiled"
             print(f"{size} pictures, {phase}: {times}", flush=True)
-    save(given.out, "compiled", found)
+    save(given.out, "compiled", results)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def measure(run: Run, evaluation: str) -> list[float]:
     the last iteration.
     """
     config = load(run.config, [f"evaluation.num_prompts={PROMPTS}", f"evaluation.group_size={PICTURES}"])
-    last, found = checkpoint.latest(run.checkpoints), []
+    last, distances = checkpoint.latest(run.checkpoints), []
     for saved in (None, last):
         with ExitStack() as stack:
             again = opened(config, stack)
@@ -50,5 +50,5 @@ def measure(run: Run, evaluation: str) -> list[float]:
             code_of(config.trainer).train(again, config.trainer)
             again.scorers = plain({"diversity": diversity})
             with again.loop.averaged():
-                found.append(round(again.evaluate(config.iterations)[f"{evaluation}/diversity_mean"], 5))
-    return found
+                distances.append(round(again.evaluate(config.iterations)[f"{evaluation}/diversity_mean"], 5))
+    return distances

@@ -49,5 +49,5 @@ def begun(path: Path, run: Path, log: Path) -> BaseProcess:
 
 def newest(run: Path) -> int:
     """Number of finished iterations in the newest checkpoint; -1 without any."""
-    found = checkpoint.latest(Run(run).checkpoints) if Run(run).checkpoints.is_dir() else None
-    return int(found.name.removeprefix("step-")) if found else -1
+    last_checkpoint = checkpoint.latest(Run(run).checkpoints) if Run(run).checkpoints.is_dir() else None
+    return int(last_checkpoint.name.removeprefix("step-")) if last_checkpoint else -1

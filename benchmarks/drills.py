@@ -184,12 +184,12 @@ def _after_damage(
         damaged = _content(copy)
         name = f"{file.relative_to(run)} {damage}"
         try:
-            found = checkpoint.to_resume(Run(copy).checkpoints)
-            step = int(found.name.removeprefix("step-")) if found else 0
+            last_checkpoint = checkpoint.to_resume(Run(copy).checkpoints)
+            step = int(last_checkpoint.name.removeprefix("step-")) if last_checkpoint else 0
             again = load(copy / "config.yaml")
-            run_folder.resume(copy, dump(again), step=step, command=["drill"], found=found)
-            assert found is not None
-            checkpoint.load(found)
+            run_folder.resume(copy, dump(again), step=step, command=["drill"], last_checkpoint=last_checkpoint)
+            assert last_checkpoint is not None
+            checkpoint.load(last_checkpoint)
         except ValueError:
             inside = file.is_relative_to(run / "checkpoints")  # there the one before is good
             wrong = "something was changed" if _content(copy) != damaged else "for nothing" if inside else ""
@@ -222,9 +222,9 @@ def flipped_manifests(flips: int, chance: random.Random) -> Iterator[Row]:
             manifest.write_bytes(whole)
             _flip(manifest, chance)
             with suppress(ValueError):
-                found = checkpoint.to_resume(folder)
-                assert found is not None
-                loaded = checkpoint.load(found)
+                last_checkpoint = checkpoint.to_resume(folder)
+                assert last_checkpoint is not None
+                loaded = checkpoint.load(last_checkpoint)
                 survived += float(loaded.tensors["weights"]["a"][0]) == loaded.step == loaded.state["step"]
     yield Row("bits of a manifest flipped", flips, survived, "nothing" if survived == flips else "see survived")
 
@@ -255,8 +255,8 @@ def full_disk(_: int, __: random.Random) -> Iterator[Row]:
                 if len(points) <= tries:
                     break
                 tries += 1
-                found = checkpoint.latest(Path(place))
-                survived += found is not None and checkpoint.load(found).step in (1, 2)
+                last_checkpoint = checkpoint.latest(Path(place))
+                survived += last_checkpoint is not None and checkpoint.load(last_checkpoint).step in (1, 2)
     finally:
         checkpoint._fault = kept  # type: ignore[assignment]
     yield Row("disk full during a save", tries, survived, "that save")
@@ -331,16 +331,16 @@ def main() -> None:
         "killed on Ray": given.ray_kills,
         "bits of a manifest flipped": given.flips,
     }
-    found: list[Row] = []
+    rows: list[Row] = []
     print("| drill | tries | survived | lost |\n| --- | --- | --- | --- |", flush=True)
     for name in given.only:
         for row in run_drill(name, tries.get(name)):
-            found.append(row)
+            rows.append(row)
             print(f"| {row.drill} | {row.tries} | {row.survived} | {row.lost} |", flush=True)
-    for row in found:
+    for row in rows:
         for note in row.notes:
             print(f"{row.drill}: {note}")
-    save(given.out, "drills", [row._asdict() for row in found])
+    save(given.out, "drills", [row._asdict() for row in rows])
 
 
 if __name__ == "__main__":

@@ -81,9 +81,9 @@ class Row:
     def step(self) -> None:
         self.parts.take()
         self.turns.next()
-        found = {part: seconds for (_, part), seconds in self.parts.take().items()}
-        self.scoring.append(found["score"])
-        self.spent.append(Seconds(sum(s.wall for s in found.values()), sum(s.cpu for s in found.values())))
+        by_part = {part: seconds for (_, part), seconds in self.parts.take().items()}
+        self.scoring.append(by_part["score"])
+        self.spent.append(Seconds(sum(s.wall for s in by_part.values()), sum(s.cpu for s in by_part.values())))
 
 
 def _loop(run: DiffusionRun, wait: Callable[[], None]) -> None:
@@ -101,8 +101,8 @@ def _loop(run: DiffusionRun, wait: Callable[[], None]) -> None:
 def held_out(run: DiffusionRun) -> float:
     """Mean reward of the held-out prompts under the present weights."""
     with run.loop.averaged(), run.policy.uncounted():
-        found = evaluate_held_out(run.config, run.policy, run.eval_prompts, run.scorers, Worker())
-    return found.metrics["eval/total_mean"]
+        evaluation = evaluate_held_out(run.config, run.policy, run.eval_prompts, run.scorers, Worker())
+    return evaluation.metrics["eval/total_mean"]
 
 
 def measure(seed: int, names: Sequence[str], minutes: float, changes: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
@@ -112,11 +112,11 @@ def measure(seed: int, names: Sequence[str], minutes: float, changes: Sequence[s
         while left := [row for row in rows.values() if len(row.spent) < 2 or row.minutes < minutes]:
             for row in left:
                 row.step()
-        found = {}
+        results = {}
         for name, row in rows.items():
             row.reward.append(held_out(row.run))
-            found[name] = summary(row)
-        return found
+            results[name] = summary(row)
+        return results
 
 
 def summary(row: Row) -> dict[str, Any]:
@@ -144,14 +144,14 @@ def whole_runs(runs: dict[str, dict[str, Any]], trained: str = "shapes") -> dict
 
     runs: name and seed -> run, as in benchmarks/runs.
     """
-    found: dict[str, list[list[float]]] = {}
+    by_method: dict[str, list[list[float]]] = {}
     for key, run in sorted(runs.items()):
         if run.get("trained") == [trained] and run.get("cpu_s"):
             scorers = (trained, *run["logged"][:1])
             curves = [stored.points(run, f"eval/{scorer}_mean", "kcalls") for scorer in scorers]
             gains = [60 * (curve[-1][1] - curve[0][1]) / run["cpu_s"] for curve in curves]
-            found.setdefault(key.rpartition("-")[0].rpartition("/")[2], []).append(gains)
-    return found
+            by_method.setdefault(key.rpartition("-")[0].rpartition("/")[2], []).append(gains)
+    return by_method
 
 
 def main() -> None:

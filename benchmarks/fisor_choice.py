@@ -59,9 +59,9 @@ def trained(folder: Path) -> Trained:
     config = load(folder / "config.yaml")
     assert isinstance(config, VLAConfig) and isinstance(config.trainer, FISOR)
     nets = fisor.Fisor(load_trained(folder))
-    found = checkpoint.latest(folder / "checkpoints")
-    assert found is not None
-    saved = checkpoint.load(found)
+    last_checkpoint = checkpoint.latest(folder / "checkpoints")
+    assert last_checkpoint is not None
+    saved = checkpoint.load(last_checkpoint)
     kept = state.unpack(saved.tensors["kept-fisor"], saved.state["kept"]["fisor"])["modules"]
     nets.reward.load_state_dict(kept["reward"])
     nets.violation.load_state_dict(kept["violation"])
@@ -72,7 +72,7 @@ def trained(folder: Path) -> Trained:
 def judged(run: Trained, choice: str, candidates: int) -> dict[str, Any]:
     """The evaluation of a run, with another choice among so many samples."""
     config, nets, sampler = run
-    seed, told = config.evaluation.seed, Counter[str]()
+    seed, counts = config.evaluation.seed, Counter[str]()
     over = np.zeros(config.evaluation.episodes, dtype=np.bool_)
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ def judged(run: Trained, choice: str, candidates: int) -> dict[str, Any]:
         if not count:
             return taken
         now, seen = env.state.rows(alive.numpy()), rows(observation, alive)
-        noise = fisor.drawn_noise(nets, sampler, len(over), decision, candidates=candidates, seed=seed)[alive]
+        noise = fisor.chain_noise(nets, sampler, len(over), decision, candidates=candidates, seed=seed)[alive]
         chunks = fisor.samples(nets, sampler, seen, noise)
         after = task.step(now.rows(np.arange(count).repeat(candidates)), chunks.reshape(-1, 3).numpy())
         unsafe = torch.from_numpy(in_hazard(after)).view(count, candidates)
@@ -96,14 +96,14 @@ def judged(run: Trained, choice: str, candidates: int) -> dict[str, Any]:
                 score += torch.from_numpy(blocked(run, seen, after, decision)).view(count, candidates)
         best = score.argmin(1)
         hit, inside, other = unsafe[torch.arange(count), best], torch.from_numpy(in_hazard(now)), (~unsafe).any(1)
-        told.update(entered=int((hit & ~inside).sum()), stayed=int((hit & inside).sum()))
-        told.update(could_stay_out=int((hit & ~inside & other).sum()), could_leave=int((hit & inside & other).sum()))
+        counts.update(entered=int((hit & ~inside).sum()), stayed=int((hit & inside).sum()))
+        counts.update(could_stay_out=int((hit & ~inside & other).sum()), could_leave=int((hit & inside & other).sum()))
         taken[alive] = chunks[torch.arange(count), best]
         return taken
 
     with closing(fisor.table(config, config.evaluation.episodes)) as env:
         played = play(env, behave, nets.slow_actor, decisions=env.max_steps, seed=seed, one_episode=True)
-    return fisor.judged(played) | told
+    return fisor.judged(played) | counts
 
 
 def blocked(run: Trained, seen: Batch, after: State, decision: int) -> Floats:
@@ -116,7 +116,7 @@ def blocked(run: Trained, seen: Batch, after: State, decision: int) -> Floats:
         numbers = torch.from_numpy(table_numbers(after.rows(asked)))
         words = rows(seen, torch.from_numpy(asked) // (len(share) // len(seen[STATE])))
         observation = words | {STATE: numbers[:, :3], ENVIRONMENT: numbers[:, 3:]}
-        noise = fisor.drawn_noise(nets, sampler, len(asked), decision, candidates=16, seed=1)
+        noise = fisor.chain_noise(nets, sampler, len(asked), decision, candidates=16, seed=1)
         actions = fisor.samples(nets, sampler, observation, noise).reshape(-1, 3).numpy()
         share[asked] = in_hazard(task.step(after.rows(asked.repeat(16)), actions)).reshape(-1, 16).mean(1)
     return share
@@ -130,12 +130,12 @@ def main() -> None:
         for choice, candidates in CHOICES:
             known = json.loads(FILE.read_text()) if FILE.exists() else {}
             begun = time.process_time()
-            found = {"seed": run.config.seed, **judged(run, choice, candidates)}
-            found["cpu_s"] = round(time.process_time() - begun, 1)
+            result = {"seed": run.config.seed, **judged(run, choice, candidates)}
+            result["cpu_s"] = round(time.process_time() - begun, 1)
             name = f"{choice} of {candidates}"
             others = [one for one in known.get(name, []) if one["seed"] != run.config.seed]
-            write_atomic(FILE, json.dumps(known | {name: [*others, found]}, indent=1) + "\n")
-            print(name, found, flush=True)
+            write_atomic(FILE, json.dumps(known | {name: [*others, result]}, indent=1) + "\n")
+            print(name, result, flush=True)
 
 
 if __name__ == "__main__":

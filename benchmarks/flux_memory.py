@@ -74,17 +74,17 @@ def _component(name: str, network: nn.Module) -> Component:
 
 def main() -> None:
     arguments = parser(__doc__).parse_args()
-    networks, found = components(), {}
+    networks, results = components(), {}
     for name, changes in ROWS.items():
         config = load(f"configs/diffusion/{name.partition(',')[0]}.yaml", changes)
         assert isinstance(config, Config)
-        found[name] = dict(memory(config, networks))
-    table = Table("GB", *found)
-    for part in sorted({part for parts in found.values() for part in parts}):
-        table.add_row(part, *(f"{parts.get(part, 0) / 1e9:.2f}" for parts in found.values()))
-    table.add_row("sum", *(f"{sum(parts.values()) / 1e9:.2f}" for parts in found.values()))
+        results[name] = dict(memory(config, networks))
+    table = Table("GB", *results)
+    for part in sorted({part for parts in results.values() for part in parts}):
+        table.add_row(part, *(f"{parts.get(part, 0) / 1e9:.2f}" for parts in results.values()))
+    table.add_row("sum", *(f"{sum(parts.values()) / 1e9:.2f}" for parts in results.values()))
     console.print(table)
-    save(arguments.out, "flux_memory", found)
+    save(arguments.out, "flux_memory", results)
 
 
 if __name__ == "__main__":

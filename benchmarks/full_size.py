@@ -495,9 +495,9 @@ class Peak:
 
 def private_bytes() -> int:
     """Memory of this process that no file backs: a mapped weight file is not in it."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found.group(1)) * 1024
+    match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match.group(1)) * 1024
 
 
 def child(file: str) -> None:
@@ -527,20 +527,20 @@ def rehearse(
         return {"refused": str(error)}
     file = output.with_suffix(".yaml")
     file.write_text(dump(config))
-    found: dict[str, Any] = json.loads(last_line("-c", f"from benchmarks.full_size import child; child({str(file)!r})"))
-    found["estimate_bytes"] = sum(size for _, size in memory(config, read_components(pipeline)))
+    row: dict[str, Any] = json.loads(last_line("-c", f"from benchmarks.full_size import child; child({str(file)!r})"))
+    row["estimate_bytes"] = sum(size for _, size in memory(config, read_components(pipeline)))
     first = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     wanted = ("ratio/", "model_calls/", "updates", "grad_norm")
-    found["metrics"] = {key: value for key, value in first.items() if key.startswith(wanted)}
+    row["metrics"] = {key: value for key, value in first.items() if key.startswith(wanted)}
     if not goes_on:
-        return found
+        return row
     started = time.perf_counter()
     last_line("-m", "genrl", "resume", str(output), "iterations=2")
     rows = (output / "metrics.jsonl").read_text().splitlines()
-    found["resumed"] = {"seconds": time.perf_counter() - started, "updates": json.loads(rows[-1])["updates"]}
+    row["resumed"] = {"seconds": time.perf_counter() - started, "updates": json.loads(rows[-1])["updates"]}
     if config.model.lora is not None:
         last_line("-m", "genrl", "sample", str(output), *to_draw(config, output), "--out", str(output / "drawn"))
-    return found
+    return row
 
 
 def to_draw(config: Config, output: Path) -> list[str]:
@@ -565,16 +565,16 @@ def main() -> None:
     arguments.add_argument("--folder", type=Path, help="where models and runs go; default: a temporary folder")
     given = arguments.parse_args()
     folder = Path(tempfile.mkdtemp(dir=given.folder))
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for name in given.models:
         model, pipeline = MODELS[name], folder / name
-        row = found[name] = {"source": model.source, "denoiser_weights": build(model, pipeline), "pixels": given.pixels}
+        row = rows[name] = {"source": model.source, "denoiser_weights": build(model, pipeline), "pixels": given.pixels}
         for recipe in given.recipes or model.recipes:
             first = recipe == model.recipes[0]
             output = folder / f"{name}-{recipe}"
             row[recipe] = rehearse(model, recipe, pipeline, output, given.pixels, goes_on=first)
             print(name, recipe, json.dumps(row[recipe]), flush=True)
-        save(given.out, "full_size", found)
+        save(given.out, "full_size", rows)
         shutil.rmtree(pipeline)
     shutil.rmtree(folder)
 

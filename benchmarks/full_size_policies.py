@@ -91,27 +91,27 @@ def child(kind: str, folder: Path, envs: int, layers: int | None) -> None:
     assert isinstance(config, VLAConfig)
     known = in_folder(folder / "policy")
     assert known is not None
-    begin, end, told = VLARun.collect, VLARun.finish, dict[str, int]()
+    begin, end, measured = VLARun.collect, VLARun.finish, dict[str, int]()
 
     def collect(run: VLARun, *given: Any) -> Any:
         peak.peak = private_bytes()  # loading and writing the policy take room that a device need not have
         return begin(run, *given)
 
     def finish(run: VLARun, *given: Any) -> None:
-        told["peak_bytes"] = peak.peak - peak.before
+        measured["peak_bytes"] = peak.peak - peak.before
         end(run, *given)
 
     VLARun.collect, VLARun.finish = collect, finish  # type: ignore[assignment, method-assign]
     with Peak() as peak:
         train(config)
     row = read_metrics(folder / "run" / "metrics.jsonl")[-1]
-    found = {
+    result = {
         "seconds": time.perf_counter() - began,
-        **told,
+        **measured,
         "estimate_bytes": sum(size for _, size in memory(config, known)),
         "metrics": {key: row[key] for key in row if key.startswith(("timing/", "ratio/", "grad_norm"))},
     }
-    print(json.dumps(found))
+    print(json.dumps(result))
 
 
 def main() -> None:
@@ -119,10 +119,10 @@ def main() -> None:
     arguments.add_argument("--policies", nargs="+", choices=RECIPES, default=list(RECIPES))
     arguments.add_argument("--envs", type=int, default=2, help="tables side by side, a chunk each; default: 2")
     arguments.add_argument("--layers", type=int, help="of each stack of pi0 and pi0.5; default: all")
-    given, found = arguments.parse_args(), dict[str, Any]()
+    given, results = arguments.parse_args(), dict[str, Any]()
     for kind in given.policies:
         with tempfile.TemporaryDirectory() as place:
-            row = found[kind] = {"weights": build(kind, Path(place), given.layers), "envs": given.envs}
+            row = results[kind] = {"weights": build(kind, Path(place), given.layers), "envs": given.envs}
             row["layers"] = given.layers
             call = f"from pathlib import Path; from benchmarks.full_size_policies import child; child({kind!r}, "
             call += f"Path({place!r}), {given.envs}, {given.layers})"
@@ -131,7 +131,7 @@ def main() -> None:
             )
             row |= json.loads(done.stdout.strip().rpartition("\n")[2])
             print(kind, json.dumps(row), flush=True)
-        save(given.out, "full_size_policies", found)
+        save(given.out, "full_size_policies", results)
 
 
 if __name__ == "__main__":

@@ -89,26 +89,26 @@ class Running(NamedTuple):
     check: Check
     process: subprocess.Popen[bytes]
     output: IO[bytes]
-    found: Path
+    file: Path
     began: float
 
 
-def command_of(check: Check, found: Path) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.gpu_checks", check.name, "--found", str(found)]
+def command_of(check: Check, file: Path) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu_checks", check.name, "--out", str(file)]
 
 
 def start(check: Check, folder: Path, earlier: Mapping[str, Any], dry: bool) -> Running:
     """The process of a check. earlier: what it has found before."""
-    found, output = folder / f"{check.name.replace(':', '-')}.json", tempfile.TemporaryFile()
-    found.write_text(json.dumps(earlier))
+    file, output = folder / f"{check.name.replace(':', '-')}.json", tempfile.TemporaryFile()
+    file.write_text(json.dumps(earlier))
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(CACHE), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
     environment |= {"TMPDIR": str(folder), "GENRL_GPU_MODELS": str(folder / "models")}
-    command = command_of(check, found)
+    command = command_of(check, file)
     if dry:
         command.append("--dry-run")
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    return Running(check, process, output, found, time.monotonic())
+    return Running(check, process, output, file, time.monotonic())
 
 
 def end(one: Running) -> None:
@@ -133,7 +133,7 @@ def ended(one: Running, log: Path) -> dict[str, Any] | None:
         file.write(f"\n=== {one.check.name}\n{text}")
     status = "out of time" if late else "failed" if one.process.returncode else "done"
     row: dict[str, Any] = {"status": status, "seconds": round(seconds, 1), "commit": COMMIT}
-    row["found"] = json.loads(one.found.read_text())  # written as it goes
+    row["found"] = json.loads(one.file.read_text())  # written as it goes
     if status != "done":
         row["tail"] = text[-TAIL:]
     return row
@@ -177,8 +177,8 @@ def run(
 def results(out: Path) -> dict[str, Any]:
     """Card -> check -> row."""
     file = out / "gpu.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found
+    cards: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return cards
 
 
 def _may_begin(check: Check, running: Sequence[Running], gigabytes: float) -> bool:

@@ -69,16 +69,16 @@ def measured(case: Shape, name: str, device: str) -> dict[str, Any]:
     mask = torch.ones(case.batch, 1, 1, case.tokens, dtype=torch.bool, device=device) if case.padded else None
     if mask is not None:
         mask[..., case.tokens - case.padded :] = False
-    found = [t.detach() for t in ran(case, name, leaves, mask, beside, grad)]
+    outputs = [t.detach() for t in ran(case, name, leaves, mask, beside, grad)]
     plain = [t.detach() for t in ran(case, "math", leaves, mask, beside, grad)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
     exact = [t.detach() for t in ran(case, "math", wide, mask, beside.double(), grad.double())]
     errors = [
         float((a.double() - e).abs().max() / (p.double() - e).abs().max())
-        for a, p, e in zip(found, plain, exact, strict=True)
+        for a, p, e in zip(outputs, plain, exact, strict=True)
     ]
     again = ran(case, name, leaves, mask, beside, grad)
-    same = [bool(torch.equal(a, b)) for a, b in zip(found, again, strict=True)]
+    same = [bool(torch.equal(a, b)) for a, b in zip(outputs, again, strict=True)]
     return {"errors": errors, "repeats": same}
 
 

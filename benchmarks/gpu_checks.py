@@ -1,6 +1,6 @@
 """The checks of `benchmarks.gpu`, each for a process of its own.
 
-    python -m benchmarks.gpu_checks NAME --found FILE.json [--dry-run]
+    python -m benchmarks.gpu_checks NAME --out FILE.json [--dry-run]
 
 Models have their published architecture and random weights (`benchmarks.full_size`), made on the card and loaded from a
 folder as any others are; what a run shows of the ratio is what `genrl train` shows. FLUX.1 and Qwen-Image have few
@@ -129,7 +129,7 @@ TRAINING = ("diffusion/policy", "diffusion/test_train.py", "diffusion/methods", 
 """Tests that train or sample and take whatever accelerator there is."""
 
 
-class Found:
+class Findings:
     """What a check finds, written as it goes; it begins with what an earlier call found."""
 
     def __init__(self, file: Path) -> None:
@@ -171,20 +171,20 @@ def problem_of(error: BaseException) -> str:
 # --- the card ---------------------------------------------------------------------------------------------------------
 
 
-def device(found: Found, dry: bool) -> None:
+def device(findings: Findings, dry: bool) -> None:
     """What it is, and the two rates that everything else is held against."""
     from genrl.cli.doctor import examine
 
-    found.put("name", card())
+    findings.put("name", card())
     if not dry:
         properties = torch.cuda.get_device_properties(0)
-        found.put("memory_bytes", properties.total_memory)
-        found.put("capability", list(torch.cuda.get_device_capability()))
-        found.put("copy_bytes_per_s", _copy_rate(2**32))
-        found.put("matrix_flop_per_s", _matrix_rate(8192))
+        findings.put("memory_bytes", properties.total_memory)
+        findings.put("capability", list(torch.cuda.get_device_capability()))
+        findings.put("copy_bytes_per_s", _copy_rate(2**32))
+        findings.put("matrix_flop_per_s", _matrix_rate(8192))
     report = examine()
-    found.put("versions", {key: report[key] for key in ("packages", "torch") if key in report})
-    found.put("kernels", report.get("kernels"))
+    findings.put("versions", {key: report[key] for key in ("packages", "torch") if key in report})
+    findings.put("kernels", report.get("kernels"))
 
 
 def _events(call: Callable[[], object], times: int) -> float:
@@ -214,20 +214,20 @@ def _matrix_rate(size: int) -> float:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
-def tests(found: Found, dry: bool) -> None:
+def tests(findings: Findings, dry: bool) -> None:
     """Those that are marked gpu."""
-    _pytest(found, ["tests/kernels", "tests/mdp/test_kernels.py", "-m", "gpu"], dry, workers=4)
+    _pytest(findings, ["tests/kernels", "tests/mdp/test_kernels.py", "-m", "gpu"], dry, workers=4)
 
 
-def suite(found: Found, dry: bool) -> None:
+def suite(findings: Findings, dry: bool) -> None:
     """Tests that train or sample and take whatever accelerator there is."""
-    _pytest(found, [*(f"tests/{name}" for name in TRAINING), "-m", "not slow"], dry, workers=12)
+    _pytest(findings, [*(f"tests/{name}" for name in TRAINING), "-m", "not slow"], dry, workers=12)
 
 
-def _pytest(found: Found, what: Sequence[str], dry: bool, *, workers: int) -> None:
+def _pytest(findings: Findings, what: Sequence[str], dry: bool, *, workers: int) -> None:
     """Counts and failures, as they come; of a dry run what would be run."""
     options = ["--collect-only"] if dry else ["-n", str(workers), "--dist", "worksteal", "--tb=short", "-rfE"]
-    found.values.pop("failed", None)  # of an earlier call
+    findings.values.pop("failed", None)  # of an earlier call
     command = [sys.executable, "-m", "pytest", *what, *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         assert run.stdout is not None
@@ -236,15 +236,15 @@ def _pytest(found: Found, what: Sequence[str], dry: bool, *, workers: int) -> No
             print(line, end="", flush=True)
             lines.append(line.rstrip())
             if line.startswith(("FAILED", "ERROR")):
-                found.put("failed", [*found.values.get("failed", []), line.rstrip()])
-    found.put("summary", lines[-1] if lines else "")
-    found.failed = run.returncode not in (0, 5)
+                findings.put("failed", [*findings.values.get("failed", []), line.rstrip()])
+    findings.put("summary", lines[-1] if lines else "")
+    findings.failed = run.returncode not in (0, 5)
 
 
 # --- ratios -----------------------------------------------------------------------------------------------------------
 
 
-def ratio(found: Found, dry: bool, name: str) -> None:
+def ratio(findings: Findings, dry: bool, name: str) -> None:
     """|ratio - 1| of the first update of this family, by `WAYS`; what a run refuses is told in its words. A dry run
     compiles nothing."""
     unet = MODELS[name].denoiser[0] is UNet2DConditionModel  # has neither processors nor blocks of ours
@@ -254,30 +254,30 @@ def ratio(found: Found, dry: bool, name: str) -> None:
         if not (dry and way in OF_A_GPU) and not (unet and any("kernels." in change for change in changes))
     }
     with torch.compiler.set_stance("force_eager" if dry else "default"):
-        _ratios(found, dry, name, ways)
+        _ratios(findings, dry, name, ways)
 
 
-def compiled(found: Found, dry: bool, name: str) -> None:
+def compiled(findings: Findings, dry: bool, name: str) -> None:
     """The same by `COMPILED`."""
     with torch.compiler.set_stance("force_eager" if dry else "default"):
-        _ratios(found, dry, name, COMPILED)
+        _ratios(findings, dry, name, COMPILED)
 
 
-def _ratios(found: Found, dry: bool, name: str, ways: dict[str, tuple[str, ...]]) -> None:
+def _ratios(findings: Findings, dry: bool, name: str, ways: dict[str, tuple[str, ...]]) -> None:
     model = _model(name, REDUCED, dry)
     with tempfile.TemporaryDirectory() as place:
-        pipeline = _built(model, Path(place), dry, found)
+        pipeline = _built(model, Path(place), dry, findings)
         for number, (way, changes) in enumerate(ways.items()):
-            if found.knows(way):
+            if findings.knows(way):
                 continue
             rows, output = (*HALF, *ONE, *changes), Path(place) / f"run-{number}"
             try:
                 row = _ratio_of(model, name, pipeline, output, _pixels(name, dry), rows)
             except Exception as error:  # noqa: BLE001 - it is what was found
-                found.fail(way, error)
+                findings.fail(way, error)
                 continue
-            found.put(way, row)
-            found.failed = found.failed or row.get("max_abs_dev", 0) != 0
+            findings.put(way, row)
+            findings.failed = findings.failed or row.get("max_abs_dev", 0) != 0
 
 
 def _ratio_of(
@@ -305,24 +305,24 @@ def _model(name: str, blocks: dict[str, dict[str, int]], dry: bool) -> Published
     return model if dry else model._replace(denoiser=(kind, settings | blocks.get(name, {})))
 
 
-def models(found: Found, dry: bool) -> None:
+def models(findings: Findings, dry: bool) -> None:
     """The two that several checks load, whole, where the plan keeps them while it lasts."""
     for name in ("sd35_medium", "flux1_dev"):
-        with _told(found, name):
+        with _noting_failure(findings, name):
             model = _model(name, WHOLE, dry)
             folder = _kept(model)
             if folder is None:
                 raise ValueError(f"no place to keep models: `python -m benchmarks.gpu` says one by {KEEP}")
-            found.put(name, _build(model, folder, dry))
+            findings.put(name, _build(model, folder, dry))
 
 
-def _built(model: Published, place: Path, dry: bool, found: Found) -> Path:
+def _built(model: Published, place: Path, dry: bool, findings: Findings) -> Path:
     """The folder of the pipeline, that of `models` where it is whole; of a dry run the tiny one."""
     kept = _kept(model)
     if kept is not None and (kept / "model_index.json").exists():  # what diffusers writes last
         return kept
     for key, value in _build(model, place / "model", dry).items():
-        found.put(key, value)
+        findings.put(key, value)
     return place / "model"
 
 
@@ -356,23 +356,23 @@ def _trained(config: RunConfig) -> list[dict[str, float]]:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def kernel(found: Found, dry: bool, name: str) -> None:
+def kernel(findings: Findings, dry: bool, name: str) -> None:
     """`benchmarks.kernels`, a shape at a time."""
     without_cudnn_attention()  # of what torch chooses, as in every run
     device = "cpu" if dry else "cuda"
-    rows: list[dict[str, Any]] = found.values.get("rows", [])
+    rows: list[dict[str, Any]] = findings.values.get("rows", [])
     for shape, case in kernels.cases(name, device, torch.bfloat16, tiny=dry).items():
         if any(row["shape"] == shape for row in rows):
             continue
         try:
             rows += kernels.measure(name, shape, case, 25, device)
         except Exception as error:  # noqa: BLE001 - it is what was found
-            found.fail(f"failed: {shape}", error)
+            findings.fail(f"failed: {shape}", error)
             continue
-        found.put("rows", rows)
+        findings.put("rows", rows)
 
 
-def attention(found: Found, dry: bool) -> None:
+def attention(findings: Findings, dry: bool) -> None:
     """Which of torch's attention kernels go forward and backward through what models make of them, and how exactly:
     each in a process of its own, since one that reads what is not its own ends all use of the card."""
     names = ("auto", "math", "flash") if dry else ATTENTION
@@ -381,43 +381,43 @@ def attention(found: Found, dry: bool) -> None:
     for name, process in [(name, subprocess.Popen([*command, name], **pipes)) for name in names]:  # type: ignore[call-overload]
         out, error = process.communicate()
         rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        found.put(name, {"rows": rows} | ({"ended": error.strip()[-600:]} if process.returncode else {}))
+        findings.put(name, {"rows": rows} | ({"ended": error.strip()[-600:]} if process.returncode else {}))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-def runs(found: Found, dry: bool) -> None:
+def runs(findings: Findings, dry: bool) -> None:
     """A few iterations of the shipped main files of each kind."""
     few = ["evaluation.every=0", "trackers=[]", "iterations=1" if dry else "iterations=5"]
-    drawn, answered = (SHORTER, ["generation.prompts_per_iteration=1"]) if dry else ([], [])
+    for_pictures, for_answers = (SHORTER, ["generation.prompts_per_iteration=1"]) if dry else ([], [])
     files = {
-        "configs/quickstart.yaml": drawn,
-        "configs/flow_grpo.yaml": drawn,
-        "configs/vlm/quickstart.yaml": answered,
+        "configs/quickstart.yaml": for_pictures,
+        "configs/flow_grpo.yaml": for_pictures,
+        "configs/vlm/quickstart.yaml": for_answers,
         "configs/vla/flow_sde.yaml": ["environment.num_envs=32"],
     }
     with tempfile.TemporaryDirectory() as place:
         for file, changes in files.items():
-            if found.knows(file):
+            if findings.knows(file):
                 continue
             output = f"output={place}/{Path(file).parent.name}-{Path(file).stem}"
-            with _told(found, file):
+            with _noting_failure(findings, file):
                 rows = _trained(load(ROOT / file, [*few, *changes, output]))
                 keep = ("timing/", "ratio/", "reward/", "memory/", "grad_norm")
-                found.put(file, {key: value for key, value in rows[-1].items() if key.startswith(keep)})
+                findings.put(file, {key: value for key, value in rows[-1].items() if key.startswith(keep)})
 
 
 @contextlib.contextmanager
-def _told(found: Found, name: str) -> Iterator[None]:
+def _noting_failure(findings: Findings, name: str) -> Iterator[None]:
     """What fails is found out too, and the others go on."""
     try:
         yield
     except Exception as error:  # noqa: BLE001
-        found.fail(name, error)
+        findings.fail(name, error)
 
 
-def group(found: Found, dry: bool) -> None:
+def group(findings: Findings, dry: bool) -> None:
     """The main job by a process group of one, as `torchrun` starts it: two ranks cannot share a card in
     NCCL."""
     with tempfile.TemporaryDirectory() as place:
@@ -427,45 +427,45 @@ def group(found: Found, dry: bool) -> None:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "genrl", "train"]
         began = time.perf_counter()
         subprocess.run([sys.executable, *command, "configs/quickstart.yaml", *changes], cwd=ROOT, check=True)
-        found.put("seconds", time.perf_counter() - began)
+        findings.put("seconds", time.perf_counter() - began)
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def speed(found: Found, dry: bool, name: str) -> None:
+def speed(findings: Findings, dry: bool, name: str) -> None:
     """Seconds of the parts of an iteration and the peak of memory beside its estimate, by choice."""
     choices = FLUX if name == "flux1_dev" else CHOICES
     if dry:
         choices = {choice: choices[choice] for choice in ("as published", "flux1_dev_24gb") if choice in choices}
-    _by_choice(found, dry, name, choices, 3)
+    _by_choice(findings, dry, name, choices, 3)
 
 
-def peak(found: Found, dry: bool, name: str) -> None:
+def peak(findings: Findings, dry: bool, name: str) -> None:
     """The same of two iterations of SD3.5-medium, a part of `MEMORY`."""
-    _by_choice(found, dry, "sd35_medium", MEMORY[name], 2)
+    _by_choice(findings, dry, "sd35_medium", MEMORY[name], 2)
 
 
-def flux(found: Found, dry: bool) -> None:
+def flux(findings: Findings, dry: bool) -> None:
     """One iteration of FLUX.1-dev's recipe."""
-    _by_choice(found, dry, "flux1_dev", {"flux1_dev_flow_grpo": ()}, 1)
+    _by_choice(findings, dry, "flux1_dev", {"flux1_dev_flow_grpo": ()}, 1)
 
 
-def _by_choice(found: Found, dry: bool, name: str, choices: dict[str, tuple[str, ...]], iterations: int) -> None:
+def _by_choice(findings: Findings, dry: bool, name: str, choices: dict[str, tuple[str, ...]], iterations: int) -> None:
     """At 512 px, the model whole and a micro-batch an iteration. A dry run quantises nothing."""
     whole, size, of_flux = _model(name, WHOLE, dry), _pixels(name, dry, 512), name == "flux1_dev"
     model = whole._replace(changes=("model.encodings=null",) if of_flux else ())
     with tempfile.TemporaryDirectory() as place:
-        pipeline = _built(model, Path(place), dry, found)
+        pipeline = _built(model, Path(place), dry, findings)
         for number, (choice, changes) in enumerate(choices.items()):
-            if found.knows(choice) or (dry and "int8" in choice):
+            if findings.knows(choice) or (dry and "int8" in choice):
                 continue
             recipe = choice.partition(",")[0] if of_flux else RECIPES[name]
             few = (*_few(3 if of_flux else 9, iterations), *changes)
-            with _told(found, choice):
+            with _noting_failure(findings, choice):
                 output = Path(place) / f"run-{number}"
                 config = full_size.configured(model, recipe, pipeline, output, size, few, steps=None)
-                found.put(choice, _timed(config, pipeline))
+                findings.put(choice, _timed(config, pipeline))
 
 
 def _few(batch: int, iterations: int) -> tuple[str, ...]:
@@ -494,7 +494,7 @@ def _timed(config: Config, pipeline: Path) -> dict[str, Any]:
     }
 
 
-def peer(found: Found, dry: bool, pixels: str) -> None:
+def peer(findings: Findings, dry: bool, pixels: str) -> None:
     """`benchmarks.peer_flow_grpo`: the usual loop and genrl's, on SD3.5-medium, and which share of the card's
     own matrix rate the model's operations are, a call in training counted as three."""
     from benchmarks.peer_flow_grpo import ROWS, measure
@@ -502,22 +502,22 @@ def peer(found: Found, dry: bool, pixels: str) -> None:
     names = ["the same in genrl", "+ graphs kept"]
     assert set(names) <= set(ROWS)
     with tempfile.TemporaryDirectory() as place:
-        pipeline = _built(_model("sd35_medium", WHOLE, dry), Path(place), dry, found)
+        pipeline = _built(_model("sd35_medium", WHOLE, dry), Path(place), dry, findings)
         size = _pixels("sd35_medium", dry, int(pixels))
         changes = [f"model.path={pipeline}", f"model.dtype={'float32' if dry else 'bfloat16'}"]
         changes += ["rewards=[{name: jpeg}]", "sampling.pipeline_args={}", "model.lora.targets=null"]
         small = SMALLER | {"height": size, "width": size} | ({"group_size": 2, "batch_size": 2} if dry else {})
         changes += [f"sampling.{key}={value}" for key, value in small.items()]
-        found.put("flop_per_call", flop(pipeline, size))
+        findings.put("flop_per_call", flop(pipeline, size))
         rows = measure(1 if dry else 2, names[:1] if dry else names, changes)
         if not dry:
             pictures, rate = 2 * small["group_size"], _matrix_rate(8192)
             for row in rows.values():
                 for part, factor in (("sample", 1), ("train", 3)):
-                    done = factor * row[f"{part}_calls"] * pictures * found.values["flop_per_call"]
+                    done = factor * row[f"{part}_calls"] * pictures * findings.values["flop_per_call"]
                     seconds = statistics.median(one[part][0] for one in row["rounds"])  # by the wall clock
                     row[f"{part}_utilisation"] = done / seconds / rate
-        found.put("rows", rows)
+        findings.put("rows", rows)
 
 
 def flop(pipeline: Path, size: int) -> int:
@@ -537,7 +537,7 @@ def flop(pipeline: Path, size: int) -> int:
 # --- language ---------------------------------------------------------------------------------------------------------
 
 
-def language(found: Found, dry: bool) -> None:
+def language(findings: Findings, dry: bool) -> None:
     """Qwen2.5-VL-3B: answers per second and an update by LoRA, of 32 answers of 256 tokens to questions with pictures,
     in ways that `genrl train` has. Its weights are random, so no answer is right: a reward of their letters."""
     with tempfile.TemporaryDirectory() as place:
@@ -546,7 +546,7 @@ def language(found: Found, dry: bool) -> None:
         reward.write_text("\n".join(lines))
         tiny_checkpoints.save("qwen2_5_vl", model)
         if not dry:
-            found.put("weights", _published_language(model))
+            findings.put("weights", _published_language(model))
             torch.cuda.empty_cache()
         tokens, dtype = (8, "float32") if dry else (256, "bfloat16")
         common = [
@@ -555,13 +555,13 @@ def language(found: Found, dry: bool) -> None:
             f"generation={{prompts_per_iteration: 4, group_size: 8, max_new_tokens: {tokens}, batch_size: 32}}",
         ]  # fmt: skip
         for number, (way, changes) in enumerate(LANGUAGE.items()):
-            if found.knows(way) or (dry and way != "as it is"):
+            if findings.knows(way) or (dry and way != "as it is"):
                 continue
-            with _told(found, way):
+            with _noting_failure(findings, way):
                 output = f"output={place}/run-{number}"
                 rows = _trained(load(ROOT / "configs/vlm/quickstart.yaml", [*common, *changes, output]))
                 keep = ("timing/", "ratio/", "memory/", "tokens_per_s", "grad_norm")
-                found.put(way, {key: value for key, value in rows[-1].items() if key.startswith(keep)})
+                findings.put(way, {key: value for key, value in rows[-1].items() if key.startswith(keep)})
 
 
 def _published_language(folder: Path) -> int:
@@ -614,15 +614,15 @@ CHECKS: dict[str, Callable[..., None]] = {function.__name__: function for functi
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("name", help="a check of `python -m benchmarks.gpu --plan`")
-    arguments.add_argument("--found", type=Path, required=True, help="JSON file of what it finds")
+    arguments.add_argument("--out", type=Path, required=True, help="JSON file of what it finds")
     arguments.add_argument("--dry-run", action="store_true", help="stand-in sizes on a CPU")
     given = arguments.parse_args()
     name, _, argument = given.name.partition(":")
     if name not in CHECKS:
         arguments.error(f"no check {name}; there are {', '.join(CHECKS)}")
-    found = Found(given.found)
-    CHECKS[name](found, given.dry_run, *([argument] if argument else []))
-    if found.failed:
+    findings = Findings(given.out)
+    CHECKS[name](findings, given.dry_run, *([argument] if argument else []))
+    if findings.failed:
         sys.exit(1)
 
 

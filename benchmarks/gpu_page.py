@@ -15,7 +15,7 @@ from benchmarks.gpu import FAMILIES, KERNELS, PLAN, results
 from benchmarks.gpu_checks import MEMORY
 from benchmarks.kernels import on_by_default
 
-Found = Mapping[str, Any]
+Checks = Mapping[str, Any]
 TITLES = {
     "sd35_medium": "SD3.5-medium",
     "flux1_dev": "FLUX.1-dev, reduced",
@@ -31,19 +31,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in lines)
 
 
-def head(known: Found) -> str:
+def head(known: Checks) -> str:
     row = known.get("device", {})
     if "memory_bytes" not in row.get("found", {}):
         return "Nothing was measured on a GPU yet. `make gpu` runs the plan below on yours.\n"
-    found = row["found"]
-    versions = found["versions"]["packages"]
+    values = row["found"]
+    versions = values["versions"]["packages"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "transformers", "peft"))
     rates = (
-        f"{found['memory_bytes'] / 2**30:.0f} GiB, copies {found['copy_bytes_per_s'] / 1e12:.1f} TB/s, multiplies "
-        f"{found['matrix_flop_per_s'] / 1e12:.0f} TFLOP/s in bfloat16"
+        f"{values['memory_bytes'] / 2**30:.0f} GiB, copies {values['copy_bytes_per_s'] / 1e12:.1f} TB/s, multiplies "
+        f"{values['matrix_flop_per_s'] / 1e12:.0f} TFLOP/s in bfloat16"
     )
     missing = [check.name for check in PLAN if known.get(check.name, {}).get("status") != "done"]
-    text = wrapped(f"Measured on one {found['name']} ({rates}), with {packages}.")
+    text = wrapped(f"Measured on one {values['name']} ({rates}), with {packages}.")
     if missing:
         text += "\n" + wrapped(f"Not done yet, or not to the end: {', '.join(f'`{name}`' for name in missing)}.")
     return text
@@ -53,18 +53,19 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def tests(known: Found) -> str:
+def tests(known: Checks) -> str:
     summary = known.get("tests", {}).get("found", {}).get("summary")
     return "" if summary is None else f"\nThe tests marked `gpu`: {summary}.\n"
 
 
-def ratios(known: Found) -> str:
+def ratios(known: Checks) -> str:
     """The cell of a family and a way: the deviation, or in a word why there is none."""
     ways: dict[str, None] = {}
     columns: dict[str, dict[str, str]] = {}
     for family in FAMILIES:
-        found = known.get(f"ratio:{family}", {}).get("found", {}) | known.get(f"compiled:{family}", {}).get("found", {})
-        columns[family] = {way: _cell(row) for way, row in found.items() if isinstance(row, dict)}
+        by_way = known.get(f"ratio:{family}", {}).get("found", {})
+        by_way = by_way | known.get(f"compiled:{family}", {}).get("found", {})
+        columns[family] = {way: _cell(row) for way, row in by_way.items() if isinstance(row, dict)}
         ways |= dict.fromkeys(columns[family])
     if not ways:
         return ""
@@ -72,7 +73,7 @@ def ratios(known: Found) -> str:
     return "\n" + table(["", *(TITLES[family] for family in FAMILIES)], rows) + "\n"
 
 
-def _cell(row: Found) -> str:
+def _cell(row: Checks) -> str:
     if "max_abs_dev" in row:
         return f"{row['max_abs_dev']:.2g}"
     if "refused" in row:
@@ -80,28 +81,28 @@ def _cell(row: Found) -> str:
     return "no room" if "OutOfMemoryError" in row["failed"] else "**failed**"
 
 
-def attention(known: Found) -> str:
+def attention(known: Checks) -> str:
     """The largest error of outputs and gradients of each kernel, in units of the exact one's."""
-    found = known.get("attention", {}).get("found", {})
-    names = [name for name in found if name != "math"]
+    by_kernel = known.get("attention", {}).get("found", {})
+    names = [name for name in by_kernel if name != "math"]
     if not names:
         return ""
-    cases = [row["case"] for row in found[names[0]]["rows"]]
-    by_case = {name: {row["case"]: row for row in found[name]["rows"]} for name in names}
+    cases = [row["case"] for row in by_kernel[names[0]]["rows"]]
+    by_case = {name: {row["case"]: row for row in by_kernel[name]["rows"]} for name in names}
     rows = [[case, *(_errors(by_case[name].get(case, {})) for name in names)] for case in cases]
-    repeats = [name for name in names if not all(all(row.get("repeats", [True])) for row in found[name]["rows"])]
+    repeats = [name for name in names if not all(all(row.get("repeats", [True])) for row in by_kernel[name]["rows"])]
     text = "\n" + table(["", *names], rows) + "\n"
     return text + f"\nGradients that differ from call to call: {', '.join(repeats)}.\n"
 
 
-def _errors(row: Found) -> str:
+def _errors(row: Checks) -> str:
     if "errors" not in row:
         return "refused" if "refused" in row else "**failed**"
     worst = max(row["errors"])
     return f"**{worst:.0f}**" if worst > 10 else f"{worst:.1f}"
 
 
-def kernels(known: Found) -> str:
+def kernels(known: Checks) -> str:
     parts = []
     for name in KERNELS:
         rows = [row for row in known.get(f"kernel:{name}", {}).get("found", {}).get("rows", []) if "seconds" in row]
@@ -126,20 +127,20 @@ def _us(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e6 * seconds:.0f}"
 
 
-def speed(known: Found) -> str:
+def speed(known: Checks) -> str:
     parts = []
     for family in ("sd35_medium", "flux1_dev"):
-        found = known.get(f"speed:{family}", {}).get("found", {})
+        by_choice = known.get(f"speed:{family}", {}).get("found", {})
         for name in [f"peak:{part}" for part in MEMORY] if family == "sd35_medium" else ["flux"]:
-            found = found | known.get(name, {}).get("found", {})
-        rows = [[name, *_timed(row)] for name, row in found.items() if isinstance(row, dict)]
+            by_choice = by_choice | known.get(name, {}).get("found", {})
+        rows = [[name, *_timed(row)] for name, row in by_choice.items() if isinstance(row, dict)]
         if rows:
             heading = ["", "sampling, s", "training, s", "iteration, s", "peak, GB", "estimate, GB"]
             parts.append(f"\n{TITLES[family].removesuffix(', reduced')}:\n\n{table(heading, rows)}\n")
     return "".join(parts)
 
 
-def _timed(row: Found) -> list[str]:
+def _timed(row: Checks) -> list[str]:
     if "failed" in row:
         return [row["failed"][:80], "", "", "", ""]
     # The first iteration warms up, where there is another.
@@ -151,7 +152,7 @@ def _timed(row: Found) -> list[str]:
     return [*(f"{one:.2f}" for one in times), *(f"{one:.1f}" for one in sizes)]
 
 
-def peer(known: Found) -> str:
+def peer(known: Checks) -> str:
     pixels = "512" if "rows" in known.get("peer:512", {}).get("found", {}) else "256"  # of the first measurement
     rows = known.get("peer:512" if pixels == "512" else "peer", {}).get("found", {}).get("rows")
     if not rows:
@@ -173,8 +174,8 @@ def peer(known: Found) -> str:
     return f"\nAt {pixels} px:\n\n" + table(heading, body) + "\n"
 
 
-def language(known: Found) -> str:
-    found = known.get("language", {}).get("found", {})
+def language(known: Checks) -> str:
+    by_way = known.get("language", {}).get("found", {})
     rows = [
         [
             way,
@@ -182,7 +183,7 @@ def language(known: Found) -> str:
             f"{row['timing/train_s']:.2f}",
             f"{row['memory/peak_mb'] * 2**20 / 1e9:.1f}",
         ]
-        for way, row in found.items()
+        for way, row in by_way.items()
         if isinstance(row, dict) and "failed" not in row
     ]
     return "\n" + table(["", "tokens/s", "training, s", "peak, GB"], rows) + "\n" if rows else ""
@@ -196,7 +197,7 @@ def plan() -> str:
     return table(["check", "what", "at most, s", "of the card"], rows)
 
 
-def page(known: Found) -> str:
+def page(known: Checks) -> str:
     tables = {
         "ratios": ratios(known),
         "attention": attention(known),

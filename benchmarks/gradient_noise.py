@@ -39,7 +39,7 @@ from genrl.diffusion.methods.dynamic_tree_rpo.settings import DynamicTreeRPO
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Drawn, roll_out
+from genrl.diffusion.rollout.forest import Samples, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.steps.plans import to_table
 from genrl.diffusion.train import trainable_weights
@@ -113,7 +113,7 @@ class World:
         self.arguments = call_arguments(config.sampling)
         self.scorers = {name: genrl_rewards.load(name, {}) for name in REWARDS}
 
-    def draw(self, name: str, plan: SamplingPlan, prompt: Prompt, keep: Collection[int]) -> Drawn:
+    def draw(self, name: str, plan: SamplingPlan, prompt: Prompt, keep: Collection[int]) -> Samples:
         """The pictures of a prompt, by Flow-SDE with the levels of the plan. keep: steps whose graphs are kept."""
         tree = grow(plan)
         slots = [int(tree.first_leaf[node]) for node in tree.level(0)]
@@ -126,29 +126,29 @@ class World:
         """One gradient, from the prompt of this number."""
         plan, prompt = plan_of(name), self.prompts[number]
         keep = () if name in SCORES_ONLY else NOISY
-        drawn, tree = self.draw(name, plan, prompt, keep), grow(plan)
-        scores = self.score(drawn, prompt)
+        samples, tree = self.draw(name, plan, prompt, keep), grow(plan)
+        scores = self.score(samples, prompt)
         baselines = BASELINES if len(plan.splits) > 1 else BASELINES[:1]
         tables = {(r, b): credit(tree, s, b) for r, s in scores.items() for b in baselines}
-        return Measured(scores, self.gradients(drawn, tables) if keep else {})
+        return Measured(scores, self.gradients(samples, tables) if keep else {})
 
     @torch.no_grad()
-    def score(self, drawn: Drawn, prompt: Prompt) -> dict[str, Tensor]:
-        images = self.policy.decode(drawn.batch, drawn.final)
-        found = {}
+    def score(self, samples: Samples, prompt: Prompt) -> dict[str, Tensor]:
+        images = self.policy.decode(samples.batch, samples.final)
+        scores = {}
         for name, scorer in self.scorers.items():
             columns = {column: [prompt.columns[column]] * len(images) for column in genrl_rewards.needs(scorer).columns}
             group = [0] * len(images)
             scored = genrl_rewards.score(
-                scorer, images=images, prompts=drawn.batch.prompts, columns=columns, group=group
+                scorer, images=images, prompts=samples.batch.prompts, columns=columns, group=group
             )
-            found[name] = torch.tensor(scored.values, dtype=torch.float64)
-        return found
+            scores[name] = torch.tensor(scored.values, dtype=torch.float64)
+        return scores
 
-    def gradients(self, drawn: Drawn, tables: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
+    def gradients(self, samples: Samples, tables: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
         size = sum(p.numel() for p in self.parameters)
-        found = {key: torch.zeros(STEPS, size) for key in tables}
-        for piece in drawn.pieces:
+        gradients = {key: torch.zeros(STEPS, size) for key in tables}
+        for piece in samples.pieces:
             for step, slots in piece.slots.items():
                 used = {key: table[step, slots].float() for key, table in tables.items()}
                 used = {key: credits for key, credits in used.items() if bool((credits != 0).any())}
@@ -157,8 +157,8 @@ class World:
                 log_prob = piece.trajectory.graphs[step].log_prob
                 for key, credits in used.items():
                     parts = torch.autograd.grad(log_prob, self.parameters, credits, retain_graph=True)
-                    found[key][step] += torch.cat([part.flatten() for part in parts])
-        return found
+                    gradients[key][step] += torch.cat([part.flatten() for part in parts])
+        return gradients
 
 
 def train(folder: Path, prompts: int) -> None:
@@ -183,13 +183,13 @@ def windows(folder: Path, prompts: int) -> None:
         return
     world, config = World(), load("configs/diffusion/tree_rpo.yaml")
     assert isinstance(config, Config) and isinstance(config.trainer, DynamicTreeRPO)
-    found = {}
+    by_window = {}
     for one in config.trainer.rounds(config):
         name = f"window at {one.trained[0]}"
         each = [world.score(world.draw(name, one.plan, prompt, ()), prompt) for prompt in world.prompts[:prompts]]
-        found[name] = {reward: torch.stack([scores[reward] for scores in each]) for reward in REWARDS}
-        print(name, {reward: float(scores.var(1).mean()) for reward, scores in found[name].items()}, flush=True)
-    torch.save(found, folder / "windows.pt")
+        by_window[name] = {reward: torch.stack([scores[reward] for scores in each]) for reward in REWARDS}
+        print(name, {reward: float(scores.var(1).mean()) for reward, scores in by_window[name].items()}, flush=True)
+    torch.save(by_window, folder / "windows.pt")
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -210,10 +210,10 @@ def cost(name: str, steps: list[int]) -> float:
 def statistics(grams: np.ndarray, rows: np.ndarray) -> tuple[float, float]:
     """(S, noise) of the gradients of these prompts [N], of which some may be drawn twice; grams: [N, N]. Pairs of a
     prompt with itself say nothing of S."""
-    found = grams[np.ix_(rows, rows)]
+    gram = grams[np.ix_(rows, rows)]
     other = rows[:, None] != rows
-    signal = float(found[other].mean())
-    return signal, float(np.diag(found).mean()) - signal
+    signal = float(gram[other].mean())
+    return signal, float(np.diag(gram).mean()) - signal
 
 
 def interval(values: list[float]) -> list[float]:
@@ -227,33 +227,33 @@ def compared(gradients: dict[str, Tensor], steps: list[int], against: str) -> di
 
     gradients: name -> [N, T, D], chains among them.
     """
-    chosen = {name: found[:, steps].flatten(1).double() for name, found in gradients.items()}
-    grams = {name: (found @ found.T).numpy() for name, found in chosen.items()}
+    chosen = {name: gradient[:, steps].flatten(1).double() for name, gradient in gradients.items()}
+    grams = {name: (gradient @ gradient.T).numpy() for name, gradient in chosen.items()}
     count = len(grams[against])
     every = np.arange(count)
     weights = {name: 1 / np.diag(gram).mean() for name, gram in grams.items()}
-    pooled = sum(weights[name] * found for name, found in chosen.items()) / sum(weights.values())
+    pooled = sum(weights[name] * gradient for name, gradient in chosen.items()) / sum(weights.values())
     pooled = (pooled @ pooled.T).numpy()
     random = np.random.default_rng(0)
-    drawn = [random.integers(count, size=count) for _ in range(RESAMPLED)]
+    resamples = [random.integers(count, size=count) for _ in range(RESAMPLED)]
 
     def of(rows: np.ndarray) -> tuple[float, dict[str, float]]:
         return statistics(pooled, rows)[0], {name: statistics(gram, rows)[1] for name, gram in grams.items()}
 
     signal, noise = of(every)
-    resampled = [of(rows) for rows in drawn]
+    resampled = [of(rows) for rows in resamples]
     calls = {name: cost(name, steps) for name in grams}
-    found = {}
+    structures = {}
     for name in grams:
         ratio = calls[name] / calls[against]
-        found[name] = {
+        structures[name] = {
             "calls": calls[name],
             "noise": noise[name],
             "relative": ratio * noise[name] / noise[against],
             "relative_95": interval([ratio * one[name] / one[against] for _, one in resampled]),
             "calls_until_noise_is_signal": noise[name] / signal * calls[name],
         }
-    return {"signal": signal, "signal_95": interval([one for one, _ in resampled]), "structures": found}
+    return {"signal": signal, "signal_95": interval([one for one, _ in resampled]), "structures": structures}
 
 
 def mean_variance(scores: Tensor) -> dict[str, Any]:
@@ -303,20 +303,20 @@ def report(folder: Path) -> dict[str, Any]:
         result[reward] = {"within": within, "advantage": advantage_noise(within), "steps": {}, "suffixes": {}}
         for step in (0, 2, 4, 6):
             both = {name: gradients[name] for name in ("chains", f"split at {step}")}
-            several = {name: found for name, found in gradients.items() if name.startswith("in two") and step < 4}
+            several = {name: g for name, g in gradients.items() if name.startswith("in two") and step < 4}
             result[reward]["steps"][step] = compared(both | several, [step], "chains")
             result[reward]["suffixes"][step] = compared(both, [*range(step, STEPS - 1)], "chains")
-        whole = {name: found for name, found in gradients.items() if not name.startswith("split at") or name[-1] == "0"}
+        whole = {name: g for name, g in gradients.items() if not name.startswith("split at") or name[-1] == "0"}
         result[reward]["whole"] = compared(whole, [*NOISY], "chains")
     return result
 
 
-def _ratio(found: dict[str, Any]) -> str:
-    low, high = found["relative_95"]
-    return f"{found['relative']:.2f} ({low:.2f} to {high:.2f})"
+def _ratio(row: dict[str, Any]) -> str:
+    low, high = row["relative_95"]
+    return f"{row['relative']:.2f} ({low:.2f} to {high:.2f})"
 
 
-def tables(found: dict[str, Any]) -> str:
+def tables(results: dict[str, Any]) -> str:
     """Markdown: variance of the reward and of advantage estimates by step, then noise of gradients per call."""
     lines = [
         "| reward | split at step | variance of the reward below the node | of it made by this step's noise "
@@ -324,8 +324,8 @@ def tables(found: dict[str, Any]) -> str:
         "| --- " * 6 + "|",
     ]
     for reward in REWARDS:
-        within = found[reward]["within"]
-        for row in found[reward]["advantage"]:
+        within = results[reward]["within"]
+        for row in results[reward]["advantage"]:
             one = within[f"split at {row['step']}"]
             low, high = one["variance_95"]
             chains, tree = row["chains"] * row["chains_calls"], row["tree"] * row["tree_calls"]
@@ -340,9 +340,9 @@ def tables(found: dict[str, Any]) -> str:
         "| --- " * 6 + "|",
     ]
     for reward in REWARDS:
-        parts = [(f"step {step}", one) for step, one in found[reward]["steps"].items()]
-        parts += [(f"steps {step} to {STEPS - 2}", one) for step, one in found[reward]["suffixes"].items() if step]
-        parts += [("all steps", found[reward]["whole"])]
+        parts = [(f"step {step}", one) for step, one in results[reward]["steps"].items()]
+        parts += [(f"steps {step} to {STEPS - 2}", one) for step, one in results[reward]["suffixes"].items() if step]
+        parts += [("all steps", results[reward]["whole"])]
         for part, one in parts:
             known = one["signal_95"][0] > 0
             for name, row in one["structures"].items():
@@ -351,12 +351,12 @@ def tables(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def figure(found: dict[str, Any]) -> str:
+def figure(results: dict[str, Any]) -> str:
     """Noise x calls of a tree over that of chains by the step of its split, with the limits of its interval."""
     shown = []
     for kind, title in (("steps", "this step's gradient"), ("suffixes", "gradient of it and later steps")):
         for reward in REWARDS:
-            rows = {int(step): one["structures"][f"split at {step}"] for step, one in found[reward][kind].items()}
+            rows = {int(step): one["structures"][f"split at {step}"] for step, one in results[reward][kind].items()}
             lines = [[(step, row["relative"]) for step, row in rows.items()]]
             lines += [[(step, row["relative_95"][end]) for step, row in rows.items()] for end in (0, 1)]
             shown.append((f"{reward}: {title}", lines))
@@ -374,10 +374,10 @@ def main() -> None:
         train(given.folder, given.prompts)
         windows(given.folder, given.prompts)
         return
-    found = report(given.folder)
-    save(given.out, "gradient_noise", found)
-    print(tables(found))
-    write_atomic(FIGURE, figure(found))
+    results = report(given.folder)
+    save(given.out, "gradient_noise", results)
+    print(tables(results))
+    write_atomic(FIGURE, figure(results))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool) -> dict[s
     images, prefixes_of = (TINY_IMAGES, TINY_PREFIXES) if tiny else (IMAGES, PREFIXES)
     torch.manual_seed(0)
     random = partial(torch.randn, device=device, dtype=dtype)
-    found: dict[str, Case] = {}
+    by_shape: dict[str, Case] = {}
     if kernel == "prefix_attention":
         for name, (rows, prefixes, heads, inner, length, prefix, size, causal) in prefixes_of.items():
             own, kept = (rows, inner, length, size), (prefixes, inner, prefix, size)
@@ -86,14 +86,14 @@ def cases(kernel: str, device: str, dtype: torch.dtype, *, tiny: bool) -> dict[s
             repeated = partial(prefix_attention_torch, row_of=row_of, prefix_mask=None, causal=causal, scale=size**-0.5)
             inputs = [random(rows, heads, length, size), random(own), random(own), random(kept), random(kept)]
             products = 4.0 * rows * heads * length * (prefix + length / (2 if causal else 1)) * size
-            found[name] = Case(inputs, call, repeated, libraries, products, True)
-        return found
+            by_shape[name] = Case(inputs, call, repeated, libraries, products, True)
+        return by_shape
     for name, (tokens, heads, size) in images.items():
         inputs = [random(1, tokens, heads, size) for _ in range(3)]
         libraries = {n: partial(joint_attention, backend=n) for n in usable(inputs[0]) if n not in ("auto", "math")}
         plain = partial(joint_attention, backend="auto")
-        found[name] = Case(inputs, plain, _attention_torch, libraries, 4.0 * heads * tokens**2 * size, True)
-    return found
+        by_shape[name] = Case(inputs, plain, _attention_torch, libraries, 4.0 * heads * tokens**2 * size, True)
+    return by_shape
 
 
 def _attention_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ def errors(case: Case, candidates: Mapping[str, Callable[..., Outputs]]) -> dict
     truth = [*_tuple(case.definition(*exact)), *with_backward(case.definition, exact)()]
 
     def error(call: Callable[..., Outputs]) -> list[float]:
-        found = [*_tuple(call(*case.inputs)), *with_backward(call, case.inputs)()]
-        return [float((a.double() - b).abs().max()) for a, b in zip(found, truth, strict=True)]
+        outputs = [*_tuple(call(*case.inputs)), *with_backward(call, case.inputs)()]
+        return [float((a.double() - b).abs().max()) for a, b in zip(outputs, truth, strict=True)]
 
     rounding = torch.finfo(case.inputs[0].dtype).eps  # the definition may be exact by luck
     own = [one + rounding * float(b.abs().max()) for one, b in zip(error(case.definition), truth, strict=True)]
@@ -188,12 +188,12 @@ def measure(kernel: str, shape: str, case: Case, rounds: int, device: str) -> li
     """
     torch.compiler.reset()  # one function for many shapes: beyond a few it would run uncompiled
     candidates = candidates_of(case, device)
-    found = errors(case, candidates)
-    if found["ours"] > 2:
-        raise RuntimeError(f"{kernel}, {shape}: {found['ours']:.1f} times the error of its definition")
+    relative_errors = errors(case, candidates)
+    if relative_errors["ours"] > 2:
+        raise RuntimeError(f"{kernel}, {shape}: {relative_errors['ours']:.1f} times the error of its definition")
     rows: list[dict[str, Any]] = []
     for phase in ("forward", "both"):
-        row: dict[str, Any] = {"kernel": kernel, "shape": shape, "phase": phase, "errors": found}
+        row: dict[str, Any] = {"kernel": kernel, "shape": shape, "phase": phase, "errors": relative_errors}
         rows.append(row)
         if device == "cpu":
             continue
@@ -237,8 +237,8 @@ def main() -> None:
         arguments.error("no kernel can be timed: there is no GPU. --dry-run checks all but the times")
     table: list[dict[str, Any]] = []
     for kernel in given.kernels or names:
-        found = cases(kernel, device, torch.bfloat16, tiny=given.dry_run)
-        rows = [row for one in found.items() for row in measure(kernel, *one, given.rounds, device)]
+        by_shape = cases(kernel, device, torch.bfloat16, tiny=given.dry_run)
+        rows = [row for one in by_shape.items() for row in measure(kernel, *one, given.rounds, device)]
         for row in rows:
             times = "  ".join(f"{name} {1e3 * t:.3f}" for name, t in row.get("seconds", {}).items())
             extra = f"{times} ms  ratio {row['ratio']:.2f}" if times else "no times"

@@ -87,14 +87,14 @@ class Trace:
     def peaks(self) -> dict[str, int]:
         """Phase -> most bytes in use."""
         events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        found, held, k = dict.fromkeys((name for name, _ in self.marks), 0), self.before, 0
+        peaks, held, k = dict.fromkeys((name for name, _ in self.marks), 0), self.before, 0
         for event in sorted(events, key=lambda e: e.start_ns()):
             while k + 1 < len(self.marks) and event.start_ns() >= self.marks[k + 1][1]:
                 k += 1
-                found[self.marks[k][0]] = max(found[self.marks[k][0]], held)
+                peaks[self.marks[k][0]] = max(peaks[self.marks[k][0]], held)
             held += event.nbytes()
-            found[self.marks[k][0]] = max(found[self.marks[k][0]], held)
-        return found
+            peaks[self.marks[k][0]] = max(peaks[self.marks[k][0]], held)
+        return peaks
 
 
 def live_bytes() -> int:
@@ -118,9 +118,9 @@ def peak_of(work: Callable[[], object]) -> int:
 
 def trial(run: DiffusionRun, size: int) -> int:
     """Peak bytes of what `sampling.fit_batch` tries with so many samples."""
-    found = peak_of(lambda: before.attempt(run, run.prompts, size))
+    peak = peak_of(lambda: before.attempt(run, run.prompts, size))
     run.loop.optimizer.zero_grad(set_to_none=True)
-    return found
+    return peak
 
 
 def iteration_peaks(run: DiffusionRun) -> tuple[dict[str, int], int]:
@@ -188,7 +188,7 @@ def main() -> None:
     arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     arguments.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     given = arguments.parse_args()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     print("| model, training | rollout, MB | training, MB | formula, MB | peak over it | activations | line |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for model in given.models:
@@ -197,7 +197,7 @@ def main() -> None:
                 write_wide(folder)
             path = folder if model == "wide" else "assets/tiny-t2i"
             for name in given.only:
-                row = found[f"{model}, {name}"] = measure(MODELS[model], name, path)
+                row = results[f"{model}, {name}"] = measure(MODELS[model], name, path)
                 line = "-" if row["line_over_peak"] is None else f"{row['line_over_peak']:.2f}"
                 print(
                     f"| {model}, {name} | {row['rollout'] / 1e6:.1f} | {row['training'] / 1e6:.1f} "
@@ -205,7 +205,7 @@ def main() -> None:
                     f"| {row['activations_over_formula']:.2f} | {line} |",
                     flush=True,
                 )
-    save(given.out, "memory", found)
+    save(given.out, "memory", results)
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def small(name: str, *changes: str) -> Config:
     path, *own = ROWS[name]
     published = load(path)
     assert isinstance(published, Config)
-    found = load(path, [*COMMON, f"sampling.batch_size={published.sampling.group_size}", *own, *changes])
-    assert isinstance(found, Config)
-    return found
+    config = load(path, [*COMMON, f"sampling.batch_size={published.sampling.group_size}", *own, *changes])
+    assert isinstance(config, Config)
+    return config
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -104,9 +104,9 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     given = arguments.parse_args()
-    found, lines = {}, []
+    results, lines = {}, []
     for name in given.only:
-        row = found[name] = measure(name)
+        row = results[name] = measure(name)
         word = "at most " if row["at_most"] else ""
         sampling, training = row["sampling"], row["training"]
         lines.append(
@@ -115,7 +115,7 @@ def main() -> None:
         )
     print("| | sampling, counted | by formula | training, counted | by formula |\n| --- | --- | --- | --- | --- |")
     print("\n".join(lines))
-    save(given.out, "model_calls", found)
+    save(given.out, "model_calls", results)
 
 
 if __name__ == "__main__":

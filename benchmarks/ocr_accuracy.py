@@ -68,7 +68,7 @@ def main() -> None:
     arguments.add_argument("fonts", nargs="*")
     given = arguments.parse_args()
     fonts: list[str | None] = [None, *given.fonts]
-    found = []
+    results = []
     capitals = string.ascii_uppercase
     settings = [("signs", 64, capitals)] + [(kind, size, None) for size in (64, 128) for kind in ("fill", "half")]
     print(f"| pictures | engine | {' | '.join(CONDITIONS)} | ms |\n|---|---|{'---|' * (len(CONDITIONS) + 1)}")
@@ -88,8 +88,8 @@ def main() -> None:
             cells = " | ".join(f"{r:.3f}" for r in right)
             name = f"`{crop}`" if given.engine == "rapidocr" else f"{given.engine}, {len(rows)} pictures"
             print(f"| {kind}, {size} px | {name} | {cells} | {spent:.0f} |", flush=True)
-            found.append({"pictures": kind, "pixels": size, "engine": name, "right": right, "ms": spent})
-    save(given.out, "ocr_accuracy", found)
+            results.append({"pictures": kind, "pixels": size, "engine": name, "right": right, "ms": spent})
+    save(given.out, "ocr_accuracy", results)
 
 
 if __name__ == "__main__":

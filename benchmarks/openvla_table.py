@@ -40,8 +40,8 @@ def trained(place: Path, name: str, tree: dict[str, Any]) -> dict[str, Any]:
     rows = read_metrics(place / name / "metrics.jsonl")
     success = [[row["step"], row["eval/success_mean"]] for row in rows if "eval/success_mean" in row]
     seconds = {"cpu_s": time.process_time() - spent, "wall_s": time.perf_counter() - begun}
-    told = {section: value for section, value in tree.items() if section not in ("policy", "output")}  # no paths
-    return {"success": success, **seconds, "config": told}
+    config = {section: value for section, value in tree.items() if section not in ("policy", "output")}  # no paths
+    return {"success": success, **seconds, "config": config}
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
             "evaluation": evaluation,
             "iterations": 12,
         }
-        found = {"sft": trained(place, "sft", imitation)}
+        results = {"sft": trained(place, "sft", imitation)}
         for seed in given.seeds:
             reinforcement = {
                 "policy": {"path": str(place / "sft")},
@@ -79,10 +79,10 @@ def main() -> None:
                 "iterations": 30,
                 "seed": seed,
             }  # fmt: skip
-            found[f"grpo, seed {seed}"] = trained(place, f"grpo-{seed}", reinforcement)
-    for name, run in found.items():
+            results[f"grpo, seed {seed}"] = trained(place, f"grpo-{seed}", reinforcement)
+    for name, run in results.items():
         print(name, *(f"{step}: {rate:.3f}" for step, rate in run["success"]), f"{run['cpu_s']:.0f} CPU s")
-    save(given.out, "openvla_table", found)
+    save(given.out, "openvla_table", results)
 
 
 if __name__ == "__main__":

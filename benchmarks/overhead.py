@@ -77,9 +77,9 @@ def instrument(run: DiffusionRun, parts: Parts, calls: list[tuple[str, Call]]) -
         parts.enter(outside)
 
     def taken(rollouts: Any) -> Any:
-        found = take(rollouts)
+        result = take(rollouts)
         parts.enter("train")
-        return found
+        return result
 
     run.loop.timed, run.take = in_phase, taken  # type: ignore[method-assign]
     for module in (*policy.denoisers.values(), policy.pipe.vae.decoder):
@@ -121,14 +121,14 @@ def bare(calls: list[tuple[str, Call]]) -> dict[str, Seconds]:
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the rounds."""
-    found: dict[str, Any] = {phase: over_phases(rounds, (phase,)) for phase in PHASES}
-    found["all"] = over_phases(rounds, PHASES)
+    medians: dict[str, Any] = {phase: over_phases(rounds, (phase,)) for phase in PHASES}
+    medians["all"] = over_phases(rounds, PHASES)
     keys = {key for one in rounds for key in one["spent"]}
     spent = {key: median(one["spent"].get(key, Seconds(0.0, 0.0)).cpu for one in rounds) for key in sorted(keys)}
     parts = dict.fromkeys((*MODEL, *BESIDE, "score", "outside"), 0.0)
     for (phase, part), seconds in spent.items():
         parts[part if phase in PHASES else "score" if phase == "score" else "outside"] += seconds
-    return found | {"parts": parts, "by_phase": {f"{phase}: {part}": s for (phase, part), s in spent.items()}}
+    return medians | {"parts": parts, "by_phase": {f"{phase}: {part}": s for (phase, part), s in spent.items()}}
 
 
 def over_phases(rounds: list[dict[str, Any]], phases: tuple[str, ...]) -> dict[str, Any]:
@@ -163,21 +163,21 @@ def main() -> None:
         off = ("evaluation.every=0", "checkpoint.every=1000000", "trackers=[]")
         config = load(path, [f"iterations={given.rounds + 1}", *off, *given.set])
         assert isinstance(config, Config)
-        found = table[path] = measure(config)
+        result = table[path] = measure(config)
         print(f"\n{path}\n| phase | iteration, CPU s | bare calls, CPU s | ratio (range) | by the wall clock |")
         print("| --- | --- | --- | --- | --- |")
         for phase in (*PHASES, "all"):
-            row = found[phase]
+            row = result[phase]
             print(
                 f"| {phase} | {row['iteration_s']:.2f} | {row['bare_s']:.2f} | {row['ratio']:.2f} "
                 f"({min(row['ratios']):.2f} to {max(row['ratios']):.2f}) | {row['wall_ratio']:.2f} |"
             )
-        whole = found["all"]["iteration_s"]
+        whole = result["all"]["iteration_s"]
         print("\n| of an iteration | CPU s | per cent |\n| --- | --- | --- |")
         names = {part: f"denoiser and decoder, {part}" for part in MODEL} | BESIDE
         names |= {"score": "rewards", "outside": "logging, copies to go back to"}
         for part, name in names.items():
-            print(f"| {name} | {found['parts'][part]:.3f} | {100 * found['parts'][part] / whole:.1f} |")
+            print(f"| {name} | {result['parts'][part]:.3f} | {100 * result['parts'][part] / whole:.1f} |")
     save(given.out, "overhead", table)
 
 

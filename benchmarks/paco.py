@@ -55,9 +55,9 @@ def judged(folder: str, images: Tensor, group: Sequence[int]) -> str:
     asked = [(*row.prompt.parts[:2], QUESTION) for row in rows]
     said = [answer.yes for answer in vlm.yes_no(asked)]  # type: ignore[arg-type]
     right = sum((yes > 0.5) == (row.columns["answer"] == "yes") for yes, row in zip(said, rows, strict=True))
-    shown, found = pil_list(images), [find(picture) for picture in to_uint8(images)]
+    shown, things = pil_list(images), [find(picture) for picture in to_uint8(images)]
     pairs = [(i, j) for i, j in itertools.combinations(range(len(shown)), 2) if group[i] == group[j]]
-    rule = [alike(found[i], found[j]) for i, j in pairs]
+    rule = [alike(things[i], things[j]) for i, j in pairs]
     one, other = (
         [answer.yes for answer in vlm.yes_no([[shown[i], shown[j], QUESTION] for i, j in some])]
         for some in (pairs, [(j, i) for i, j in pairs])
@@ -81,8 +81,8 @@ def tamed(images: Tensor, prompts: list[str], group: list[int]) -> None:
         tame = log_tame_advantages(parts, [1.0, 1.0], of, scale="global")
         cells = [f"{spearmanr(advantage, part).statistic:.2f}" for advantage in (plain, tame) for part in parts]
         cells += [f"{spearmanr(*pair).statistic:.2f}" for pair in (parts, (plain, tame))]
-        told = ", ".join(f"{h:.2f}" for h in variations), ", ".join(f"{float(part.std()):.3f}" for part in parts)
-        print(f"| {name} | {' | '.join([*told, *cells])} |", flush=True)
+        numbers = ", ".join(f"{h:.2f}" for h in variations), ", ".join(f"{float(part.std()):.3f}" for part in parts)
+        print(f"| {name} | {' | '.join([*numbers, *cells])} |", flush=True)
 
 
 def main() -> None:

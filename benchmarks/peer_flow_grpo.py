@@ -149,7 +149,7 @@ def usual_loop(config: Config) -> Iterator[Spent]:
         started, calls = clock(), 0
         chosen = torch.randperm(len(rows), generator=generator)[: sampling.prompts_per_iteration].tolist()
         texts = [rows[k] for k in chosen for _ in range(sampling.group_size)]
-        drawn, scores, trained = [], [], range(steps - 1)
+        batches, scores, trained = [], [], range(steps - 1)
         if window is not None:
             start = int(torch.randint((window.high or steps) - window.size + 1, (), generator=generator))
             trained = range(start, start + window.size)
@@ -176,12 +176,12 @@ def usual_loop(config: Config) -> Iterator[Spent]:
                 decoded = pipe.vae.decode(latents.to(context.dtype), return_dict=False)[0]
                 images = (decoded.float() / 2 + 0.5).clamp(0, 1)
             scores += genrl_rewards.score(scorer, images=images, prompts=batch).values
-            drawn.append((context, pooled, sigmas, states, logs))
+            batches.append((context, pooled, sigmas, states, logs))
         group = torch.tensor(scores).view(-1, sampling.group_size)
         advantages = ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-4)).flatten()
         sampled, sample_calls, calls = clock(), calls, 0
-        left = len(drawn) * len(trained)
-        for k, (context, pooled, sigmas, states, logs) in enumerate(drawn):
+        left = len(batches) * len(trained)
+        for k, (context, pooled, sigmas, states, logs) in enumerate(batches):
             own = advantages[k * sampling.batch_size : (k + 1) * sampling.batch_size].to(device)
             for i, (state, next_state), log in zip(trained, states, logs, strict=True):
                 left -= 1
@@ -193,7 +193,7 @@ def usual_loop(config: Config) -> Iterator[Spent]:
                         raise RuntimeError("the stand-in does not replay what it sampled")
                     low, high = settings.clip_bounds
                     loss = torch.maximum(-own * ratio, -own * ratio.clamp(1 - low, 1 + high)).mean()
-                    (loss / (len(drawn) * len(trained))).backward()
+                    (loss / (len(batches) * len(trained))).backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -237,11 +237,11 @@ def measure(
             assert isinstance(config, Config)
             loops[name] = ours(config, stack)
         turns = [{name: next(loop) for name, loop in loops.items()} for _ in range(rounds + 1)]
-    found, pictures = {}, base.sampling.images_per_iteration
+    results, pictures = {}, base.sampling.images_per_iteration
     for name in loops:
         mine = [turn[name] for turn in turns[1:]]
         ratios = [_whole(turn[FIRST]).cpu / _whole(turn[name]).cpu for turn in turns[1:]]
-        found[name] = {
+        results[name] = {
             "sample_s": median(one.sample.cpu for one in mine),
             "train_s": median(one.train.cpu for one in mine),
             "sample_calls": mean(one.sample_calls for one in mine) / pictures,
@@ -251,7 +251,7 @@ def measure(
             "times_faster_wall": median(_whole(turn[FIRST]).wall / _whole(turn[name]).wall for turn in turns[1:]),
             "rounds": [one._asdict() for one in mine],
         }
-    return found
+    return results
 
 
 def _whole(spent: Spent) -> Seconds:
@@ -264,19 +264,19 @@ def main() -> None:
     arguments.add_argument("--fast", action="store_true", help="all with a window of 2 steps and guidance")
     arguments.add_argument("--rows", nargs="+", help="the rows to measure, by their names; default: all")
     given = arguments.parse_args()
-    found = measure(given.rounds, given.rows or tuple(FAST if given.fast else ROWS), fast=given.fast)
+    results = measure(given.rounds, given.rows or tuple(FAST if given.fast else ROWS), fast=given.fast)
     print(
         "| loop | calls per picture: sampling + training | sampling, CPU s | training, CPU s | times faster (range) "
         "| by the wall clock |\n| --- | --- | --- | --- | --- | --- |"
     )
-    for name, row in found.items():
+    for name, row in results.items():
         low, high = row["range"]
         print(
             f"| {name} | {row['sample_calls']:.2f} + {row['train_calls']:.2f} | {row['sample_s']:.2f} "
             f"| {row['train_s']:.2f} | {row['times_faster']:.2f} ({low:.2f} to {high:.2f}) "
             f"| {row['times_faster_wall']:.2f} |"
         )
-    save(given.out, "peer_flow_grpo_fast" if given.fast else "peer_flow_grpo", found)
+    save(given.out, "peer_flow_grpo_fast" if given.fast else "peer_flow_grpo", results)
 
 
 if __name__ == "__main__":

@@ -102,11 +102,11 @@ def resumed(whole: Path, folder: Path, processes: int, changes: Sequence[str] = 
 def apart(one: Path, other: Path) -> dict[str, float]:
     """Largest differences of two runs."""
     ours, theirs = (last_state(path).tensors["weights"] for path in (one, other))
-    found = {"weights": max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)}
+    distances = {"weights": max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)}
     for key, names in COMPARED.items():
         rows = [[row[n] for row in read_metrics(Run(path).metrics) for n in names if n in row] for path in (one, other)]
-        found[key] = max(abs(a - b) for a, b in zip(*rows, strict=True))
-    return found
+        distances[key] = max(abs(a - b) for a, b in zip(*rows, strict=True))
+    return distances
 
 
 def on_policy(path: Path) -> float:
@@ -117,7 +117,7 @@ def on_policy(path: Path) -> float:
 
 def measure(kind: Kind, changes: list[str], folder: Path, iterations: int) -> dict[str, dict[str, Any]]:
     """Of every way to run it."""
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for way, (processes, more) in WAYS.items():
         if way == "Ray" and not kind.ray:
             continue
@@ -132,9 +132,9 @@ def measure(kind: Kind, changes: list[str], folder: Path, iterations: int) -> di
         if processes > 1:
             fsdp = ["distributed.fsdp=false"] if more else []
             row["one goes on"] = apart(resumed(path, place / "one", 1, fsdp), path)["weights"]
-        found[way] = row
+        rows[way] = row
         print(way, row, flush=True)
-    return found
+    return rows
 
 
 def main() -> None:
@@ -143,15 +143,15 @@ def main() -> None:
     arguments.add_argument("--iterations", type=int, default=2)
     given = arguments.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         base = Path(folder)
         for name, kind in kinds(base / "made").items():
             for trained, changes in (("LoRA", kind.adapted), ("full", kind.whole)):
                 if name in given.only:
                     print(f"== {name}, {trained}", flush=True)
-                    found[f"{name}, {trained}"] = measure(kind, changes, base / f"{name}-{trained}", given.iterations)
-    save(given.out, "processes", found)
+                    results[f"{name}, {trained}"] = measure(kind, changes, base / f"{name}-{trained}", given.iterations)
+    save(given.out, "processes", results)
 
 
 if __name__ == "__main__":

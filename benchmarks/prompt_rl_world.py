@@ -21,7 +21,7 @@ class OnCaptions(Shapes):
         self, images: torch.Tensor, prompts: list[str], caption: list[str]
     ) -> tuple[list[float], dict[str, list[float]]]:
         scores, parts = super().__call__(images, caption)
-        kept = [(text == told) is self.plain for text, told in zip(prompts, caption, strict=True)]
+        kept = [(text == original) is self.plain for text, original in zip(prompts, caption, strict=True)]
         return [value if keep else math.nan for value, keep in zip(scores, kept, strict=True)], {
             name: [value if keep else math.nan for value, keep in zip(row, kept, strict=True)]
             for name, row in parts.items()

@@ -135,13 +135,13 @@ def packed(shapes: Mapping[str, tuple[int, ...]]) -> list[list[Any]]:
 
 def runs(numbers: list[int]) -> list[list[int]]:
     """Ascending numbers as [first, last] of each run without gaps."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in sorted(numbers):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    return found
+            spans.append([number, number])
+    return spans
 
 
 def row(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,17 +152,17 @@ def row(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def networks(key: str, model: Published) -> dict[str, Any]:
     """A pipeline's denoiser and autoencoder, and what looks at its pictures."""
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     if key == "sd15":
         vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
         seen = transformers.CLIPConfig(vision_config=vision | {"patch_size": 14}, projection_dim=768)
         with torch.device("meta"):
-            found["safety_checker"] = row(StableDiffusionSafetyChecker(seen), {})
+            parts["safety_checker"] = row(StableDiffusionSafetyChecker(seen), {})
     for part, (kind, settings) in (("denoiser", model.denoiser), ("vae", model.vae)):
         with torch.device("meta"):
             made = kind(**settings | (DEPTHS.get(key, {}) if part == "denoiser" else {}))
-        found[part] = row(made, dict(made.config))
-    return found
+        parts[part] = row(made, dict(made.config))
+    return parts
 
 
 def write_policies() -> None:

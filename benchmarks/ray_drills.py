@@ -97,9 +97,9 @@ def _rows(run: Path) -> int:
 
 def _named(beginning: bytes) -> list[int]:
     """Processes of this machine whose command line begins so."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (folder / "cmdline").read_bytes().startswith(beginning):
-                found.append(int(folder.name))
-    return found
+                processes.append(int(folder.name))
+    return processes

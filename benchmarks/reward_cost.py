@@ -129,7 +129,7 @@ def main() -> None:
     given = arguments.parse_args()
     if unknown := set(given.names) - MAKERS.keys():
         arguments.error(f"no reward {', '.join(sorted(unknown))}; there are {', '.join(MAKERS)}")
-    found = {}
+    results = {}
     generator = torch.Generator().manual_seed(0)
     print(f"| name | CPU ms a picture of {SIDE} pixels (of a video: a frame) |\n|---|---|")
     for name in given.names or MAKERS:
@@ -142,9 +142,9 @@ def main() -> None:
             start = time.process_time()
             score(images)
             spent = 1000 * (time.process_time() - start) / count / length
-        found[name] = spent
+        results[name] = spent
         print(f"| `{name}` | {spent:.3g} |", flush=True)
-    save(given.out, "reward_cost", found)
+    save(given.out, "reward_cost", results)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from genrl.diffusion.policy.adapters import load_lora
 from genrl.diffusion.policy.loading import load_pipeline
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Drawn, roll_out
+from genrl.diffusion.rollout.forest import Samples, roll_out
 from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
@@ -241,15 +241,15 @@ def measure(config: Config, lora: Path | None) -> dict[str, float]:
         distances += [distance(group) for group in images.split(PICTURES)]
     in_groups: list[float] = []
     for k in range(6):
-        drawn = rollout(
+        samples = rollout(
             config, policy, [prompt.text for prompt in prompts[4 * k : 4 * k + 4]], min(5 * k, config.iterations - 1)
         )
-        images = policy.decode(drawn.batch, drawn.final)
+        images = policy.decode(samples.batch, samples.final)
         in_groups += [distance(group) for group in images.split(config.sampling.group_size)]
     return {"reward": mean(scores), "diversity": mean(distances), "group_diversity": mean(in_groups)}
 
 
-def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: int) -> Drawn:
+def rollout(config: Config, policy: Policy, prompts: Sequence[str], iteration: int) -> Samples:
     """One group per prompt, drawn as in this iteration of the configured training; samples in the order of slots."""
     settings = config.trainer
     assert isinstance(settings, PolicyGradient)
@@ -270,7 +270,7 @@ def overhead(repeats: int = 5) -> dict[str, dict[str, float]]:
     processor's: with one thread those of the wall on a machine that does nothing else, and on a busy one, where the
     wall says little, they stay about what they are.
     """
-    found = {}
+    results = {}
     for setting in SETTINGS:
         config = load(BASE, [*COMMON, *SETTINGS[setting], "iterations=10"])
         policy = Policy(load_pipeline(config.model))
@@ -285,9 +285,9 @@ def overhead(repeats: int = 5) -> dict[str, dict[str, float]]:
             whole.append(seconds(lambda c=config, p=policy, t=prompts: rollout(c, p, t, iteration=0)))
             bare.append(seconds(lambda p=policy, c=calls: [p.denoiser(*args, **kwargs) for args, kwargs in c]))
         ratio = median(one / other for one, other in zip(whole, bare, strict=True))
-        found[setting] = {"rollout_s": median(whole), "bare_s": median(bare), "ratio": ratio}
+        results[setting] = {"rollout_s": median(whole), "bare_s": median(bare), "ratio": ratio}
         print(f"{setting:<14}{median(whole):>8.3f} s{median(bare):>8.3f} s{ratio:>7.3f}", flush=True)
-    return found
+    return results
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -298,11 +298,11 @@ def seconds(work: Callable[[], object]) -> float:
 
 def finished(folder: Path) -> dict[str, list[Run]]:
     """Setting -> its runs that are done, by seed."""
-    found: dict[str, list[Run]] = defaultdict(list)
+    by_setting: dict[str, list[Run]] = defaultdict(list)
     for setting in SETTINGS:
         runs = [Run(path) for path in sorted(folder.glob(f"{setting}-[0-9]*"))]
-        found[setting] = [run for run in runs if measured_at(run).exists()]
-    return {setting: runs for setting, runs in found.items() if runs}
+        by_setting[setting] = [run for run in runs if measured_at(run).exists()]
+    return {setting: runs for setting, runs in by_setting.items() if runs}
 
 
 def curve(run: Run) -> list[tuple[float, float]]:
@@ -360,8 +360,8 @@ def figure(folder: Path) -> str:
     for setting, runs in settings.items():
         curves = [curve(run) for run in runs]
         grid = np.linspace(0, min(points[-1][0] for points in curves), EVALUATIONS + 1)
-        drawn = [np.interp(grid, *zip(*points, strict=True)) for points in curves]
-        means.append((NAMES[setting], list(zip(grid.tolist(), np.mean(drawn, axis=0).tolist(), strict=True))))
+        interpolated = [np.interp(grid, *zip(*points, strict=True)) for points in curves]
+        means.append((NAMES[setting], list(zip(grid.tolist(), np.mean(interpolated, axis=0).tolist(), strict=True))))
         seeds += [(f"{NAMES[setting]}, {run.folder.name}", points) for run, points in zip(runs, curves, strict=True)]
     colours = [COLOURS[list(SETTINGS).index(setting)] for setting in settings]
     for i, colour in enumerate(colours):

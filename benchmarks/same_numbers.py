@@ -129,15 +129,15 @@ def compare(
     there: run_entries.Entries, here: run_entries.Entries, renames: dict[str, str], allow: Sequence[str]
 ) -> tuple[str, str]:
     """(word, notes) of two runs."""
-    found = run_entries.differences(there, here, renames)
-    bad = [one for one in found if not run_entries.allowed(one, allow)]
+    differences = run_entries.differences(there, here, renames)
+    bad = [one for one in differences if not run_entries.allowed(one, allow)]
     if bad:
         files = _counted(one.name.split(":", 1)[0] for one in bad)
         keys = _counted(one.name.rsplit(":", 1)[-1] for one in bad)
         return "DIFFERS", f"{len(bad)} of {len(there)} entries\nfirst {bad[0]}\nin {files}\nkeys {keys}"
     notes = f"{len(there)} entries"
-    if found:
-        notes += f", but (allowed) {_counted(one.name.rsplit(':', 1)[-1] for one in found)}"
+    if differences:
+        notes += f", but (allowed) {_counted(one.name.rsplit(':', 1)[-1] for one in differences)}"
     if not run_entries.trained(there):
         notes += "; no weight moves between its checkpoints"
     return "equal", notes
@@ -146,8 +146,8 @@ def compare(
 def _counted(names: Iterable[str], most: int = 6) -> str:
     counts = Counter(names)
     others = len(counts) - most
-    told = ", ".join(f"{name} {count}" for name, count in counts.most_common(most))
-    return told + (f" and {others} others" if others > 0 else "")
+    text = ", ".join(f"{name} {count}" for name, count in counts.most_common(most))
+    return text + (f" and {others} others" if others > 0 else "")
 
 
 def select(there: Path, here: Path, given: argparse.Namespace) -> tuple[list[Job], list[Result]]:
@@ -208,12 +208,12 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = _arguments()
-    found = subprocess.run(
+    revision = subprocess.run(
         ["git", "-C", str(HERE), "rev-parse", "--verify", f"{given.commit}^{{commit}}"], capture_output=True, text=True
     )
-    if found.returncode:
-        sys.exit(f"{given.commit} is no commit: {found.stderr.strip()}")
-    commit = found.stdout.strip()
+    if revision.returncode:
+        sys.exit(f"{given.commit} is no commit: {revision.stderr.strip()}")
+    commit = revision.stdout.strip()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
     with ExitStack() as stack:
         folder = Path(tempfile.mkdtemp(prefix="same_numbers-"))

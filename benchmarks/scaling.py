@@ -147,8 +147,8 @@ def measure(
         codes = [one.wait() for one in started]
         if any(codes):
             raise RuntimeError(f"the processes ended with {codes}")
-        ranks_found = [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(processes)]
-    return summary(ranks_found) | {"pictures": sampling.images_per_iteration * times, "ranks": ranks_found}
+        of_ranks = [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(processes)]
+    return summary(of_ranks) | {"pictures": sampling.images_per_iteration * times, "ranks": of_ranks}
 
 
 def summary(ranks: list[list[Iteration]]) -> dict[str, Any]:
@@ -162,8 +162,8 @@ def summary(ranks: list[list[Iteration]]) -> dict[str, Any]:
         wall = max(one["wall"] for one in processes)
         rows.append((own, sum(work) - own, sum(talk), sum(work) + sum(talk), wall, float(len(talk))))
     names = ("work", "waiting", "collectives", "iteration", "wall", "number_of_collectives")
-    found: dict[str, Any] = {name: median(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
-    return found | {"bytes": ranks[0][-1]["bytes"]}
+    row: dict[str, Any] = {name: median(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}
+    return row | {"bytes": ranks[0][-1]["bytes"]}
 
 
 def main() -> None:
@@ -180,7 +180,7 @@ def main() -> None:
         return
     if given.processes[0] != 1:
         arguments.error("--processes: the first must be 1, which the others are compared with")
-    found = {
+    results = {
         count: measure(given.config, count, given.iterations, given.set, strong=given.strong)
         for count in given.processes
     }
@@ -190,17 +190,17 @@ def main() -> None:
         "| processes | work, CPU s | waiting for the slowest, s | collectives, s | iteration, s | efficiency "
         "| by the wall clock here |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
-    for count, row in found.items():
-        share = row["pictures"] / found[1]["pictures"] / count
-        row["efficiency"] = share * found[1]["iteration"] / row["iteration"]
-        row["wall_efficiency"] = share * found[1]["wall"] / row["wall"]
+    for count, row in results.items():
+        share = row["pictures"] / results[1]["pictures"] / count
+        row["efficiency"] = share * results[1]["iteration"] / row["iteration"]
+        row["wall_efficiency"] = share * results[1]["wall"] / row["wall"]
         says = f"{row['wall_efficiency']:.2f}" if count <= cores else "nothing: too few cores"
         sent = f"{row['number_of_collectives']:.0f}, {sum(row['bytes'].values()) / 1e6:.3g} MB"
         print(
             f"| {count} | {row['work']:.2f} | {row['waiting']:.2f} | {row['collectives']:.3f} ({sent}) | "
             f"{row['iteration']:.2f} | {row['efficiency']:.2f} | {says} |"
         )
-    save(given.out, "scaling", found)
+    save(given.out, "scaling", results)
 
 
 if __name__ == "__main__":

@@ -52,11 +52,11 @@ def policy_of(size: int) -> TinyFlowVLA:
     return policy
 
 
-def once(policy: Any, sampler: FlowSteps, observation: Batch, drawn: ChunkNoise) -> tuple[torch.Tensor, float]:
+def once(policy: Any, sampler: FlowSteps, observation: Batch, noise: ChunkNoise) -> tuple[torch.Tensor, float]:
     """Log-probabilities of the replay, and CPU seconds of sampling, replay and backward pass."""
     began = time.process_time()
     with torch.no_grad():
-        record = sampler.sample(policy, policy.encode(observation), drawn)
+        record = sampler.sample(policy, policy.encode(observation), noise)
     again = sampler.replay(policy, policy.encode(observation), record.states, record.next_states, record.step_index)
     again.log_prob.sum().backward()  # type: ignore[no-untyped-call]
     return again.log_prob.detach(), time.process_time() - began
@@ -71,10 +71,10 @@ def measure(size: int, steps: int, rounds: int) -> dict[str, Any]:
         IMAGE: torch.randint(256, (BATCH, size, size, 3), generator=rng, dtype=torch.uint8),
         TOKENS: torch.randint(1, 5, (BATCH, 6), generator=rng),
     }
-    drawn = sampler.noise(policy, [generator(0, i) for i in range(BATCH)])
+    noise = sampler.noise(policy, [generator(0, i) for i in range(BATCH)])
     ways: dict[str, Callable[[], tuple[torch.Tensor, float]]] = {
-        "once": lambda: once(policy, sampler, observation, drawn),
-        "anew": lambda: once(Anew(policy), sampler, observation, drawn),
+        "once": lambda: once(policy, sampler, observation, noise),
+        "anew": lambda: once(Anew(policy), sampler, observation, noise),
     }
     assert isinstance(Anew(policy), PredictsVelocity)
     error = float((ways["once"]()[0] - ways["anew"]()[0]).abs().max())
@@ -91,18 +91,18 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=5)
     given = arguments.parse_args()
-    found = []
+    results = []
     print("| picture | steps K | times encoded | once | for every step | ratio | log-probabilities differ by |")
     print("| --- " * 7 + "|")
     for size, steps in SETTINGS:
         row = measure(size, steps, given.rounds)
-        found.append(row)
+        results.append(row)
         short, long = row["cpu_s"]["once"], row["cpu_s"]["anew"]
         print(
             f"| {size} px | {steps} | 2 against {2 * steps} | {short:.3f} s | {long:.3f} s | {long / short:.1f} "
             f"| {row['log_prob_error']:.1g} |"
         )
-    save(given.out, "vla_context", found)
+    save(given.out, "vla_context", results)
 
 
 if __name__ == "__main__":

@@ -42,14 +42,14 @@ def main() -> None:
         count: RayRollouts(simulated, actors=count, start_timeout_s=600.0, timeout_s=600.0) for count in given.actors
     }
     policy = flow(TOLD, critic=1)
-    found: dict[int, list[dict[str, float]]] = {count: [] for count in given.actors}
+    by_count: dict[int, list[dict[str, float]]] = {count: [] for count in given.actors}
     for repeat in range(given.repeats + 1):  # the first one makes the tables, and is not counted
         for count, rollouts in far.items():
             plan = RolloutPlan(decisions=given.decisions, seed=0, iteration=repeat)
             row = measure(rollouts, policy, plan)
             if repeat:
-                found[count].append(row)
-    rows = {count: {name: [row[name] for row in own] for name in own[0]} for count, own in found.items()}
+                by_count[count].append(row)
+    rows = {count: {name: [row[name] for row in own] for name in own[0]} for count, own in by_count.items()}
     one = rows[given.actors[0]]
     print("| actors | steps/s | against the first, each repeat | steps per CPU-second of the actors |")
     print("| --- | --- | --- | --- |")

@@ -64,9 +64,9 @@ def collect(env: Environment, policy: Gaussian, steps: int, seed: int) -> Transi
 
     @torch.no_grad()
     def behave(observation: Batch, decision: int) -> Tensor:
-        found = policy(observation[STATE])
-        noise = torch.randn(found.loc.shape, generator=generator(seed, "actions", decision))
-        return (found.loc + found.scale * noise)[:, None]
+        density = policy(observation[STATE])
+        noise = torch.randn(density.loc.shape, generator=generator(seed, "actions", decision))
+        return (density.loc + density.scale * noise)[:, None]
 
     return play(env, behave, Reads(), decisions=steps, seed=seed, gamma=GAMMA, one_episode=True)
 
@@ -83,8 +83,8 @@ def improve(policy: Gaussian, optimiser: torch.optim.Optimizer, data: Transition
     truncated = data.done & ~data.terminated
     # one column: a trace ends with its episode
     columns = [each[:, None] for each in (paid, data.terminated, truncated, value, following)]
-    found = gae(*columns, discount=GAMMA, lam=LAM)
-    advantage, returns = normalise_advantages(found.advantages[:, 0], eps=1e-5).float(), found.returns[:, 0].float()
+    credit = gae(*columns, discount=GAMMA, lam=LAM)
+    advantage, returns = normalise_advantages(credit.advantages[:, 0], eps=1e-5).float(), credit.returns[:, 0].float()
     for epoch in range(EPOCHS):
         for index in torch.randperm(len(state), generator=generator(seed, "epoch", epoch)).split(MINIBATCH):
             density = policy(state[index])

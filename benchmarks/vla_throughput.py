@@ -98,12 +98,12 @@ def main() -> None:
             print(f"| {case} | {package} is not installed |")
             continue
         for workers in given.workers:
-            found = measure(name, settings, workers if workers == "ray" else int(workers), given.seconds)
+            speeds = measure(name, settings, workers if workers == "ray" else int(workers), given.seconds)
             load = os.getloadavg()[0]
-            rows.append({"case": case, "workers": workers, "load": load, "cpus": os.cpu_count()} | settings | found)
+            rows.append({"case": case, "workers": workers, "load": load, "cpus": os.cpu_count()} | settings | speeds)
             print(
-                f"| {case} | {workers} | {found['start_s']:.1f} | {found['steps_per_s']:,.0f} | "
-                f"{found['decisions_per_s']:,.0f} | {found['steps_per_cpu_s']:,.0f} | {load:.1f} |",
+                f"| {case} | {workers} | {speeds['start_s']:.1f} | {speeds['steps_per_s']:,.0f} | "
+                f"{speeds['decisions_per_s']:,.0f} | {speeds['steps_per_cpu_s']:,.0f} | {load:.1f} |",
                 flush=True,
             )
     save(given.out, "vla_throughput", rows)

@@ -56,8 +56,8 @@ MIXED: dict[str, Callable[[np.random.Generator, Split], Question]] = {
 def mixed(rng: np.random.Generator, split: Split) -> Question:
     """One of five tasks whose rewards differ in difficulty and spread; the column `task` says which."""
     name = list(MIXED)[rng.integers(len(MIXED))]
-    found = MIXED[name](rng, split)
-    return found._replace(columns={"task": name})
+    question = MIXED[name](rng, split)
+    return question._replace(columns={"task": name})
 
 
 def of_task(completions: list[str], answer: list[str], task: list[str]) -> list[float]:
@@ -107,8 +107,8 @@ def agrees(completions: list[str]) -> list[float]:
 
 def better(rng: np.random.Generator, split: Split) -> Question:
     """`quality.better` with a column `key` that tells its question from others."""
-    found = shapes.better(rng, split)
-    return found._replace(columns={"key": int(rng.integers(2**31))})
+    question = shapes.better(rng, split)
+    return question._replace(columns={"key": int(rng.integers(2**31))})
 
 
 def noisy_judge(completions: list[str], answer: list[str], key: list[int]) -> list[float]:

@@ -48,7 +48,7 @@ def graphs() -> dict[str, int]:
     from genrl.vlm.policies.folder import open_policy
     from genrl.vlm.rollout.data import Questions
 
-    config, found = load("configs/vlm/quickstart.yaml"), {}
+    config, sizes = load("configs/vlm/quickstart.yaml"), {}
     assert isinstance(config, VLMConfig)
     policy, questions = open_policy(config, "cpu"), Questions(config, "train")
     prompts = [policy.encode(questions[number].prompt) for number in range(2)]
@@ -65,9 +65,9 @@ def graphs() -> dict[str, int]:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             replay = policy.log_probs(prompts, tokens, mask, group=group, share_prefix=way == "shared prompts")
-        found[way] = sum(kept.values())
+        sizes[way] = sum(kept.values())
         del replay
-    return found
+    return sizes
 
 
 WAYS = {"whole": whole, "chunked": chunked, "with entropy": lambda *given: chunked(*given, entropy=True)}
@@ -90,12 +90,12 @@ def measure(way: str, rows: int, length: int, width: int) -> dict[str, float]:
     states.grad = weight.grad = None
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before, began = resident("VmRSS"), time.process_time()
-    found = WAYS[way](states, weight, tokens)
-    found.sum().backward()
+    log_prob = WAYS[way](states, weight, tokens)
+    log_prob.sum().backward()
     return {
         "peak": resident("VmHWM") - before,
         "cpu_s": time.process_time() - began,
-        "log_prob": float(found.detach().double().sum()),
+        "log_prob": float(log_prob.detach().double().sum()),
     }
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     if given.one:
         print(json.dumps(measure(given.one[0], *map(int, given.one[1:]))))
         return
-    found = []
+    shapes = []
     print(f"| answers x tokens, vocabulary {VOCABULARY} | way | peak, MB | times less | CPU s |\n{'| --- ' * 5}|")
     for shape in SHAPES:
         results = {}
@@ -119,11 +119,11 @@ def main() -> None:
             print(f"| {shape[0]} x {shape[1]} | {way} | {one['peak'] / 1e6:.0f} | {ratio:.1f} | {one['cpu_s']:.1f} |")
         spread = max(abs(one["log_prob"] / results["whole"]["log_prob"] - 1) for one in results.values())
         assert spread < 1e-6, f"log-probabilities differ by {spread:.1g}"
-        found.append({"answers": shape[0], "tokens": shape[1], "width": shape[2], "ways": results})
+        shapes.append({"answers": shape[0], "tokens": shape[1], "width": shape[2], "ways": results})
     kept = graphs()
     for way, size in kept.items():
         print(f"graph of the embedded model, {way}: {size / 1e6:.1f} MB")
-    save(given.out, "vlm_memory", {"vocabulary": VOCABULARY, "shapes": found, "graphs": kept})
+    save(given.out, "vlm_memory", {"vocabulary": VOCABULARY, "shapes": shapes, "graphs": kept})
 
 
 if __name__ == "__main__":

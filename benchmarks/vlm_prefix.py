@@ -57,18 +57,18 @@ def once(
     policy.model.zero_grad(set_to_none=True)
     began = time.process_time()
     group = torch.zeros(len(answers), dtype=torch.int64)
-    found = policy.log_probs([prompt], answers, torch.ones_like(answers), group=group, share_prefix=share)
-    found.log_prob.mean().backward()
+    replay = policy.log_probs([prompt], answers, torch.ones_like(answers), group=group, share_prefix=share)
+    replay.log_prob.mean().backward()
     spent = time.process_time() - began
     gradient = policy.model.get_decoder().layers[0].self_attn.q_proj.weight.grad
-    return found.log_prob.detach(), found.positions, spent, gradient.clone()
+    return replay.log_prob.detach(), replay.positions, spent, gradient.clone()
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=5)
     given = arguments.parse_args()
-    found = []
+    results = []
     print("| model | positions: once, per answer | times fewer | CPU s: once, per answer | times faster "
           "| log-probs differ by | gradients by |")  # fmt: skip
     print("| --- " * 7 + "|")
@@ -87,7 +87,7 @@ def main() -> None:
         print(f"| width {width}, {layers} layers | {shared[1]}, {plain[1]} | {plain[1] / shared[1]:.2f}", end=" | ")
         print(f"{seconds[True]:.1f}, {seconds[False]:.1f} | {seconds[False] / seconds[True]:.2f}", end=" | ")
         print(f"{error:.1g} | {slope:.1g} |")
-        found.append(
+        results.append(
             {
                 "width": width,
                 "layers": layers,
@@ -98,7 +98,7 @@ def main() -> None:
                 "gradient_error": slope,
             }
         )
-    save(given.out, "vlm_prefix", {"prompt": PROMPT, "answer": ANSWER, "answers": ANSWERS, "models": found})
+    save(given.out, "vlm_prefix", {"prompt": PROMPT, "answer": ANSWER, "answers": ANSWERS, "models": results})
 
 
 if __name__ == "__main__":

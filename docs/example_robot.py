@@ -68,9 +68,9 @@ class Seen(NamedTuple):
 
 def read(robot: StandIn) -> Seen:
     """PLACE 1: what the robot sees, and what the operator wants."""
-    told, lever = robot.get_observation(), robot.get_action()
-    state = np.array([told["x.pos"], told["y.pos"], told["holds"]], dtype=np.float32)
-    observation = {"observation.state": state, "observation.image": told["front"]}
+    measured, lever = robot.get_observation(), robot.get_action()
+    state = np.array([measured["x.pos"], measured["y.pos"], measured["holds"]], dtype=np.float32)
+    observation = {"observation.state": state, "observation.image": measured["front"]}
     operator = None if lever is None else np.array([lever["dx"], lever["dy"], lever["grip"]], dtype=np.float32)
     return Seen(observation, operator, robot.says_done())
 
@@ -116,20 +116,20 @@ def stacked(frames: list[dict[str, np.ndarray]], instruction: str) -> Episode:
 
 def record(folder: Path, episodes: int) -> None:
     """Episodes in which the operator acts alone; those that fail are not kept."""
-    found = []
+    successes = []
     for number in range(episodes):
         robot = StandIn("demonstrates", number)
         frames, _, success = episode(robot)
         if success:
-            found.append(stacked(frames, robot.instruction))
-    write_dataset(folder, found, fps=FPS, robot_type="stand_in")
-    print(f"{folder}: {len(found)} demonstrations, {sum(len(one.instructions) for one in found)} frames")
+            successes.append(stacked(frames, robot.instruction))
+    write_dataset(folder, successes, fps=FPS, robot_type="stand_in")
+    print(f"{folder}: {len(successes)} demonstrations, {sum(len(one.instructions) for one in successes)} frames")
 
 
 def run(policy_folder: Path, episodes: int, corrections: Path | None) -> None:
     """The policy acts, the operator says what succeeded, and takes over where corrections are collected: they are the
     stretches in which he acted (HG-DAgger, arXiv 1810.02890). What he finished is no success of the policy."""
-    policy, alone, found = load_policy(policy_folder), 0, []
+    policy, alone, stretches = load_policy(policy_folder), 0, []
     torch.manual_seed(0)
     for number in range(10_000, 10_000 + episodes):  # scenes that were not demonstrated
         robot = StandIn("watches" if corrections is None else "corrects", number)
@@ -137,12 +137,12 @@ def run(policy_folder: Path, episodes: int, corrections: Path | None) -> None:
         alone += success and not any(by_operator)
         for by_hand, stretch in groupby(range(len(frames)), key=by_operator.__getitem__):
             if by_hand:
-                found.append(stacked([frames[t] for t in stretch], robot.instruction))
+                stretches.append(stacked([frames[t] for t in stretch], robot.instruction))
     low, high = wilson(alone, episodes)
     print(f"{policy_folder}: {alone} of {episodes} succeed, {low:.3f} to {high:.3f}")
-    if corrections is not None and found:
-        write_dataset(corrections, found, fps=FPS, robot_type="stand_in")
-        print(f"{corrections}: {len(found)} corrections, {sum(len(one.instructions) for one in found)} frames")
+    if corrections is not None and stretches:
+        write_dataset(corrections, stretches, fps=FPS, robot_type="stand_in")
+        print(f"{corrections}: {len(stretches)} corrections, {sum(len(one.instructions) for one in stretches)} frames")
 
 
 def join(folder: Path, parts: list[Path]) -> None:

@@ -24,8 +24,8 @@ def status(given: plan.Plan, kept: dict[str, stored.Stored]) -> str:
         new = [seed for seed in seeds if f"{name}-{seed}" not in kept]
         cost = counts[name] * plan.minutes(recipe, kept)
         total += cost
-        told = f"seeds {', '.join(seeds)}" + ("" if new else ": their diversity")
-        lines.append(f"{recipe.priority:8}  {counts[name]:2} of {recipe.seeds}  {cost:11.0f}  {name} ({told})")
+        note = f"seeds {', '.join(seeds)}" + ("" if new else ": their diversity")
+        lines.append(f"{recipe.priority:8}  {counts[name]:2} of {recipe.seeds}  {cost:11.0f}  {name} ({note})")
     wanted = sum(recipe.seeds for recipe in given.recipes.values())
     lines.append(f"{len(kept)} runs stored; of {wanted} wanted {len(missing)} missing, {total / 60:.1f} CPU hours")
     return "\n".join(lines)

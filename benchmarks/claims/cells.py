@@ -36,8 +36,8 @@ class Row:
     def by_seed(self, metric: str, per: str = "step") -> dict[int, list[Point]]:
         place, _, name = metric.partition("/")
         full = f"{self.evaluation if place == 'eval' else place}/{name}"
-        found = {seed: _any(run, full, per) for seed, run in self.runs.items()}
-        return {seed: points for seed, points in found.items() if points}
+        curves = {seed: _any(run, full, per) for seed, run in self.runs.items()}
+        return {seed: points for seed, points in curves.items() if points}
 
     def totals(self, key: str) -> list[float]:
         return [run[key] for run in self.runs.values() if run.get(key) is not None]
@@ -46,7 +46,7 @@ class Row:
 def _any(run: Stored, metric: str, per: str) -> list[Point]:
     """By what it is asked for, else by what there is: a run from before the store has one of them alone."""
     others = (per, "step", "kcalls", "ksteps", "ktokens") if per == "step" else (per,)
-    return next((found for axis in others if (found := stored.points(run, metric, axis))), [])
+    return next((curve for axis in others if (curve := stored.points(run, metric, axis))), [])
 
 
 def title(row: Row) -> str:
@@ -100,8 +100,8 @@ def end(row: Row, metric: str) -> str:
 
 def ends(row: Row, metric: str) -> str:
     """The mean of the ends and each, without the start."""
-    found = [points[-1][1] for points in row.curves(metric)]
-    return f"**{mean(found):.3f}** ({', '.join(f'{value:.3f}' for value in found)})" if found else NONE
+    last = [points[-1][1] for points in row.curves(metric)]
+    return f"**{mean(last):.3f}** ({', '.join(f'{value:.3f}' for value in last)})" if last else NONE
 
 
 def points(row: Row, metric: str) -> str:
@@ -111,18 +111,18 @@ def points(row: Row, metric: str) -> str:
         return NONE
     along = [mean(column) for column in zip(*([y for _, y in curve] for curve in curves), strict=False)]
     last = [curve[-1][1] for curve in curves]
-    told = " → ".join(f"{value:.3f}" for value in along)
-    return told + (f" ± {stdev(last):.3f}" if len(last) > 1 else "")
+    text = " → ".join(f"{value:.3f}" for value in along)
+    return text + (f" ± {stdev(last):.3f}" if len(last) > 1 else "")
 
 
 def at(row: Row, metric: str, per: str, cost: str, style: str = "") -> str:
     """The mean after a cost, with the standard deviation; `bold` for the column that is compared."""
     curves = row.curves(metric, per)
-    found = [value for curve in curves if (value := statistics.at(curve, float(cost))) is not None]
-    if not found or len(found) < len(curves):
+    values = [value for curve in curves if (value := statistics.at(curve, float(cost))) is not None]
+    if not values or len(values) < len(curves):
         return NONE
-    told = spread(found)
-    return "**{}**{}{}".format(*told.partition(" ")) if style == "bold" else told
+    text = spread(values)
+    return "**{}**{}{}".format(*text.partition(" ")) if style == "bold" else text
 
 
 def spread(values: Sequence[float]) -> str:
@@ -133,11 +133,11 @@ def spread(values: Sequence[float]) -> str:
 
 def reached(row: Row, metric: str, per: str, level: str, unit: str = "") -> str:
     """What each seed had spent when it first reached a level; 0 where it began there."""
-    told = []
+    texts = []
     for curve in row.curves(metric, per):
         cost = 0.0 if curve[0][1] >= float(level) else statistics.reached(curve, float(level))
-        told.append("never" if cost is None else f"{cost:.0f}{unit}")
-    return ", ".join(told) or NONE
+        texts.append("never" if cost is None else f"{cost:.0f}{unit}")
+    return ", ".join(texts) or NONE
 
 
 def fall(row: Row, metric: str) -> str:
@@ -153,8 +153,8 @@ def held_out(row: Row) -> str:
 def noticed(row: Row) -> str:
     """What each seed said of a collapse: at which iteration, and of what; `back 40` where it went back to 40."""
     kept = [run["noticed"] for run in row.runs.values() if "noticed" in run]
-    told = [", ".join(f"{step:.0f}: {_of(name, value)}" for step, name, value in rows) or "nothing" for rows in kept]
-    return "<br>".join(told) or NONE
+    texts = [", ".join(f"{step:.0f}: {_of(name, value)}" for step, name, value in rows) or "nothing" for rows in kept]
+    return "<br>".join(texts) or NONE
 
 
 def _of(name: str, value: float) -> str:
@@ -164,11 +164,11 @@ def _of(name: str, value: float) -> str:
 def equal(row: Row, metric: str, per: str) -> str:
     """Start and the value at what all rows have spent, with each seed."""
     curves, cost = row.curves(metric, per), (row.spent or {})[per]
-    found = [value for curve in curves if (value := statistics.at(curve, cost)) is not None]
-    if not found or len(found) < len(curves):
+    values = [value for curve in curves if (value := statistics.at(curve, cost)) is not None]
+    if not values or len(values) < len(curves):
         return NONE
-    each = ", ".join(f"{value:.3f}" for value in found)
-    return f"{mean(points[0][1] for points in curves):.3f} → **{mean(found):.3f}** ({each})"
+    each = ", ".join(f"{value:.3f}" for value in values)
+    return f"{mean(points[0][1] for points in curves):.3f} → **{mean(values):.3f}** ({each})"
 
 
 def budget(row: Row, per: str) -> str:
@@ -176,10 +176,10 @@ def budget(row: Row, per: str) -> str:
     return f"{(row.spent or {})[per]:.0f}"
 
 
-def interval(found: statistics.Interval) -> str:
-    if found.count < 2:
-        return f"{found.value:+.3f} (one pair)"
-    return f"{found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+def interval(difference: statistics.Interval) -> str:
+    if difference.count < 2:
+        return f"{difference.value:+.3f} (one pair)"
+    return f"{difference.value:+.3f} ({difference.low:+.3f} to {difference.high:+.3f})"
 
 
 def part(row: Row, metric: str, place: str, digits: str = "3") -> str:
@@ -200,8 +200,8 @@ def total(row: Row, key: str, scale: str = "1", digits: str = "0", unit: str = "
 
 
 def iterations(row: Row) -> str:
-    found = sorted({round(value) for value in row.totals("iterations")})
-    return "–".join(map(str, dict.fromkeys((found[0], found[-1])))) if found else NONE
+    numbers = sorted({round(value) for value in row.totals("iterations")})
+    return "–".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))) if numbers else NONE
 
 
 def calls(row: Row) -> str:

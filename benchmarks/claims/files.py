@@ -16,10 +16,10 @@ ASSETS = Path("assets/prompts")
 
 def captions() -> str:
     """10,000 different captions of the world, 1,390 of shapes (there are no more) and 8,610 of signs."""
-    rng, found = np.random.default_rng(0), dict[str, None]()
-    while len(found) < 10_000:
-        found[caption(sample_scene(rng))] = None
-    return "".join(f"{text}\n" for text in found)
+    rng, texts = np.random.default_rng(0), dict[str, None]()
+    while len(texts) < 10_000:
+        texts[caption(sample_scene(rng))] = None
+    return "".join(f"{text}\n" for text in texts)
 
 
 def mixed(split: str) -> str:

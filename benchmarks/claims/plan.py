@@ -75,15 +75,15 @@ class Plan:
 
 def read(file: Path = FILE) -> Plan:
     """Raises ValueError for a claim of an unknown run, and an `expected` that is none."""
-    found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     recipes = {
         recipe.name: recipe
-        for group, of_group in found["runs"].items()
-        for recipe in _group(group, of_group, found["runs"])
+        for group, of_group in tree["runs"].items()
+        for recipe in _group(group, of_group, tree["runs"])
     }
     claims = tuple(
         Claim(**(one | {"tasks": tuple(one.get("tasks", ()))}), page=page)
-        for page, of_page in found["claims"].items()
+        for page, of_page in tree["claims"].items()
         for one in of_page
     )
     for claim in claims:
@@ -97,10 +97,10 @@ def read(file: Path = FILE) -> Plan:
             first, seeds = min(old.priority, claim.priority), max(old.seeds, claim.seeds)
             recipes[name] = replace(old, priority=first, seeds=seeds)
     known = {claim.name for claim in claims}
-    for paper, _, _, names, _ in (row for part in found["papers"].values() for row in part):
+    for paper, _, _, names, _ in (row for part in tree["papers"].values() for row in part):
         if missing := set(names) - known:
             raise ValueError(f"paper {paper}: no claim {', '.join(sorted(missing))}")
-    return Plan(recipes, claims, found["tables"], found["papers"])
+    return Plan(recipes, claims, tree["tables"], tree["papers"])
 
 
 def _group(group: str, of_group: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[Recipe]:
@@ -133,13 +133,13 @@ Missing = tuple[Recipe, int]
 def missing(plan: Plan, stored: Mapping[str, Mapping[str, Any]], begun: Collection[str] = ()) -> list[Missing]:
     """The runs that are not stored, or without the diversity that their row shows: by priority, then those that were
     begun, then low seeds first, so that every row has one before any has two."""
-    found = [
+    runs = [
         (recipe, seed)
         for recipe in plan.recipes.values()
         for seed in range(recipe.seeds)
         if (kept := stored.get(f"{recipe.name}-{seed}")) is None or (recipe.diversity and not kept.get("diversity"))
     ]
-    return sorted(found, key=lambda one: (one[0].priority, f"{one[0].name}-{one[1]}" not in begun, one[1]))
+    return sorted(runs, key=lambda one: (one[0].priority, f"{one[0].name}-{one[1]}" not in begun, one[1]))
 
 
 def minutes(recipe: Recipe, stored: Mapping[str, Mapping[str, Any]]) -> float:

@@ -47,8 +47,8 @@ def stratified(values: Sequence[Sequence[float]], samples: int = 20_000) -> Inte
     """Mean over tasks and seeds, and its percentile interval when the seeds of each task are drawn again (rliable's
     stratified bootstrap, arXiv 2108.13264). values: of every task one per seed."""
     rng, table = np.random.default_rng(0), [np.asarray(of_task, float) for of_task in values]
-    drawn = [of_task[rng.integers(len(of_task), size=(samples, len(of_task)))].mean(1) for of_task in table]
-    low, high = np.quantile(np.mean(drawn, axis=0), [0.025, 0.975])
+    means = [of_task[rng.integers(len(of_task), size=(samples, len(of_task)))].mean(1) for of_task in table]
+    low, high = np.quantile(np.mean(means, axis=0), [0.025, 0.975])
     return Interval(float(np.mean([one.mean() for one in table])), float(low), float(high), min(map(len, table)))
 
 
@@ -57,11 +57,11 @@ def paired(values: Sequence[float], base: Sequence[float]) -> Interval:
     return student([value - other for value, other in zip(values, base, strict=True)])
 
 
-def verdict(found: Interval, expected: str, band: float) -> str:
+def verdict(difference: Interval, expected: str, band: float) -> str:
     """`shown`, `denied` or `not decided`, by the rule above."""
-    if found.count < 2:
+    if difference.count < 2:
         return "not decided"
-    low, high = (found.low, found.high) if expected != "lower" else (-found.high, -found.low)
+    low, high = (difference.low, difference.high) if expected != "lower" else (-difference.high, -difference.low)
     within = -band <= low and high <= band
     if expected == "same":
         return "shown" if within else "denied" if low > band or high < -band else "not decided"

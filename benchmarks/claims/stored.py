@@ -54,7 +54,7 @@ def harvest(recipe: Recipe, run: Run) -> Stored:
     """What is kept of a finished run in its folder."""
     config, rows, info = load(run.config), read_metrics(run.metrics), run_info(run)
     trained = [row for row in rows if row["step"]]
-    found: Stored = {
+    entry: Stored = {
         "config": recipe.config,
         "changes": list(recipe.changes),
         "commit": info.get("git_commit"),
@@ -78,9 +78,9 @@ def harvest(recipe: Recipe, run: Run) -> Stored:
     }
     if not isinstance(config, VLAConfig):
         named = list(zip(config.reward_labels, (reward.weight for reward in config.rewards), strict=True))
-        found["trained"] = [name for name, weight in named if weight]
-        found["logged"] = [name for name, weight in named if not weight]
-    return found
+        entry["trained"] = [name for name, weight in named if weight]
+        entry["logged"] = [name for name, weight in named if not weight]
+    return entry
 
 
 def curve(rows: Sequence[Mapping[str, Any]], answers: int) -> dict[str, list[float | None]]:
@@ -101,8 +101,8 @@ def curve(rows: Sequence[Mapping[str, Any]], answers: int) -> dict[str, list[flo
 
 def points(run: Stored, metric: str, per: str = "step") -> list[tuple[float, float]]:
     """(spent, value) at every evaluation that has both."""
-    found = run["curve"]
-    pairs = zip(found.get(per, []), found.get(metric, []), strict=False)
+    columns = run["curve"]
+    pairs = zip(columns.get(per, []), columns.get(metric, []), strict=False)
     return [(x, y) for x, y in pairs if x is not None and y is not None]
 
 

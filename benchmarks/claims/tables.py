@@ -31,10 +31,10 @@ Kept = Mapping[str, Stored]
 
 def write(given: Plan, kept: Kept, *, check: bool = False, root: Path = Path()) -> list[Path]:
     """Bring pages and figures up to date. Returns those that were not; check: leaves them as they are."""
-    found = [(file, text) for file, text in current(given, kept, root) if not _same(file, text)]
-    for file, text in found if not check else []:
+    stale = [(file, text) for file, text in current(given, kept, root) if not _same(file, text)]
+    for file, text in stale if not check else []:
         write_atomic(file, text)
-    return [file for file, _ in found]
+    return [file for file, _ in stale]
 
 
 def current(given: Plan, kept: Kept, root: Path = Path()) -> Iterator[tuple[Path, str]]:
@@ -45,8 +45,8 @@ def current(given: Plan, kept: Kept, root: Path = Path()) -> Iterator[tuple[Path
             if MARKED.search(old):
                 yield file, page(old, file.relative_to(root).as_posix(), given, kept)
     for spec in given.tables.values():
-        if drawn := spec.get("figure"):
-            yield root / drawn["file"], figure(spec, given, kept)
+        if chart := spec.get("figure"):
+            yield root / chart["file"], figure(spec, given, kept)
 
 
 def page(text: str, name: str, given: Plan, kept: Kept) -> str:
@@ -75,14 +75,14 @@ def table(spec: Spec, given: Plan, kept: Kept) -> str:
     columns = [column.split() for column in spec["columns"].values()]
     lines = [f"| {' | '.join(spec['columns'])} |", "| --- " * len(columns) + "|"]
     for row in shown:
-        told = [cells.CELLS[name](row, *arguments) for name, *arguments in columns]
-        lines.append(f"| {' | '.join(told)} |")
+        texts = [cells.CELLS[name](row, *arguments) for name, *arguments in columns]
+        lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
 def rows(spec: Spec, given: Plan, kept: Kept) -> list[Row]:
     """The rows that have runs, in their order."""
-    found = []
+    all_rows = []
     for name, written in spec["rows"].items():
         run, _, place = name.partition("@")
         full = f"{spec['group']}/{run}" if "group" in spec else run
@@ -90,17 +90,17 @@ def rows(spec: Spec, given: Plan, kept: Kept) -> list[Row]:
         recipe = given.recipes[full]
         wanted = {seed: one for seed, one in stored.of(kept, full).items() if seed < recipe.seeds}
         if wanted:
-            found.append(Row(title, note, wanted, place or recipe.evaluation))
-    if "equal" in spec and found:
+            all_rows.append(Row(title, note, wanted, place or recipe.evaluation))
+    if "equal" in spec and all_rows:
         metric, per = spec["equal"].split()
-        all_seeds = set.intersection(*(set(row.runs) for row in found))
-        found = [replace(row, runs={seed: row.runs[seed] for seed in sorted(all_seeds)}) for row in found]
-        spent = {per: min((c[-1][0] for row in found for c in row.curves(metric, per)), default=0.0)}
-        found = [replace(row, spent=spent) for row in found]
+        all_seeds = set.intersection(*(set(row.runs) for row in all_rows))
+        all_rows = [replace(row, runs={seed: row.runs[seed] for seed in sorted(all_seeds)}) for row in all_rows]
+        spent = {per: min((c[-1][0] for row in all_rows for c in row.curves(metric, per)), default=0.0)}
+        all_rows = [replace(row, spent=spent) for row in all_rows]
     if "sort" in spec:
         metric, per, cost = spec["sort"].split()
-        found.sort(key=lambda row: -_mean_at(row, metric, per, float(cost)))
-    return found
+        all_rows.sort(key=lambda row: -_mean_at(row, metric, per, float(cost)))
+    return all_rows
 
 
 def _mean_at(row: Row, metric: str, per: str, cost: float) -> float:
@@ -110,11 +110,11 @@ def _mean_at(row: Row, metric: str, per: str, cost: float) -> float:
 
 def figure(spec: Spec, given: Plan, kept: Kept) -> str:
     """A small chart for every row, a line for every seed."""
-    drawn = spec["figure"]
-    metric, per = drawn["shows"].split()
+    chart = spec["figure"]
+    metric, per = chart["shows"].split()
     shown = [(_plain(row.title), row.curves(metric, per)) for row in rows(spec, given, kept)]
-    width, height, columns = drawn["size"]
-    return figures.panels(shown, width, height, columns, drawn["label"])
+    width, height, columns = chart["size"]
+    return figures.panels(shown, width, height, columns, chart["label"])
 
 
 def _plain(title: str) -> str:
@@ -131,13 +131,13 @@ def decided(claim: Claim, given: Plan, kept: Kept) -> tuple[statistics.Interval 
         of_tasks = [_pairs(ours, theirs, task, claim.per) for task in claim.tasks]
         if not all(of_tasks):
             return None, "not run"
-        found = statistics.stratified([[one - other for one, other in pairs] for pairs in of_tasks])
+        difference = statistics.stratified([[one - other for one, other in pairs] for pairs in of_tasks])
     else:
         pairs = _pairs(ours, theirs, claim.metric, claim.per)
         if not pairs:
             return None, "not run"
-        found = statistics.paired(*zip(*pairs, strict=True))
-    return found, statistics.verdict(found, claim.expected, claim.band)
+        difference = statistics.paired(*zip(*pairs, strict=True))
+    return difference, statistics.verdict(difference, claim.expected, claim.band)
 
 
 def _row(name: str, given: Plan, kept: Kept) -> Row | None:
@@ -155,8 +155,8 @@ def _pairs(ours: Row, theirs: Row | None, metric: str, per: str | None) -> list[
     if per is None:
         return [(mine[seed][-1][1], other[seed][-1][1]) for seed in both]
     cost = min((curve[-1][0] for seed in both for curve in (mine[seed], other[seed])), default=0.0)
-    found = [(statistics.at(mine[seed], cost), statistics.at(other[seed], cost)) for seed in both]
-    return [(one, two) for one, two in found if one is not None and two is not None]
+    values = [(statistics.at(mine[seed], cost), statistics.at(other[seed], cost)) for seed in both]
+    return [(one, two) for one, two in values if one is not None and two is not None]
 
 
 def verdicts(given: Plan, kept: Kept, name: str | None = None) -> str:
@@ -164,10 +164,10 @@ def verdicts(given: Plan, kept: Kept, name: str | None = None) -> str:
     chosen: Sequence[Claim] = [claim for claim in given.claims if name in (None, claim.page.partition("#")[0])]
     lines, without = list[str](), 0
     for claim in chosen:
-        found, word = decided(claim, given, kept)
-        without += found is None
-        if found is not None:
-            lines.append(f"| {claim.says} | {cells.interval(found)} | {found.count} | **{word}** |")
+        difference, word = decided(claim, given, kept)
+        without += difference is None
+        if difference is not None:
+            lines.append(f"| {claim.says} | {cells.interval(difference)} | {difference.count} | **{word}** |")
     head = ["| claim | difference (95 %) | pairs | |", "| --- | --- | --- | --- |"] if lines else []
     rest = [f"Claims whose runs are still to be made: {without}."] if without else []
     return "\n".join([*head, *lines, *([""] if head and rest else []), *rest])

@@ -57,10 +57,10 @@ def genrl(arguments: list[str], log: Path, until: float, threads: int) -> tuple[
             ended, status, usage = os.wait4(process.pid, os.WNOHANG)
             if ended:
                 process.returncode = os.waitstatus_to_exitcode(status)
-                found = (process.returncode, usage.ru_utime + usage.ru_stime)
+                result = (process.returncode, usage.ru_utime + usage.ru_stime)
                 if left:
-                    raise Stopped(*found)
-                return found
+                    raise Stopped(*result)
+                return result
             if time.monotonic() > until and not asked:
                 asked = True
                 process.terminate()
@@ -120,19 +120,19 @@ def make(given: Plan, recipe: Recipe, seed: int, folder: Path, until: float, sto
         if not train(given, recipe, seed, folder, until, command, held=True):
             return False
         run = Run(_place(folder, key))
-        found = stored.harvest(recipe, run) | {"cpu_s": _cost(run)["cpu_s"]}
-        if found["commit"] and not _cost(run).get("changed"):
-            found["commit"] = found["commit"].rstrip("+")  # only runs and pages differed, as they do between two calls
+        entry = stored.harvest(recipe, run) | {"cpu_s": _cost(run)["cpu_s"]}
+        if entry["commit"] and not _cost(run).get("changed"):
+            entry["commit"] = entry["commit"].rstrip("+")  # only runs and pages differed, as they do between two calls
         if recipe.diversity:
             import torch
 
             from benchmarks.diversity import measure
 
             torch.set_num_threads(1)
-            found["diversity"] = measure(run, recipe.evaluation)
+            entry["diversity"] = measure(run, recipe.evaluation)
         if old := kept.get(key):
             print(f"  it replaces a stored run of commit {old.get('commit') or 'unknown'}", flush=True)
-        stored.write(key, found, store)
+        stored.write(key, entry, store)
         if recipe.name not in {name for one in given.recipes.values() for name, _ in plan.needs(one)}:
             shutil.rmtree(run.folder)
     return True
@@ -199,13 +199,13 @@ def command_of(recipe: Recipe, seed: int, folder: Path, run: Run) -> list[str]:
 def filled(change: str, seed: int, folder: Path) -> str:
     """An override with the folders and files that it names."""
 
-    def found(match: re.Match[str]) -> str:
+    def path_of(match: re.Match[str]) -> str:
         kind, name = match.groups()
         if kind == "file":
             return str(files.written(name, folder))
         return str(_place(folder, f"{name}-{seed if kind == 'seed' else 0}"))
 
-    return re.sub(r"\{(run|seed|file):([^}]*)\}", found, change)
+    return re.sub(r"\{(run|seed|file):([^}]*)\}", path_of, change)
 
 
 def second_scorer(config: str, changes: list[str]) -> list[str]:
@@ -222,8 +222,8 @@ def second_scorer(config: str, changes: list[str]) -> list[str]:
 
 def begun(folder: Path) -> set[str]:
     """Runs that were left before their end."""
-    found = [path.parent for path in folder.glob("*/*/checkpoints")]
-    return {path.relative_to(folder).as_posix() for path in found}
+    folders = [path.parent for path in folder.glob("*/*/checkpoints")]
+    return {path.relative_to(folder).as_posix() for path in folders}
 
 
 @contextmanager
@@ -248,5 +248,5 @@ def _cost(run: Run) -> dict[str, Any]:
     file = _cost_file(run)
     if not run.folder.exists() or not file.exists():
         return {"cpu_s": 0.0}
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    cost: dict[str, Any] = json.loads(file.read_text())
+    return cost

@@ -20,4 +20,4 @@ class Doctests(Extension):
 
 def fenced(text: str) -> str:
     """The text with its examples in blocks of code."""
-    return EXAMPLE.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", text)
+    return EXAMPLE.sub(lambda match: f"{match[1]}```pycon\n{match[0]}\n{match[1]}```", text)

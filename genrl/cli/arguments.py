@@ -50,8 +50,8 @@ def opened(file: Path, overrides: Sequence[str] | None) -> tuple[Path, list[str]
         return Path(at_hand(str(file)) or file), settings
     from genrl.runtime.folder import hub
 
-    found, needed = hub.fetch(name)
-    return found, needed + settings
+    local_file, needed = hub.fetch(name)
+    return local_file, needed + settings
 
 
 def key_values(texts: Sequence[str] | None, example: str, param_hint: str | None = None) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def check(
     Several files, or a folder: `genrl check folder mine.yaml trackers=[]` prints a line for each that is valid, all
     problems of the others and a total, and exits with code 2 if any is wrong.
     """
-    names, overrides = _told_apart(arguments)
+    names, overrides = _files_and_changes(arguments)
     files = [file for name in names for file in _files(Path(name))]
     if len(names) > 1 or Path(names[0]).is_dir():
         if memory is not None:
@@ -244,7 +244,7 @@ def _summary(config: RunConfig, *, ask: bool) -> Sequence[RenderableType]:
     return []
 
 
-def _told_apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def _files_and_changes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Files and folders, and changes: what has an equals sign and is not the name of something that exists."""
     overrides = [text for text in arguments if "=" in text and not Path(text).exists()]
     names = [text for text in arguments if text not in overrides]

@@ -127,12 +127,12 @@ def card_tables(
 ) -> list[RenderableType]:
     """Which cards a run fits on, with which changes; with `card`, in bytes, the changes one by one. otherwise: what is
     left to do where all of them are not enough."""
-    found = steps(file, overrides, changes, peak, card or CARDS[0] * 10**9)
+    all_steps = steps(file, overrides, changes, peak, card or CARDS[0] * 10**9)
     if card is not None:
-        return _one_by_one(found, fitting(found, card), size(round(card)), otherwise)
+        return _one_by_one(all_steps, fitting(all_steps, card), size(round(card)), otherwise)
     table = Table("card", "fits", title="cards", title_justify="left")
     for gigabytes in CARDS:
-        enough = fitting(found, gigabytes * 10**9)
+        enough = fitting(all_steps, gigabytes * 10**9)
         made = [step.change for step in enough or () if step.change]
         answer = "no" if enough is None else f"with {', '.join(made)}" if made else "yes"
         table.add_row(f"{gigabytes} GB", answer)
@@ -153,10 +153,10 @@ def card_bytes(text: str) -> float:
 
 
 def _one_by_one(
-    found: Sequence[Step], enough: Sequence[Step] | None, card: str, otherwise: str
+    all_steps: Sequence[Step], enough: Sequence[Step] | None, card: str, otherwise: str
 ) -> list[RenderableType]:
     """The changes in their order, with the estimate after each, and whether that is enough."""
-    shown = found if enough is None else enough
+    shown = all_steps if enough is None else enough
     table = Table("change", "estimate", title=f"on {card}", title_justify="left")
     for step in shown:
         table.add_row(safe(step.change) or "as it is", size(step.num_bytes))
@@ -187,23 +187,23 @@ def steps(
 ) -> list[Step]:
     """The configuration as it is, and then one change after the other until it fits on a card of so many bytes. Left
     out is what the configuration has, what cannot be with it, and what saves less than a hundredth of its `peak`."""
-    found, taken = [Step("", peak(load(file, list(overrides))))], list(overrides)
+    all_steps, taken = [Step("", peak(load(file, list(overrides))))], list(overrides)
     for change in changes:
-        if found[-1].num_bytes <= SHARE * card:
+        if all_steps[-1].num_bytes <= SHARE * card:
             break
         try:
             changed = load(file, [*taken, *change.split(" ")])
         except ConfigError:
             continue
-        if (size := peak(changed)) <= 0.99 * found[-1].num_bytes:
-            found.append(Step(change, size))
+        if (size := peak(changed)) <= 0.99 * all_steps[-1].num_bytes:
+            all_steps.append(Step(change, size))
             taken += change.split(" ")
-    return found
+    return all_steps
 
 
-def fitting(found: Sequence[Step], card: float) -> list[Step] | None:
+def fitting(all_steps: Sequence[Step], card: float) -> list[Step] | None:
     """The shortest beginning of the steps after which a run fits on a card of so many bytes; None = not with all."""
-    for end, step in enumerate(found, start=1):
+    for end, step in enumerate(all_steps, start=1):
         if step.num_bytes <= SHARE * card:
-            return list(found[:end])
+            return list(all_steps[:end])
     return None

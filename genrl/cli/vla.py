@@ -90,8 +90,8 @@ def _known(config: VLAConfig, *, ask: bool) -> tuple[Known | None, str]:
     )
     if folder is not None:
         return in_folder(folder), f"a policy of {folder} is small, or of a type that is not counted"
-    if found := published(source):
-        return found, ""
+    if known := published(source):
+        return known, ""
     return _asked(source) if ask and is_hub_id(source) else (None, f"{source} is not on this machine")
 
 

@@ -368,10 +368,10 @@ def hub_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
 
 def _write_header(file: Path, tensors: Any) -> None:
     """A .safetensors file of these tensors that ends where the first of them would begin."""
-    told = {
+    header = {
         name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": list(tensor.data_offsets)}
         for name, tensor in tensors.items()
     }
-    raw = json.dumps(told).encode()
+    raw = json.dumps(header).encode()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(len(raw).to_bytes(8, "little") + raw)

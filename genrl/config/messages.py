@@ -98,7 +98,7 @@ TRL_NAMES: Mapping[str, tuple[str, ...]] = {
 def explain(error: ValidationError, data: Mapping[str, Any], origins: Origins, within: KeyPath = ()) -> list[Problem]:
     """Every problem of `error`, located in the files that `data` was read from. within: the section that was validated
     alone, if one was."""
-    found: dict[KeyPath, Problem] = {}
+    by_path: dict[KeyPath, Problem] = {}
     problems: list[Problem] = []
     for item in error.errors(include_url=False):
         cause = item.get("ctx", {}).get("error")
@@ -109,10 +109,10 @@ def explain(error: ValidationError, data: Mapping[str, Any], origins: Origins, w
         if item["type"].startswith("union_tag"):
             path = (*path, tag_of(node_at(path, data) or {}) or "")
         text = item["msg"] if item["type"] == NO_METHOD else _text(item["type"], path, data)
-        found[path] = Problem(origin_of(path, origins), dotted(path), text)
+        by_path[path] = Problem(origin_of(path, origins), dotted(path), text)
     # A value that fits no branch of a union is reported once per branch: keep the most exact place.
-    inner = [path for path in found if not any(other[: len(path)] == path for other in found if other != path)]
-    return [found[path] for path in inner] + problems
+    inner = [path for path in by_path if not any(other[: len(path)] == path for other in by_path if other != path)]
+    return [by_path[path] for path in inner] + problems
 
 
 def _impossible(keys: tuple[str, ...], text: str, origins: Origins) -> Problem:

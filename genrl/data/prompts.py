@@ -242,20 +242,21 @@ def _of_file(path: Path, column: str, chat: bool) -> Iterator[tuple[int, Prompt 
                 yield line, str(error)
 
 
-def _of_objects(found: Any, source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
+def _of_objects(rows: Any, source: str, column: str, pictures: bool) -> Iterator[tuple[int, Prompt | str]]:
     """Rows of a script: texts, mappings with the prompt's column, or a table of the `datasets` library."""
-    if hasattr(found, "cast_column"):
-        yield from _of_data_set(found, source, column, pictures)
+    if hasattr(rows, "cast_column"):
+        yield from _of_data_set(rows, source, column, pictures)
         return
-    for line, row in enumerate(found, start=1):
+    for line, row in enumerate(rows, start=1):
         try:
             if isinstance(row, str):
                 yield line, Prompt(checked_text(row), {}, line)
             elif isinstance(row, Mapping):
-                drawn = {name: value for name, value in row.items() if _is_drawn(value)}
-                plain = {name: value for name, value in row.items() if name not in drawn}
+                of_pictures = {name: value for name, value in row.items() if _is_picture(value)}
+                plain = {name: value for name, value in row.items() if name not in of_pictures}
                 text, columns = text_and_columns(plain, column, None)
-                yield line, Prompt(text, columns | {name: _drawn(value, name) for name, value in drawn.items()}, line)
+                paths = {name: _picture_path(value, name) for name, value in of_pictures.items()}
+                yield line, Prompt(text, columns | paths, line)
             else:
                 yield line, f"a prompt is text or a mapping with the column {column!r}, found {type(row).__name__}"
         except RowError as error:
@@ -306,13 +307,13 @@ def _holds_pictures(name: str, kind: Any) -> bool:
     return fields == {"bytes", "path"} or getattr(kind, "dtype", None) in ("binary", "large_binary")
 
 
-def _is_drawn(value: Any) -> bool:
+def _is_picture(value: Any) -> bool:
     """Whether a value of a script is a picture: PIL, numpy, bytes, `{bytes, path}`."""
     kinds = hasattr(value, "save"), hasattr(value, "__array_interface__") and getattr(value, "ndim", 0) > 1
     return any(kinds) or isinstance(value, bytes) or (isinstance(value, Mapping) and {"bytes", "path"} == {*value})
 
 
-def _drawn(picture: Any, name: str) -> str:
+def _picture_path(picture: Any, name: str) -> str:
     """The path of a picture of a script. Raises RowError where it is none."""
     held = io.BytesIO()
     try:

@@ -204,20 +204,20 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number" if isinstance(value, Number) else type(value).__name__)
 
 
-def flag(told: Any, what: str, refused: type[ValueError] = ValueError) -> bool:
+def flag(value: Any, what: str, refused: type[ValueError] = ValueError) -> bool:
     """True or false as programs and files from outside tell it (0.3, NaN and a text are neither), whatever number or
     array of one it stands in. Raises `refused`, naming it, for all else."""
     import numpy as np  # here: `genrl check` starts without
 
-    array = np.asarray(told)
+    array = np.asarray(value)
     if array.size != 1:
-        raise refused(f"{what} is {told!r:.60}, and it is true or false")
+        raise refused(f"{what} is {value!r:.60}, and it is true or false")
     return bool(flags(array, what, refused).item())
 
 
-def flags(told: NDArray[Any], what: str, refused: type[ValueError] = ValueError) -> NDArray[np.bool_]:
+def flags(values: NDArray[Any], what: str, refused: type[ValueError] = ValueError) -> NDArray[np.bool_]:
     """An array of them, as bool. Raises `refused`, naming the first that is neither."""
-    odd = [] if told.dtype == bool else [one for one in told.reshape(-1).tolist() if one not in (0, 1)]
+    odd = [] if values.dtype == bool else [one for one in values.reshape(-1).tolist() if one not in (0, 1)]
     if odd:
         raise refused(f"{what} is {odd[0]!r}, and it is true or false")
-    return told.astype(bool)
+    return values.astype(bool)

@@ -133,9 +133,9 @@ def settle(run: TrainingRun[Config], prompts: Sequence[Prompt]) -> None:
         run.loop.phase("finding the batch size", 0)
         # Kept with the checkpoint: on another card a resumed run would cut its micro-batches otherwise and give other
         # numbers.
-        found = largest(sizes(run.config), lambda size: fits(run, prompts, size), lambda ok: all(gather_object([ok])))
-        run.loop.memory["batch_size"] = found
-        run.process.progress.say(f"{found} samples fit in a micro-batch (sampling.batch_size is {sampling.batch_size})")
+        size = largest(sizes(run.config), lambda size: fits(run, prompts, size), lambda ok: all(gather_object([ok])))
+        run.loop.memory["batch_size"] = size
+        run.process.progress.say(f"{size} samples fit in a micro-batch (sampling.batch_size is {sampling.batch_size})")
     run.resize(run.loop.memory["batch_size"])
 
 

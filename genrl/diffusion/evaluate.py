@@ -117,14 +117,14 @@ def evaluate(
     pictures = [(r, image) for rows, images in pieces for r, image in zip(rows, images, strict=True) if r in numbers]
     # Bytes in between: a quarter of the traffic, and what a PNG holds.
     gathered = dict(gather_object([(r, to_bytes(image)) for r, image in pictures]))
-    drawn_texts = [p.text for p in prompts] if texts is None else list(texts)
+    captions = [p.text for p in prompts] if texts is None else list(texts)
     _, small, frequencies = zip(*sorted(gather_object(statistics), key=itemgetter(0)), strict=True)
     thumbnails = torch.stack(small)
     figures = look_figures(thumbnails, torch.tensor(frequencies), groups)
     return Evaluated(
         scored,
         total,
-        drawn_texts,
+        captions,
         numbers,
         [gathered[r].float() / 255 for r in numbers],
         thumbnails,
@@ -188,17 +188,17 @@ def evaluate_held_out(
     )
 
 
-def show(found: Evaluated, folder: Path, log: MetricLogger, iteration: int, name: str = "samples/grid") -> None:
+def show(evaluated: Evaluated, folder: Path, log: MetricLogger, iteration: int, name: str = "samples/grid") -> None:
     """The pictures of an evaluation in `folder` and as a grid, each with its scores; all scores as trackers' table."""
-    labels = list(found.scored.values)
-    columns = zip(*(found.scored.values[label].tolist() for label in labels), strict=True)
-    rows = [[prompt, *values] for prompt, values in zip(found.prompts, columns, strict=True)]
+    labels = list(evaluated.scored.values)
+    columns = zip(*(evaluated.scored.values[label].tolist() for label in labels), strict=True)
+    rows = [[prompt, *values] for prompt, values in zip(evaluated.prompts, columns, strict=True)]
     log.log_table(iteration, f"{name}_rewards", ["prompt", *labels], rows)
-    if not found.images:
+    if not evaluated.images:
         return
-    scores = {label: values[found.shown].tolist() for label, values in found.scored.values.items()}
-    prompts = [found.prompts[row] for row in found.shown]
-    grid = pictures.save_samples(folder, iteration, found.images, prompts, scores)
+    scores = {label: values[evaluated.shown].tolist() for label, values in evaluated.scored.values.items()}
+    prompts = [evaluated.prompts[row] for row in evaluated.shown]
+    grid = pictures.save_samples(folder, iteration, evaluated.images, prompts, scores)
     log.log_picture(iteration, name, grid)
 
 
@@ -333,18 +333,20 @@ def of_rollouts(scorers: Scorers, rollouts: Rollouts, rows: Sequence[Prompt]) ->
     return ContactSheet(looks)
 
 
-def of_evaluated(scorers: Scorers, found: Evaluated, rows: Sequence[Prompt], inputs: Mapping[str, str]) -> ContactSheet:
+def of_evaluated(
+    scorers: Scorers, evaluated: Evaluated, rows: Sequence[Prompt], inputs: Mapping[str, str]
+) -> ContactSheet:
     """The sheet of the first shown samples of an evaluation of these rows. inputs: as of `batch_inputs`."""
-    numbers = found.shown[:ON_SHEET]
+    numbers = evaluated.shown[:ON_SHEET]
     given = batch_inputs(inputs, [rows[k] for k in numbers])
     looks = []
-    for place, (k, image) in enumerate(zip(numbers, found.images, strict=False)):
+    for place, (k, image) in enumerate(zip(numbers, evaluated.images, strict=False)):
         pictures = {name: each[place] for name, each in given.items()}
-        looks.append(look(scorers, found.scored, k, rows[k], found.prompts[k], image, pictures))
+        looks.append(look(scorers, evaluated.scored, k, rows[k], evaluated.prompts[k], image, pictures))
     return ContactSheet(looks)
 
 
-def drawn_now(config: Config, policy: Policy, prompts: Sequence[Prompt], scorers: Scorers) -> ContactSheet:
+def of_training_prompts(config: Config, policy: Policy, prompts: Sequence[Prompt], scorers: Scorers) -> ContactSheet:
     """The sheet of training prompts, drawn for it by the pipeline's own solver with the arguments of training."""
     rows = [prompts[number] for number in spread(ON_SHEET, len(prompts))]
     size, inputs = min(ON_SHEET, config.sampling.batch_size), config.sampling.inputs

@@ -25,7 +25,7 @@ from genrl.data.prompts import Prompt
 from genrl.diffusion.before import settle, sizes
 from genrl.diffusion.config.combinations import waiting
 from genrl.diffusion.config.schema import Config
-from genrl.diffusion.evaluate import HeldOut, draw_best_and_worst, drawn_now, of_rollouts
+from genrl.diffusion.evaluate import HeldOut, draw_best_and_worst, of_rollouts, of_training_prompts
 from genrl.diffusion.files.export import accompany, export, probe_of, save_lora, write_card
 from genrl.diffusion.policy.adapters import denoiser_that_loads
 from genrl.diffusion.policy.compiling import compile_denoisers, start_over
@@ -39,7 +39,7 @@ from genrl.diffusion.rollout.rollout import (
     Sheet,
     Worker,
     downsampled,
-    drawn_here,
+    draw_here,
     gathered,
     handed_on,
     iteration_rows,
@@ -98,9 +98,9 @@ class DiffusionRun(TrainingRun[Config]):
         """The prompts of the running iteration, one for each group of samples, in slot order."""
         return [self.prompts[row] for row in iteration_rows(self.config, self.prompts, self.iteration)]
 
-    def begin(self, found: Path | None) -> None:
+    def begin(self, last_checkpoint: Path | None) -> None:
         """Before the first iteration of this process: find the size of micro-batches, and compile, where asked."""
-        super().begin(found)
+        super().begin(last_checkpoint)
         if self.eval_prompts and self.config.evaluation.every:
             self.loop.keep("before", self.held_out.before, changes=False)
         settle(self, self.prompts)
@@ -161,11 +161,11 @@ class DiffusionRun(TrainingRun[Config]):
         if self.far is not None:
             with drawing():
                 order = self.far.order(draw, self.weights.named, worker)
-            packed = self.far.drawn(order, jobs, worker, self._count)
+            packed = self.far.draw(order, jobs, worker, self._count)
             finishing: Finishing = ((position, unpacked(finished, self.policy.device)) for position, finished in packed)
         else:
             beat, size = partial(self.loop.advance_or_leave, 0), config.sampling.batch_size
-            finishing = drawn_here(jobs, self.policy, draw, worker, size, under=drawing, beat=beat)
+            finishing = draw_here(jobs, self.policy, draw, worker, size, under=drawing, beat=beat)
         rows, background = sheet.rows, config.sampling.score_in_background
         with Scoring(self.scorers, rows, sheet.group.tolist(), background=background, beat=worker.beat) as scoring:
             rollouts = gathered(sheet, handed_on(finishing, scoring, worker), scoring, worker, running=running)
@@ -248,7 +248,7 @@ class DiffusionRun(TrainingRun[Config]):
 
     def look(self) -> ContactSheet:
         """Training prompts, drawn and scored."""
-        return drawn_now(self.config, self.policy, self.prompts, self.scorers)
+        return of_training_prompts(self.config, self.policy, self.prompts, self.scorers)
 
     def export(self, folder: Path | None) -> None:
         """The adapter (its average, where there is one) as `folder/lora`, in the format diffusers loads."""

@@ -91,7 +91,7 @@ def sample(
     write_atomic(out / SAMPLE_LIST, json.dumps(record, indent=1, ensure_ascii=False))
     paths, pictures = [], []
     try:
-        for k, picture in enumerate(drawn(pipe, texts, seed, arguments or {}, inputs)):
+        for k, picture in enumerate(pictures_of(pipe, texts, seed, arguments or {}, inputs)):
             paths.append(save_png(picture, out / f"{k:05d}.png"))
             pictures.append(picture)
     finally:
@@ -100,7 +100,7 @@ def sample(
     return paths
 
 
-def drawn(
+def pictures_of(
     pipe: Pipeline,
     texts: Sequence[str],
     seed: int,

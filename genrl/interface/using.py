@@ -65,8 +65,8 @@ def sample(
         from genrl.diffusion.policy.loading import check_call_arguments
         from genrl.diffusion.policy.rewriter import load_rewriter
         from genrl.diffusion.rollout.rollout import batch_inputs, check_inputs
-        from genrl.diffusion.sample import drawn
         from genrl.diffusion.sample import load as load_pipeline
+        from genrl.diffusion.sample import pictures_of
         from genrl.diffusion.sample import sample as write
 
         check_inputs(chosen.inputs, rows, source)
@@ -74,7 +74,7 @@ def sample(
         pipe = load_pipeline(chosen.model, chosen.adapter)
     check_call_arguments(pipe, chosen.arguments, section=None)
     if out is None:
-        return list(drawn(pipe, texts, seed, chosen.arguments, inputs))
+        return list(pictures_of(pipe, texts, seed, chosen.arguments, inputs))
     from PIL.Image import open as open_image
 
     writer = None if rewriter is None else load_rewriter(Path(rewriter))

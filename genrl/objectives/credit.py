@@ -75,7 +75,7 @@ def path_softmax(parent: Tensor, leaf_values: Tensor, edge_log_prob: Tensor, bet
     one-hot); entries of roots are not read. beta = 0 is `mean_of_leaves`.
     """
     # The path from a node down is the path from the root less what all its leaves have in common.
-    path = _along_path(parent, beta * _drawn(edge_log_prob))
+    path = _along_path(parent, beta * _nan_as_zero(edge_log_prob))
     return _softmax_mean(parent, leaf_values, path[..., leaf_nodes(parent)])
 
 
@@ -86,7 +86,7 @@ def level_softmax(parent: Tensor, leaf_values: Tensor, edge_log_prob: Tensor, al
     TreeGRPO's backup (arXiv 2512.08153), which at alpha = 0 is its uniform one. It equals `path_softmax` only where
     sibling subtrees have equal log-partitions. Sampling has already favoured likely children: alpha = 0 is unbiased.
     """
-    path = _along_path(parent, _log_sibling_weights(parent, alpha * _drawn(edge_log_prob)))
+    path = _along_path(parent, _log_sibling_weights(parent, alpha * _nan_as_zero(edge_log_prob)))
     return _softmax_mean(parent, leaf_values, path[..., leaf_nodes(parent)])
 
 
@@ -195,7 +195,7 @@ class PromptHistory:
         return scores
 
 
-def _drawn(edge_log_prob: Tensor) -> Tensor:
+def _nan_as_zero(edge_log_prob: Tensor) -> Tensor:
     values = edge_log_prob.detach().double()
     return torch.where(values.isnan(), 0.0, values)
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from genrl.vlm.environments.contract import Layout, Observation, Question, Split, Told
+from genrl.vlm.environments.contract import Layout, Message, Observation, Question, Split
 from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE, SHAPES, outline
 from genrl_rewards.scorers.texts import tool_use
 from genrl_rewards.scorers.texts.expected import numbers_in
@@ -81,19 +81,19 @@ class Crop:
     def reset(self, seed: int, split: Split) -> Observation:
         """Draw the picture of this seed, and ask."""
         rng = np.random.default_rng(seed)
-        self.thing = drawn_by(rng)
+        self.thing = random_thing(rng)
         while self.thing.held_out != (split == "eval"):
-            self.thing = drawn_by(rng)
+            self.thing = random_thing(rng)
         self.large, self.answer = draw(self.thing), self.thing.inside
         self.turn, self.said, self.read = 0, "", 0
         self.crops: list[Box] = []
         return shown(self.thing), question(self.thing)
 
-    def step(self, text: str) -> tuple[Told, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[Message, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. The reward comes with the end."""
         self.turn, self.said = self.turn + 1, self.said + text + "\n"
         answer, asked = answer_in(text), boxes_in(text)
-        observation: Told = (MISSED + HELP,)
+        observation: Message = (MISSED + HELP,)
         if answer is not None:
             observation = ("the end",)
         elif boxes := [box for box in asked if box is not None][:TOGETHER]:
@@ -119,7 +119,7 @@ class Crop:
     def close(self) -> None:
         """Nothing to close."""
 
-    def _shown(self, box: Box) -> Told:
+    def _shown(self, box: Box) -> Message:
         """Show one part: itself, or the question for its sub-agent."""
         part = cut_out(self.large, box)
         return ("larger : ", Question((part, EXAMINE)), " . ") if self.agents else (part, "larger")
@@ -135,7 +135,7 @@ class Crop:
         return float(right), parts
 
 
-def drawn_by(rng: np.random.Generator) -> Thing:
+def random_thing(rng: np.random.Generator) -> Thing:
     """Any thing; the mark has another colour than the shape."""
     outer, inner = (COLOURS[k] for k in rng.permutation(len(COLOURS))[:2])
     return Thing(int(rng.integers(CELLS**2)), outer, SHAPES[rng.integers(len(SHAPES))], inner)
@@ -229,7 +229,7 @@ class Search:
         """Draw the pages of this seed, and ask."""
         rng = np.random.default_rng(seed)
         while True:
-            self.things = [drawn_by(rng) for _ in range(self.pages)]
+            self.things = [random_thing(rng) for _ in range(self.pages)]
             self.gold = int(rng.integers(self.pages))
             self.thing = self.things[self.gold]
             texts = [f"{thing.colour} {thing.shape}" for thing in self.things]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from genrl.playground.shapes import SIZE, Scene, Thing, draw
-from genrl.vlm.environments.contract import Layout, Observation, Question, Split, Told
+from genrl.vlm.environments.contract import Layout, Message, Observation, Question, Split
 from genrl_rewards.scorers.objects.shapes import COLOURS, SHAPES
 from genrl_rewards.scorers.texts import tool_use
 from genrl_rewards.scorers.texts.expected import numbers_in
@@ -101,7 +101,7 @@ class Watch:
         self.formed = True
         return (*self._pictures(), ASKED)
 
-    def step(self, text: str) -> tuple[Told, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[Message, float, bool, bool, dict[str, Any]]:
         """See `contract.Environment`. The reward comes with the end."""
         self.turn, self.said = self.turn + 1, self.said + text + "\n"
         if self.shown:
@@ -118,7 +118,7 @@ class Watch:
         frames = list(dict.fromkeys(k for clip in clips for k in clip))
         self.read += len(calls)
         self.shown = [] if answer is not None else sorted(frames if self.agents else frames[:TOGETHER])
-        observation: Told = ("the end",) if answer is not None else (f"there is no clip and no answer. {self.help}",)
+        observation: Message = ("the end",) if answer is not None else (f"there is no clip and no answer. {self.help}",)
         if self.shown:
             self.asked.append((frozenset(self.shown), self.relevant - self.seen))
             self.seen |= set(self.shown)
@@ -148,7 +148,7 @@ class Watch:
         """What is shown, and which frames it is."""
         return (*(self.frames[k] for k in self.shown), f"frames {' '.join(str(k + 1) for k in self.shown)} . ")
 
-    def _asked(self, clip: Sequence[int]) -> Told:
+    def _asked(self, clip: Sequence[int]) -> Message:
         """What the sub-agent of a clip is to answer, and which frames these are."""
         frames = f"frames {' '.join(str(k + 1) for k in clip)} : "
         return frames, Question((*(self.frames[k] for k in clip), ASKED)), " . "

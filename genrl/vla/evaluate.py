@@ -177,34 +177,34 @@ def film(env: Environment, slots: list[int], running: NDArray[np.bool_], picture
             pictures[slot].append(picture)
 
 
-def success_rates(found: Judged) -> dict[str, float]:
+def success_rates(judged: Judged) -> dict[str, float]:
     """Metrics: `eval/success_mean` with its 95 % Wilson interval, length, return, and success of each instruction;
     without success where nothing says it. Raises RuntimeError where every episode was lost."""
-    if not found.success:
+    if not judged.success:
         raise RuntimeError(
-            f"all {found.lost} episodes of the evaluation were lost with their simulators: none is judged"
+            f"all {judged.lost} episodes of the evaluation were lost with their simulators: none is judged"
         )
     row = {
-        "eval/length_mean": sum(found.steps) / len(found.steps),
-        "eval/return_mean": sum(found.returns) / len(found.returns),
-        "eval/lost": float(found.lost),
+        "eval/length_mean": sum(judged.steps) / len(judged.steps),
+        "eval/return_mean": sum(judged.returns) / len(judged.returns),
+        "eval/lost": float(judged.lost),
     }
-    if not found.measured:
+    if not judged.measured:
         return row
-    low, high = wilson(sum(found.success), len(found.success))
+    low, high = wilson(sum(judged.success), len(judged.success))
     row |= {
-        "eval/success_mean": sum(found.success) / len(found.success),
+        "eval/success_mean": sum(judged.success) / len(judged.success),
         "eval/success_low": low,
         "eval/success_high": high,
     }
-    return row | {f"eval/success/{slug(text)}": rate for text, (rate, _) in by_task(found).items()}
+    return row | {f"eval/success/{slug(text)}": rate for text, (rate, _) in by_task(judged).items()}
 
 
-def by_task(found: Judged) -> dict[str, tuple[float, int]]:
+def by_task(judged: Judged) -> dict[str, tuple[float, int]]:
     """Instruction -> (success rate, episodes), in alphabetical order."""
     rates = {}
-    for text in sorted(set(found.instruction)):
-        outcomes = [flag for name, flag in zip(found.instruction, found.success, strict=True) if name == text]
+    for text in sorted(set(judged.instruction)):
+        outcomes = [flag for name, flag in zip(judged.instruction, judged.success, strict=True) if name == text]
         rates[text] = (sum(outcomes) / len(outcomes), len(outcomes))
     return rates
 
@@ -233,19 +233,19 @@ class Watched:
             self.frames = {name: torch.cat([self.frames[name], v]) if self.frames else v for name, v in now.items()}
 
 
-def sheet_of(policy: Any, found: Judged, watched: Watched, imitated: Batch | None) -> ContactSheet:
+def sheet_of(policy: Any, judged: Judged, watched: Watched, imitated: Batch | None) -> ContactSheet:
     """The sheet of evaluated episodes. imitated: frames, whose numbers are then in the table: these are learnt."""
-    looks = [Look(f"{found.lost} episodes were lost with their simulators", {})] if found.lost else []
+    looks = [Look(f"{judged.lost} episodes were lost with their simulators", {})] if judged.lost else []
     several = dist.is_initialized() and dist.get_world_size() > 1
-    for k, instruction in enumerate(found.instruction[:SHOWN]):
-        scores = {"success": str(found.success[k]) if found.measured else "not measured", "steps": str(found.steps[k])}
-        scores["return"] = score_text(found.returns[k])
+    for k, instruction in enumerate(judged.instruction[:SHOWN]):
+        scores = {"success": str(judged.success[k]) if judged.measured else "not measured"}
+        scores |= {"steps": str(judged.steps[k]), "return": score_text(judged.returns[k])}
         pictures = []
-        if not (found.lost or several):  # else the numbers of slots here and of episodes differ
+        if not (judged.lost or several):  # else the numbers of slots here and of episodes differ
             observation = {name: value[k] for name, value in watched.first.items() if name.startswith((IMAGE, IMAGES))}
             pictures = [(f"{name}, at the start", _chw(value)) for name, value in observation.items()]
-        if len(found.clips) == len(found.instruction):  # else some were chosen
-            pictures.append(("film", _chw(torch.from_numpy(np.array(found.clips[k].frames)))))
+        if len(judged.clips) == len(judged.instruction):  # else some were chosen
+            pictures.append(("film", _chw(torch.from_numpy(np.array(judged.clips[k].frames)))))
         looks.append(Look(instruction or "(no instruction)", scores, pictures))
     raw = imitated or watched.frames
     if not raw:  # all were lost

@@ -79,7 +79,7 @@ class VLARun(TrainingRun[VLAConfig]):
         """Another evaluation than that of the policy in its environment."""
         self.table: Any = None
         """The environment of evaluations: chosen, or made, when it is first needed, and kept."""
-        self.told: dict[str, float] = {}
+        self.preparation: dict[str, float] = {}
         """Figures of a method's preparation, logged with every iteration."""
         self._dropped, self._seconds, self._off = 0, 0.0, 0.0
 
@@ -88,9 +88,9 @@ class VLARun(TrainingRun[VLAConfig]):
         """The policy with its sampler."""
         return Acting(self.policy, sampler_of(self.config, self.policy))
 
-    def begin(self, found: Path | None) -> None:
+    def begin(self, last_checkpoint: Path | None) -> None:
         """Write the policy that checkpoints belong to, or see that it is the one the run began with."""
-        if found:
+        if last_checkpoint:
             if self.loop.memory.get("untrained", self.begun) != self.begun:
                 raise ValueError(
                     f"policy.path: {self.config.policy.path} is not what the run began with: the encoder that is not "
@@ -102,7 +102,7 @@ class VLARun(TrainingRun[VLAConfig]):
                 self.save_policy()
                 self.stack.push(partial(remove_policy_of_failed_start, self.process))
         self.loop.memory["untrained"] = self.begun
-        super().begin(found)
+        super().begin(last_checkpoint)
         if self.frames and not self.config.evaluation.every:  # else the first evaluation shows more
             self.note_sheet(lambda: self._sheet(Judged([], [], [], [], []), Watched()))
 
@@ -189,7 +189,7 @@ class VLARun(TrainingRun[VLAConfig]):
             if not self.config.evaluation.every and not self.frames:
                 who = self.acting._replace(frozen=self.frozen)
                 self.note_sheet(lambda: sheet_of_rollout(who, rollout, self.config))
-        row = dict(figures) | self.told | self.aged
+        row = dict(figures) | self.preparation | self.aged
         row |= episode_figures(every, by_group=self.config.environment.group_size > 1)
         row |= {
             "rollout/dropped": float(sum(dropped)),
@@ -230,8 +230,8 @@ class VLARun(TrainingRun[VLAConfig]):
         self.note_sheet(lambda: self._sheet(judged, watched))
         return judged
 
-    def _sheet(self, found: Judged, watched: Watched) -> ContactSheet:
-        return sheet_of(self.policy, found, watched, self.frames)
+    def _sheet(self, judged: Judged, watched: Watched) -> ContactSheet:
+        return sheet_of(self.policy, judged, watched, self.frames)
 
     def _judged(self) -> tuple[Judged, Watched]:
         config, settings = self.config, self.config.evaluation
@@ -332,14 +332,14 @@ def measured(
     return Acted(rollout, parts, env.waited_s - waited, env.dropped - dropped, seconds)
 
 
-def show(found: Judged, process: Process, iteration: int) -> None:
+def show(judged: Judged, process: Process, iteration: int) -> None:
     """Films of an evaluation in videos/step-..., their contact sheet among the samples, and both in the trackers."""
-    if found.clips:
+    if judged.clips:
         name = f"step-{iteration:06d}"
-        for file in write_clips(process.run.videos / name, found.clips, fps=FPS):
+        for file in write_clips(process.run.videos / name, judged.clips, fps=FPS):
             if file.suffix == ".gif":
                 process.log.log_video(iteration, f"videos/{file.stem}", file)
-        sheet = contact_sheet(found.clips)
+        sheet = contact_sheet(judged.clips)
         save_png(sheet, process.run.samples / f"{name}.png")
         process.log.log_picture(iteration, "samples/grid", sheet)
 

@@ -94,23 +94,23 @@ def load_trained(
         return take(str(path))
     if plain:
         return load_policy(folder, device=device, adapt=adapt)
-    path_found = checkpoint.latest(folder / "checkpoints")
-    if not (folder / "policy").is_dir() or path_found is None:
+    checkpoint_folder = checkpoint.latest(folder / "checkpoints")
+    if not (folder / "policy").is_dir() or checkpoint_folder is None:
         raise ValueError(f"{folder}: the run holds no policy yet; it is there after the first checkpoint")
     if step is not None:
-        path_found = folder / "checkpoints" / f"step-{step:06d}"
-        if reason := checkpoint.problem(path_found):
+        checkpoint_folder = folder / "checkpoints" / f"step-{step:06d}"
+        if reason := checkpoint.problem(checkpoint_folder):
             steps = ", ".join(
                 str(int(folder_of_step.name.removeprefix("step-")))
-                for folder_of_step in checkpoint.steps(path_found.parent)
+                for folder_of_step in checkpoint.steps(checkpoint_folder.parent)
             )
-            raise ValueError(f"{path_found}: {reason}; checkpoints of {folder}: {steps}")
-    saved = checkpoint.load(path_found)
+            raise ValueError(f"{checkpoint_folder}: {reason}; checkpoints of {folder}: {steps}")
+    saved = checkpoint.load(checkpoint_folder)
     weights = result(saved.tensors)
     if any(map(is_adapter, weights)):
         return _merged(folder, saved, weights).to(device)
     policy = load_policy(folder / "policy", device=device)
-    put_back({name: p for name, p in policy.named_parameters() if name in weights}, weights, path_found)
+    put_back({name: p for name, p in policy.named_parameters() if name in weights}, weights, checkpoint_folder)
     return policy
 
 

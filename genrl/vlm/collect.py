@@ -80,19 +80,20 @@ def collect(
     together = max(1, TOGETHER // rule.samples)
     for start in range(0, len(questions), together):
         rows = [questions[number] for number in range(start, min(start + together, len(questions)))]
-        found = draw(policy, config, opened, rows, (config.seed, "collect"), advance=advance)
-        failures = failures_of([failures, found.failures])
+        answers = draw(policy, config, opened, rows, (config.seed, "collect"), advance=advance)
+        failures = failures_of([failures, answers.failures])
         # 1e-9: a weighted sum of .3 and .7 is not exactly 1. A cut answer would teach to break off.
-        reached = (totals(config, found.scores) >= rule.threshold - 1e-9) & ~found.cut
+        reached = (totals(config, answers.scores) >= rule.threshold - 1e-9) & ~answers.cut
         passed += int(reached.sum())
         for place, row in enumerate(rows):
             places = range(place * rule.samples, (place + 1) * rule.samples)
-            selected = _chosen(found, [k for k in places if reached[k]], rule, (config.seed, "collect", row.name))
+            selected = _chosen(answers, [k for k in places if reached[k]], rule, (config.seed, "collect", row.name))
             answered += bool(selected)
             question = _asked(row, out, start + place) if selected else {}
             for k in selected:
-                reward = float(totals(config, found.scores)[k])
-                lines.append(json.dumps({**question, "response": found.texts[k], "reward": reward}, ensure_ascii=False))
+                reward = float(totals(config, answers.scores)[k])
+                line = {**question, "response": answers.texts[k], "reward": reward}
+                lines.append(json.dumps(line, ensure_ascii=False))
     check_failed(config, failures, len(questions) * rule.samples)
     counts = Counts(len(questions), answered, len(questions) * rule.samples, passed, len(lines))
     if not lines:
@@ -103,12 +104,12 @@ def collect(
     return counts
 
 
-def _chosen(found: Answers, reached: list[int], rule: Rule, key: tuple[int | str, ...]) -> list[int]:
+def _chosen(answers: Answers, reached: list[int], rule: Rule, key: tuple[int | str, ...]) -> list[int]:
     """At most `keep` of the answers of these numbers, no text twice and no empty one."""
     # Reversed twice, so that of equal texts the first is the one that stays, in the order of sampling.
-    different = list({found.texts[k]: k for k in reversed(reached) if found.texts[k].strip()}.values())[::-1]
+    different = list({answers.texts[k]: k for k in reversed(reached) if answers.texts[k].strip()}.values())[::-1]
     if rule.choose == "shortest":
-        different.sort(key=lambda k: int(found.mask[k].sum()))
+        different.sort(key=lambda k: int(answers.mask[k].sum()))
     else:
         shuffled = torch.randperm(len(different), generator=generator(*key)).tolist()
         different = [different[place] for place in shuffled]

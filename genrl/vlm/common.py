@@ -37,11 +37,11 @@ SAMPLER_GAP = 0.1
 
 
 class Estimated(NamedTuple):
-    """batch: this process's rows, with advantages and weights, `extra["row"]` their numbers; found: what `estimate`
-    says of all of them; updates: how they are shared out."""
+    """batch: this process's rows, with advantages and weights, `extra["row"]` their numbers; estimate: that of all
+    rows; updates: how they are shared out."""
 
     batch: TokenBatch
-    found: Estimate
+    estimate: Estimate
     updates: list[Update]
 
 

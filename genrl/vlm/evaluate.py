@@ -125,14 +125,14 @@ def judge(
     return judged
 
 
-def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
+def figures(config: VLMConfig, judged: Judged) -> dict[str, float]:
     """Metrics of an evaluation: accuracy with its 95 % interval, means of the rewards, and of their weighted sum.
 
     Right is an answer whose first reward is at least `evaluation.right_at`; without a score it is not right. Raises
     RewardFailed as `rollout.check_failed`.
     """
-    check_failed(config, found.failures, len(found.names))
-    first = torch.tensor(found.scores[config.reward_labels[0]], dtype=torch.float64)
+    check_failed(config, judged.failures, len(judged.names))
+    first = torch.tensor(judged.scores[config.reward_labels[0]], dtype=torch.float64)
     right = int(is_right(config, first).sum())
     low, high = wilson(right, len(first))
     row: dict[str, Any] = {
@@ -142,7 +142,7 @@ def figures(config: VLMConfig, found: Judged) -> dict[str, float]:
     }
     total = np.zeros(len(first))
     for label, reward in zip(config.reward_labels, config.rewards, strict=True):
-        values = np.array(found.scores[label])
+        values = np.array(judged.scores[label])
         scored = values[~np.isnan(values)]
         row[f"eval/{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")
         row[f"eval/{label}_failed"] = float(len(values) - len(scored))
@@ -171,24 +171,24 @@ def held_out(
     return scores, len(questions)
 
 
-def save_answers(process: Process, found: Judged, shown: Shown, iteration: int) -> None:
+def save_answers(process: Process, judged: Judged, shown: Shown, iteration: int) -> None:
     """The first answers of an evaluation, in samples/."""
     samples = process.run.samples
     lines = [
-        json.dumps({"question": name, "answer": text, **{label: v[k] for label, v in found.scores.items()}})
-        for k, (name, text) in enumerate(zip(found.names[:SAVED], found.texts, strict=False))
+        json.dumps({"question": name, "answer": text, **{label: v[k] for label, v in judged.scores.items()}})
+        for k, (name, text) in enumerate(zip(judged.names[:SAVED], judged.texts, strict=False))
     ]
     samples.mkdir(parents=True, exist_ok=True)
     for name, sound in shown.sounds.items():
         write_atomic(samples / f"step-{iteration:06d}-{name}.wav", sound)
     if shown.images:
         number = len(shown.images)
-        scores = {label: values[:number] for label, values in found.scores.items()}
-        sheet = save_samples(samples, iteration, shown.images, found.names[:number], scores)
+        scores = {label: values[:number] for label, values in judged.scores.items()}
+        sheet = save_samples(samples, iteration, shown.images, judged.names[:number], scores)
         process.log.log_picture(iteration, "samples/grid", sheet)
     write_atomic(samples / f"step-{iteration:06d}.jsonl", "\n".join(lines) + "\n")
-    rows = list(zip(found.names, found.texts, *found.scores.values(), strict=True))
-    process.log.log_table(iteration, "samples/answers", ["question", "answer", *found.scores], rows)
+    rows = list(zip(judged.names, judged.texts, *judged.scores.values(), strict=True))
+    process.log.log_table(iteration, "samples/answers", ["question", "answer", *judged.scores], rows)
 
 
 class HeldOut:

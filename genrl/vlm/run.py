@@ -81,11 +81,11 @@ class AnswersRun(VLMRun):
         run_config: VLMConfig = self.loop.config
         return run_config.at(self.loop.iteration)[1].trainer
 
-    def begin(self, found: Path | None) -> None:
+    def begin(self, last_checkpoint: Path | None) -> None:
         """Keep the average with every checkpoint."""
         if self.average is not None:
             self.loop.keep("average", self.average)
-        super().begin(found)
+        super().begin(last_checkpoint)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -267,8 +267,8 @@ class AnswersRun(VLMRun):
         prompts = [name for names in gather_object([[row.name for row in answers.rows]]) for name in names]
         visits = {name: (int(n), float(m), float(s)) for name, (n, m, s) in loop.memory.get("visits", {}).items()}
         ready = self.estimated(local, size, updates, prompts=prompts, visits=visits)
-        if ready.found.visits:
-            loop.memory["visits"] = {name: list(entry) for name, entry in ready.found.visits.items()}
+        if ready.estimate.visits:
+            loop.memory["visits"] = {name: list(entry) for name, entry in ready.estimate.visits.items()}
         return ready
 
     def evaluated(self, iteration: int) -> dict[str, float]:

@@ -161,7 +161,7 @@ def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu", 
     origin = resolve(name)
     if origin.kind == "built-in":
         _require_extra(BUILT_IN[name], name)
-    target = given(name) if origin.kind == "object" else _found(origin)
+    target = given(name) if origin.kind == "object" else _attribute(origin)
     if inspect.isclass(target):
         return _construct(target, name, args, device, dtype)
     if not callable(target):
@@ -173,7 +173,7 @@ def load(name: str, args: Mapping[str, object] = EMPTY, *, device: str = "cpu", 
     return with_options(target, name, args) if args else target
 
 
-def _found(origin: Origin) -> Any:
+def _attribute(origin: Origin) -> Any:
     """What a module or file has by the name. Raises ValueError where it has no such thing."""
     target: Any = _import_file(origin) if origin.kind == "file" else importlib.import_module(origin.where)
     for part in origin.attribute.split("."):

@@ -46,7 +46,7 @@ def test_a_dry_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, 
     for ways in ("WAYS", "COMPILED"):  # the first and the last of them
         given = list(getattr(gpu_checks, ways).items())
         monkeypatch.setattr(gpu_checks, ways, dict([given[0], given[-1]]))
-    found, (check, _, argument) = gpu_checks.Found(tmp_path / "found.json"), name.partition(":")
+    found, (check, _, argument) = gpu_checks.Findings(tmp_path / "found.json"), name.partition(":")
     gpu_checks.CHECKS[check](found, True, *([argument] if argument else []))
     assert found.values and not found.failed
     assert all(row.get("max_abs_dev", 0) == 0 for row in found.values.values() if isinstance(row, dict))
@@ -137,15 +137,15 @@ def test_what_fits_into_the_card_runs_side_by_side() -> None:
 
 
 def test_a_deviation_or_a_failure_is_not_done_and_tried_again(tmp_path: Path, monkeypatch: Any) -> None:
-    found = gpu_checks.Found(tmp_path / "found.json")
+    found = gpu_checks.Findings(tmp_path / "found.json")
     found.put("fine", {"max_abs_dev": 0.0})
     found.fail("broken", RuntimeError("no"))
     assert found.failed and found.knows("fine") and not found.knows("broken")
-    assert gpu_checks.Found(tmp_path / "found.json").knows("fine")
+    assert gpu_checks.Findings(tmp_path / "found.json").knows("fine")
     with pytest.raises(SystemExit):
         found.fail("lost", RuntimeError("CUDA error: an illegal memory access was encountered"))
     monkeypatch.setattr(gpu_checks, "_ratio_of", lambda *_: {"max_abs_dev": 0.3})
-    again = gpu_checks.Found(tmp_path / "again.json")
+    again = gpu_checks.Findings(tmp_path / "again.json")
     gpu_checks._ratios(again, True, "sd15", {"bfloat16": ()})
     assert again.failed and not again.knows("bfloat16")
 

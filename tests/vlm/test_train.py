@@ -187,7 +187,7 @@ def test_the_answers_with_most_variance_are_trained_on(tmp_path: Path) -> None:
             answers, row = run.draw()
             assert answers.size == 2 and len(answers.texts) == 2 * len(answers.rows) == 8
             ready = run.estimate(answers)
-            chosen = ready.found.batch
+            chosen = ready.estimate.batch
             assert torch.equal(chosen.rewards, totals(run.config, answers.scores)) and len(chosen.group.unique()) == 4
             assert row["reward/total_mean"] != pytest.approx(float(chosen.rewards.mean())), "metrics are of all answers"
             break

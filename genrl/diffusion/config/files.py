@@ -125,10 +125,10 @@ def _model(config: Config, notes: list[str]) -> Iterator[FileFinding]:
 
 def pipeline_class(model: Model) -> Any:
     """The class of one's own that loads the pipeline. Raises ValueError where there is none."""
-    found = find(str(model.pipeline), Group("pipeline", {}, "genrl.pipelines"))
-    if not hasattr(found, "from_pretrained"):
+    pipeline = find(str(model.pipeline), Group("pipeline", {}, "genrl.pipelines"))
+    if not hasattr(pipeline, "from_pretrained"):
         raise ValueError(f"{model.pipeline} is no pipeline: derive a class from one of diffusers'")
-    return found
+    return pipeline
 
 
 def folder_problems(model: Model, folder: Path) -> list[str]:
@@ -339,21 +339,21 @@ def _prompts_and_rewards(config: Config, notes: list[str]) -> Iterator[FileFindi
             yield from _reward(config, index, sources, notes)
 
 
-def _buckets(config: Config, name: str, found: PromptRows, notes: list[str]) -> Iterator[FileFinding]:
+def _buckets(config: Config, name: str, prompts: PromptRows, notes: list[str]) -> Iterator[FileFinding]:
     """Check `sampling.buckets`: the sizes of these rows, and whether there are enough of each to train on."""
     sampling = config.sampling
     if not sampling.buckets:
-        if written := [column for column in NAMES if column in found.column_names]:
+        if written := [column for column in NAMES if column in prompts.column_names]:
             text = f"the column {written[0]} is not read; sampling.buckets: rows samples each prompt in its own size"
             notes.append(f"prompts.{name}: {text}")
         return
-    rows = sized(found.rows, sampling.buckets, sampling.picture_column, str(getattr(config.prompts, name)))
+    rows = sized(prompts.rows, sampling.buckets, sampling.picture_column, str(getattr(config.prompts, name)))
     arguments = sampling.prompts_together, sampling.buckets, sampling.picture_column
     if name == "train" and (problem := short_bucket(rows, *arguments)):
         yield ("sampling", "buckets"), problem
 
 
-def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[FileFinding]:
+def _reward(config: Config, index: int, sources: Mapping[str, PromptRows], notes: list[str]) -> Iterator[FileFinding]:
     """A reward that is loaded here: where it is, its gradients, its columns in the prompts that were found."""
     key: KeyPath = ("rewards", index, "name")
     reward = config.rewards[index]
@@ -380,12 +380,12 @@ def _reward(config: Config, index: int, found: Mapping[str, PromptRows], notes: 
         notes.append(f"rewards.{index}.name: training runs the code of {origin.where}")
         if wrong := genrl_rewards.misfit(Path(origin.where), origin.attribute, reward.args, everything=False):
             yield key, f"{reward.name}: {wrong}"
-    yield from _missing(f"reward {reward.name}", declared_columns(origin), found)
+    yield from _missing(f"reward {reward.name}", declared_columns(origin), sources)
 
 
-def _missing(asker: str, columns: Sequence[str], found: Mapping[str, PromptRows]) -> Iterator[FileFinding]:
+def _missing(asker: str, columns: Sequence[str], sources: Mapping[str, PromptRows]) -> Iterator[FileFinding]:
     """Name, for each source, the columns that somebody reads and not every row has."""
-    for name, rows in found.items():
+    for name, rows in sources.items():
         missing = [column for column in columns if column not in rows.column_names]
         if missing:
             have = ", ".join(rows.column_names) or "none beside the prompt"
@@ -394,12 +394,12 @@ def _missing(asker: str, columns: Sequence[str], found: Mapping[str, PromptRows]
             yield ("prompts", name), f"{asks}; columns of every row: {have}.{hint}"
 
 
-def _unread(index: int, reward: Reward, found: Mapping[str, PromptRows], notes: list[str]) -> Iterator[FileFinding]:
+def _unread(index: int, reward: Reward, sources: Mapping[str, PromptRows], notes: list[str]) -> Iterator[FileFinding]:
     """A column of the prompts that a reward of ours would read, if an argument named it."""
     built_in = BUILT_IN.get(reward.name)
     if built_in is None or not built_in.column or built_in.column in reward.args:
         return
-    if not any(built_in.column in rows.column_names for rows in found.values()):
+    if not any(built_in.column in rows.column_names for rows in sources.values()):
         return
     says, column = f"the prompts have a column {built_in.column}", built_in.column
     if reward.remote is None:

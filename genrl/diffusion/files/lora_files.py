@@ -104,10 +104,10 @@ def locate(source: str) -> Path:
     name, file = hub_file(source)
     if file is None:
         file = _chosen(_listed(name), f"the hub's {name}", f"write {name}:FILE")
-    found = Path(huggingface_hub.hf_hub_download(name, file))
+    local_file = Path(huggingface_hub.hf_hub_download(name, file))
     if Path(file).name == STANDARD[1]:
         huggingface_hub.hf_hub_download(name, str(Path(file).with_name(SETTINGS)))  # without it the strength is lost
-    return found
+    return local_file
 
 
 def _listed(name: str) -> list[str]:
@@ -283,21 +283,21 @@ def peft_settings(adapter: Layers, network: nn.Module, component: str) -> tuple[
     ranks = {layer: adapter.tensors[f"{layer}.lora_A.weight"].shape[0] for layer in adapter.names}
     dora = any(key.endswith("lora_magnitude_vector") for key in adapter.tensors)
     bias = any(key.endswith("lora_B.bias") for key in adapter.tensors)
-    told, alphas, rslora = adapter.settings, dict(adapter.alphas), False
+    own_settings, alphas, rslora = adapter.settings, dict(adapter.alphas), False
     whence = "its own alphas"
-    if told:
+    if own_settings:
         whence = "its settings"
-        rslora = bool(told.get("use_rslora"))
-        _require_plain(told, dora=dora, bias=bias)
+        rslora = bool(own_settings.get("use_rslora"))
+        _require_plain(own_settings, dora=dora, bias=bias)
         for layer, rank in ranks.items():
-            rank_of_layer = _pattern(told.get("rank_pattern"), layer, told.get("r", rank))
+            rank_of_layer = _pattern(own_settings.get("rank_pattern"), layer, own_settings.get("r", rank))
             if rank != rank_of_layer:
                 raise ValueError(f"its settings say rank {rank_of_layer!r} of {layer}, whose tensors have {rank}")
-            alpha = float(_pattern(told.get("alpha_pattern"), layer, told.get("lora_alpha", rank)))
-            if "lora_alpha" in told and layer in alphas and alphas[layer] != alpha:
+            alpha = float(_pattern(own_settings.get("alpha_pattern"), layer, own_settings.get("lora_alpha", rank)))
+            if "lora_alpha" in own_settings and layer in alphas and alphas[layer] != alpha:
                 raise ValueError(f"its settings say alpha {alpha:g} of {layer}, the tensor beside it {alphas[layer]:g}")
             alphas.setdefault(layer, alpha)
-        _require_targets(told, adapter, network, component)
+        _require_targets(own_settings, adapter, network, component)
     elif not alphas:
         whence = "no alpha in the file: taken as the rank"
     elif lacking := sorted(adapter.names - alphas.keys()):
@@ -346,10 +346,10 @@ def _targets(adapter: Layers, network: nn.Module) -> list[str] | str:
     return names if adapter.names.isdisjoint(ends) else "|".join(map(re.escape, names))
 
 
-def _require_targets(told: Mapping[str, Any], adapter: Layers, network: nn.Module, component: str) -> None:
+def _require_targets(settings: Mapping[str, Any], adapter: Layers, network: nn.Module, component: str) -> None:
     """Raise ValueError where layers that the settings name are not in the file."""
-    targets = told.get("target_modules")
-    if not targets or told.get("layers_to_transform") is not None or told.get("exclude_modules"):
+    targets = settings.get("target_modules")
+    if not targets or settings.get("layers_to_transform") is not None or settings.get("exclude_modules"):
         return
     linear = [k.replace(".base_layer", "") for k, m in network.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
     linear = [key for key in linear if ".lora_" not in key]

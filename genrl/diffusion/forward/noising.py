@@ -19,7 +19,7 @@ from genrl.diffusion.forward.settings import Matching
 from genrl.diffusion.policy.decoding import Encoder
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Drawn, independent
+from genrl.diffusion.rollout.forest import Samples, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.rollout.scoring import Scored
 from genrl.diffusion.run import DiffusionRun
@@ -53,13 +53,13 @@ def noised(clean: Tensor, noise: Tensor, sigma: Tensor) -> Tensors:
     }
 
 
-def drawn_level(policy: Policy, drawn: torch.Generator) -> Tensor:
+def random_level(policy: Policy, rng: torch.Generator) -> Tensor:
     """A noise level of training: logit-normal for a flow; a timestep, uniform, for others."""
     if policy.head.parametrisation == "flow":
         # How SD3 was trained (arXiv 2403.03206), and most flows since: levels in the middle, where a prediction is
         # hardest.
-        return logit_normal_draws(1, drawn, stratified=False)[0]
-    return torch.randint(len(policy.head.alphas_cumprod), (), generator=drawn)
+        return logit_normal_draws(1, rng, stratified=False)[0]
+    return torch.randint(len(policy.head.alphas_cumprod), (), generator=rng)
 
 
 def noised_by(policy: Policy, clean: Tensor, noise: Tensor, level: Tensor) -> Tensors:
@@ -89,7 +89,7 @@ def group_noise(micro_batch: MicroBatch, group: Tensor, *names: int | str) -> Te
     return torch.stack([noises[g] for g in group.tolist()]).to(clean)
 
 
-def solved(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
+def solved(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Samples:
     """Samples by the deterministic solver."""
     with merged(policy.denoisers.values()):
         return independent(policy.roll_out(batch), slots)

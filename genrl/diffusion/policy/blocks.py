@@ -173,13 +173,13 @@ def _joint_mask(mask: Tensor | None, text: Tensor | None, image: Tensor) -> Tens
     return torch.cat([text.bool(), text.new_ones(image.shape[:2], dtype=torch.bool)], 1)[:, None, None]
 
 
-def _out(attn: Any, found: Tensor) -> Tensor:
+def _out(attn: Any, hidden_states: Tensor) -> Tensor:
     """The output projection and its dropout; FLUX's single blocks have theirs in the block."""
     if getattr(attn, "pre_only", False):
-        return found
+        return hidden_states
     for layer in attn.to_out:
-        found = layer(found)
-    return found
+        hidden_states = layer(hidden_states)
+    return hidden_states
 
 
 def _first(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
@@ -314,9 +314,9 @@ def install(denoisers: Iterable[nn.Module], switches: Switches) -> str:
     blocks = 0
     for denoiser in denoisers:
         if switches.fused or switches.attention is not None:
-            found = _set_processors(denoiser, switches)
-            processors += found
-            _verify_at_first_call(denoiser, found)
+            of_denoiser = _set_processors(denoiser, switches)
+            processors += of_denoiser
+            _verify_at_first_call(denoiser, of_denoiser)
         if switches.fused:
             count = _set_forwards(denoiser)
             if not count:

@@ -193,14 +193,14 @@ class _Kept:
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._entries:
-            value = self._entries[key] = self._found(key, make)
+            value = self._entries[key] = self._value(key, make)
             self.size += _bytes(value)
             while self._bounded and self.size > MAX_BYTES and len(self._entries) > 1:
                 self.size -= _bytes(self._entries.popitem(last=False)[1])
         self._entries.move_to_end(key)
         return self._entries[key]
 
-    def _found(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def _value(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if self._store is None:
             return _to(make(), torch.device("cpu"))
         name = self._store.name(key)

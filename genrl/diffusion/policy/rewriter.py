@@ -152,8 +152,9 @@ class Rewriter:
         if text.count(first) != 1 or text.count(last) != 1:
             return None
         between, closed, _ = text.partition(first)[2].partition(last)
-        found = " ".join(between.split())
-        return found if closed and found and fits(found) else None  # not closed: the last tag stands before the first
+        prompt = " ".join(between.split())
+        # Not closed: the last tag stands before the first.
+        return prompt if closed and prompt and fits(prompt) else None
 
     def log_probs(self, written: Written) -> Tensor:
         """Log-probability of each token under the present weights, float32 [R, L], with gradients; teacher forcing

@@ -39,8 +39,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """Finished samples, and how they came about."""
+class Samples:
+    """Finished ones, and how they came about."""
 
     slots: list[int]
     """Of the samples."""
@@ -55,15 +55,15 @@ class Drawn:
 class Draw(Protocol):
     """How samples are made: a function of the policy and of what it is given, which other processes may call."""
 
-    def __call__(self, policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
+    def __call__(self, policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Samples:
         """The samples of these slots, of these prompts and conditions; `beat` is called now and then."""
         ...
 
 
-def independent(trajectory: Trajectory, slots: list[int]) -> Drawn:
+def independent(trajectory: Trajectory, slots: list[int]) -> Samples:
     """Rollouts from noise to sample, one per slot, that share nothing."""
     pieces = [Piece(trajectory, dict.fromkeys(trajectory.log_probs, slots))]
-    return Drawn(slots, trajectory.batch, trajectory.final, trajectory.sigmas, pieces)
+    return Samples(slots, trajectory.batch, trajectory.final, trajectory.sigmas, pieces)
 
 
 def roll_out(
@@ -75,7 +75,7 @@ def roll_out(
     batch_size: int,
     beat: Callable[[], None] = lambda: None,
     keep: Collection[int] = (),
-) -> Drawn:
+) -> Samples:
     """The trees of this plan that begin at these roots.
 
     batch: the roots, with the keys of their initial noise; slots: their slots. kernel: the transition, whose levels are
@@ -94,7 +94,7 @@ def roll_out(
     forest = _Forest(policy, batch, tree, plan, kernel, batch_size, beat, keep, nodes, offsets)
     for segment in tree.segments():
         forest.run(segment)
-    return forest.drawn()
+    return forest.samples()
 
 
 @dataclass
@@ -191,7 +191,7 @@ class _Forest:
         keys: list[NoiseKey] = [(*key[:-1], slot) for key, slot in zip(batch.keys, slots, strict=True)]
         return Batch(batch.prompts, keys, batch.sampling, batch.initial_keys, batch.inputs)
 
-    def drawn(self) -> Drawn:
+    def samples(self) -> Samples:
         assert self.states is not None
         sigmas = self.sigmas
         if self.plan.tail is not None:
@@ -203,7 +203,7 @@ class _Forest:
         slots = self.slots
         # Rows come as they were run; whoever scores and trains them counts slots.
         order = sorted(range(len(slots)), key=slots.__getitem__)
-        return Drawn([slots[k] for k in order], self.batch.take(order), self.states[order], sigmas, self.pieces)
+        return Samples([slots[k] for k in order], self.batch.take(order), self.states[order], sigmas, self.pieces)
 
     def _solve(self, rows: Tensor, levels: Tensor) -> Tensor:
         assert self.states is not None

@@ -167,7 +167,7 @@ class RayRollouts:
             sent = self._ray.put((draw, {name: value.detach().cpu() for name, value in weights.items()}))
         return Order(self.version, sent)
 
-    def drawn(self, order: Order, jobs: Iterable[Job], worker: Worker, counted: Callable[[int], None]) -> Finishing:
+    def draw(self, order: Order, jobs: Iterable[Job], worker: Worker, counted: Callable[[int], None]) -> Finishing:
         """Micro-batches that the actors draw by this order, as they came (`unpacked`). counted: is told the model calls
         of each."""
         waiting, parts = deque(jobs), dict[int, Part]()
@@ -283,7 +283,7 @@ def packed(thing: Any) -> Any:
 
 def unpacked(thing: Any, device: torch.device) -> Any:
     """The reverse of `packed`, on the device of this process."""
-    return _mapped(thing, OnDevice, lambda found: found.tensor.to(device), {})
+    return _mapped(thing, OnDevice, lambda sent: sent.tensor.to(device), {})
 
 
 def _mapped(thing: Any, kind: type, change: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
@@ -315,7 +315,7 @@ class Underway:
     scoring: Scoring
     count: int
     """Micro-batches that this process has of it."""
-    drawn: SimpleQueue[tuple[int, MicroBatch]] = field(default_factory=SimpleQueue)
+    arrivals: SimpleQueue[tuple[int, MicroBatch]] = field(default_factory=SimpleQueue)
     """As they came (`unpacked`): they wait on the CPU."""
     beaten: Event = field(default_factory=Event)
     """Whether something was heard of the workers since it was asked last."""
@@ -348,11 +348,11 @@ class Ahead:
         def counted(calls: int) -> None:
             underway.calls += calls
 
-        finishing = self.far.drawn(order, jobs_of(config, sheet, here), here, counted)
+        finishing = self.far.draw(order, jobs_of(config, sheet, here), here, counted)
 
         def work() -> None:
             for item in handed_on(finishing, scoring, here):
-                underway.drawn.put(item)
+                underway.arrivals.put(item)
 
         underway.work = self._thread.submit(work)
 
@@ -383,7 +383,7 @@ class Ahead:
                         underway.beaten.clear()
                         worker.beat()
                     try:
-                        position, micro_batch = underway.drawn.get(timeout=POLL_S)
+                        position, micro_batch = underway.arrivals.get(timeout=POLL_S)
                         break
                     except Empty:
                         # Looked at only with an empty queue: what was drawn before an error is no loss, and none is

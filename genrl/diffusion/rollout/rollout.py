@@ -29,7 +29,7 @@ from genrl.diffusion.config.schema import Config, shared_out
 from genrl.diffusion.config.sections import Sampling
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, NoiseKey
-from genrl.diffusion.rollout.forest import Draw, Drawn, Piece
+from genrl.diffusion.rollout.forest import Draw, Piece, Samples
 from genrl.diffusion.rollout.scoring import Scored, Scoring
 from genrl.mdp.noise import bucketed_indices, generator, prompt_indices
 from genrl.objectives.credit import max_variance
@@ -283,7 +283,7 @@ class Job(NamedTuple):
 class Finished(NamedTuple):
     """A micro-batch that was drawn."""
 
-    drawn: Drawn
+    samples: Samples
     images: Tensor
     """Float on the CPU, [B, 3, H, W] or [B, F, 3, H, W]."""
 
@@ -301,15 +301,15 @@ def jobs_of(config: Config, sheet: Sheet, worker: Worker) -> Iterator[Job]:
 
 
 @torch.no_grad()
-def finish(policy: Policy, drawn: Drawn, size: int) -> Finished:
+def finish(policy: Policy, samples: Samples, size: int) -> Finished:
     """Add the pictures of the final states, decoded `size` at a time."""
     # A decoder takes more memory for a picture than the steps that led to it.
-    rows = _chunks(len(drawn.slots), size)
-    images = [policy.decode(drawn.batch.take(some), drawn.final[some]).cpu() for some in rows]
-    return Finished(drawn, torch.cat(images))
+    rows = _chunks(len(samples.slots), size)
+    images = [policy.decode(samples.batch.take(some), samples.final[some]).cpu() for some in rows]
+    return Finished(samples, torch.cat(images))
 
 
-def drawn_here(
+def draw_here(
     jobs: Iterable[Job],
     policy: Policy,
     draw: Draw,
@@ -343,7 +343,7 @@ def handed_on(finishing: Finishing, scoring: Scoring, worker: Worker) -> Iterato
 
 def gathered(
     sheet: Sheet,
-    drawn: Iterable[tuple[int, MicroBatch]],
+    arrivals: Iterable[tuple[int, MicroBatch]],
     scoring: Scoring,
     worker: Worker,
     *,
@@ -351,7 +351,7 @@ def gathered(
 ) -> Rollouts:
     """The iteration, once all of it is drawn and scored, in all processes."""
     micro_batches: dict[int, MicroBatch] = {}
-    for position, micro_batch in drawn:
+    for position, micro_batch in arrivals:
         micro_batches[position] = micro_batch
         # Processes draw in lockstep, one micro-batch each: the others have just finished as many.
         worker.advance(len(micro_batch.slots) * worker.num_processes)

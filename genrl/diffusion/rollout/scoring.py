@@ -36,7 +36,7 @@ from genrl_rewards.service.remote import Remote
 
 logger = logging.getLogger(__name__)
 
-Found = tuple[str, list[int], genrl_rewards.Scores]  # label, slots, their scores
+SlotScores = tuple[str, list[int], genrl_rewards.Scores]  # label, slots, their scores
 Pictures = TypeVar("Pictures")
 
 
@@ -189,8 +189,8 @@ class Scoring:
         self._spread = {k: reward for k, reward in single.items() if k in scorers.copies}
         self._grouped = {k: reward for k, reward in scorers.rewards.items() if kinds[k] != "pointwise"}
         self._background = background
-        self._worker: Background[list[Found]] = Background(background)
-        self._queues: dict[str, Background[list[Found]]] = {
+        self._worker: Background[list[SlotScores]] = Background(background)
+        self._queues: dict[str, Background[list[SlotScores]]] = {
             label: Background(True, count) for label, count in scorers.copies.items()
         }
         self._pieces: list[tuple[list[int], Tensor]] = []
@@ -225,7 +225,7 @@ class Scoring:
         Raises RewardFailed in all processes together where a reward raised for too many samples, or says itself that
         the run is to stop; and torch.OutOfMemoryError in all of them where one had no memory left.
         """
-        scores_here: list[Found] = []
+        scores_here: list[SlotScores] = []
         with ExitStack() as stack:
             with self._until_all_are_there():
                 if self._background:
@@ -258,14 +258,14 @@ class Scoring:
         except torch.OutOfMemoryError as error:
             self._short = error
 
-    def _of_groups(self) -> list[Found]:
+    def _of_groups(self) -> list[SlotScores]:
         """The rewards that look at whole groups, which the processes share."""
         if not self._grouped:
             return []
         here = {k: reward for k, reward in self._grouped.items() if k not in self.scorers.copies}
         copied = {k: reward for k, reward in self._grouped.items() if k in self.scorers.copies}
         groups, pictures = self._whole_groups()
-        scores: list[Found] = []
+        scores: list[SlotScores] = []
         with self._until_all_are_there():
             for slots in groups:
                 self._queue(self._ask_group, copied, slots, pictures)
@@ -292,7 +292,7 @@ class Scoring:
 
     def _queue(
         self,
-        ask: Callable[[Mapping[str, genrl_rewards.Reward], list[int], Pictures], list[Found]],
+        ask: Callable[[Mapping[str, genrl_rewards.Reward], list[int], Pictures], list[SlotScores]],
         scorers: Mapping[str, genrl_rewards.Reward],
         slots: list[int],
         images: Pictures,
@@ -301,13 +301,13 @@ class Scoring:
         for label, reward in scorers.items():
             self._queues[label].submit(partial(ask, {label: reward}, slots, images))
 
-    def _answers(self) -> list[Found]:
+    def _answers(self) -> list[SlotScores]:
         """Answers to all that `_queue` asked. Each call has its own limit: while one lasts, this process is alive."""
         queues = self._queues.values()
         return [item for queue in queues for items in queue.results(self.beat, self.beat) for item in items]
 
-    def _ask(self, scorers: Mapping[str, genrl_rewards.Reward], slots: list[int], images: Tensor) -> list[Found]:
-        results: list[Found] = []
+    def _ask(self, scorers: Mapping[str, genrl_rewards.Reward], slots: list[int], images: Tensor) -> list[SlotScores]:
+        results: list[SlotScores] = []
         for label, reward in scorers.items():
             columns = {c: [self.rows[s].columns[c] for s in slots] for c in genrl_rewards.needs(reward).columns}
             with self.scorers.alone.get(label, nullcontext()):
@@ -324,7 +324,7 @@ class Scoring:
 
     def _ask_group(
         self, scorers: Mapping[str, genrl_rewards.Reward], slots: list[int], pictures: Mapping[int, Tensor]
-    ) -> list[Found]:
+    ) -> list[SlotScores]:
         # Stacked only now: the pictures of all groups would be in memory twice.
         return self._ask(scorers, slots, torch.stack([pictures[slot] for slot in slots]))
 
@@ -379,12 +379,12 @@ def not_finite(broken: int, count: int, pipe: Any = None) -> str:
     )
 
 
-def _gathered(labels: Sequence[str], found: Sequence[Found], without: Collection[int], count: int) -> Scored:
+def _gathered(labels: Sequence[str], results: Sequence[SlotScores], without: Collection[int], count: int) -> Scored:
     """Scores of `count` samples, by label; those of the slots `without` one are NaN."""
     values = {label: torch.full((count,), math.nan, dtype=torch.float64) for label in labels}
     parts: dict[str, Tensor] = {}
     failures: dict[str, list[genrl_rewards.Failure]] = {label: [] for label in labels}
-    for label, slots, scores in found:
+    for label, slots, scores in results:
         values[label][slots] = torch.tensor(scores.values, dtype=torch.float64)
         values[label][[slot for slot in slots if slot in without]] = math.nan
         failures[label] += scores.failures

@@ -21,7 +21,7 @@ from torch import Tensor
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Draw, Drawn, independent
+from genrl.diffusion.rollout.forest import Draw, Samples, independent
 from genrl.diffusion.rollout.rollout import Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.layout import Prune, Tree, fixed_window, plan_of, pruned_depths, stochastic_steps, window_end
@@ -136,7 +136,7 @@ def choose_kernel(run: DiffusionRun, settings: Stochastic, plan: SamplingPlan) -
             f"trainer.kernel: {settings.kernel} is no transition for {run.config.model.path}, which predicts "
             f"{predicts}; use {legal}"
         )
-    if plan.noise_levels[-1] is not None and not last_step_is_drawn(run.policy):
+    if plan.noise_levels[-1] is not None and not last_step_is_stochastic(run.policy):
         raise ValueError(
             f"trainer.window.high: {run.config.model.path} ends at alpha-bar 1, so its last step has no "
             f"noise; use {plan.steps - 1} or null"
@@ -147,7 +147,7 @@ def choose_kernel(run: DiffusionRun, settings: Stochastic, plan: SamplingPlan) -
     return Kernel(settings.kernel, level, {i: other for i, other in others.items() if other is not None})
 
 
-def last_step_is_drawn(policy: Policy) -> bool:
+def last_step_is_stochastic(policy: Policy) -> bool:
     """Whether the last step has a distribution: DDIM's, unless it ends at alpha-bar 1. (Those of flows leave noise in
     the picture, or have no variance.)"""
     return policy.head.parametrisation == "diffusion" and float(policy.head.final_alpha_cumprod) < 1.0
@@ -163,7 +163,7 @@ def every_step(run: DiffusionRun, settings: EveryStep) -> tuple[range, Draw]:
 
 def chains(
     policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None], kernel: Kernel, steps: range
-) -> Drawn:
+) -> Samples:
     """Samples whose steps `steps` are drawn from the kernel."""
     return independent(policy.roll_out(batch, kernel, steps), slots)
 

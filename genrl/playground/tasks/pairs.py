@@ -70,7 +70,7 @@ class Pair(NamedTuple):
         return self.first[0] == self.second[0]
 
 
-def drawn_pair(rng: np.random.Generator, sets: Sequence[object], cells: Sequence[int]) -> Pair:
+def random_pair(rng: np.random.Generator, sets: Sequence[object], cells: Sequence[int]) -> Pair:
     """One pair. sets: of each grid; cells: how many each grid has, at least two. Needs two grids."""
     number = int(rng.integers(len(sets)))
     if rng.random() < TOGETHER:
@@ -107,7 +107,7 @@ def write_pairs(
         sets, numbers = [rows[k].get("set", k) for k in side], [shapes[k][0] * shapes[k][1] for k in side]
         with (out / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             for _ in range(round(number * count)):
-                pair = drawn_pair(rng, sets, numbers)
+                pair = random_pair(rng, sets, numbers)
                 (a, i), (b, j) = ((side[grid], cell) for grid, cell in pair)
                 first, second = rows[a]["prompt"], rows[b]["prompt"]
                 row = {
@@ -160,7 +160,7 @@ class Consistent:
     def __getitem__(self, number: int) -> Question:
         grids = GRIDS[self.split]
         sets = [grid // 2 for grid in range(grids)]
-        pair = drawn_pair(_rng(self.split, "pair", number), sets, [CELLS] * grids)
+        pair = random_pair(_rng(self.split, "pair", number), sets, [CELLS] * grids)
         pictures = [Image.fromarray(cell(self.split, *scene_args)) for scene_args in pair]
         first, second = (caption(Scene("mixed", groups=shown(self.split, grid))) for grid, _ in pair)
         columns = {"first": first, "second": second}

@@ -181,10 +181,10 @@ def latest(folder: Path) -> Path | None:
     return best
 
 
-def _newest(found: Sequence[Path]) -> tuple[Path | None, dict[Path, str]]:
+def _newest(candidates: Sequence[Path]) -> tuple[Path | None, dict[Path, str]]:
     """The first complete one, and what is wrong with those before it."""
     skipped: dict[Path, str] = {}
-    for path in found:
+    for path in candidates:
         reason = problem(path)
         if reason is None:
             return path, skipped

@@ -300,13 +300,13 @@ def logged_by(config: RunConfig) -> dict[str, MetricDoc]:
 def by_heading() -> dict[str, dict[str, MetricDoc]]:
     """What every run of every built-in method logs, by heading. It imports the settings of all methods, which no run
     needs: a run documents what it logs by `logged_by`."""
-    found: dict[str, dict[str, MetricDoc]] = {title: dict(entries) for title, entries in _FIRST.items()}
+    by_title: dict[str, dict[str, MetricDoc]] = {title: dict(entries) for title, entries in _FIRST.items()}
     for kind in KINDS:
         parts: list[Mapping[str, Mapping[str, MetricDoc]]] = [_of_kind(kind)]
         for part in parts + [headings(method) for method in built_in(kind).values()]:
             for title, entries in part.items():
-                found.setdefault(title, {}).update(entries)
-    return found | _LAST
+                by_title.setdefault(title, {}).update(entries)
+    return by_title | _LAST
 
 
 @cache

@@ -173,19 +173,21 @@ def _check_unused(run: Run) -> None:
     raise ValueError(f"the run folder {folder} is not empty ({', '.join(used[:4])}{hint}): {first}.")
 
 
-def resume(folder: Path, config: str, *, step: int, command: Sequence[str], found: Path | None = None) -> list[str]:
+def resume(
+    folder: Path, config: str, *, step: int, command: Sequence[str], last_checkpoint: Path | None = None
+) -> list[str]:
     """Make the folder ready to go on after `step` finished iterations. Main process only; the lock is held.
 
-    found: the checkpoint to go on from. Its own copy of the configuration says what may not be another: config.yaml
-    may have been damaged. A key which it lacks, of an older version, has its default. Writes the (possibly edited)
-    configuration, notes the resumption in run.json and cuts the rows of metrics.jsonl after `step`. Returns the edits
-    and what else is not as it was (prompts, rewards: `contents`), as lines to print.
+    last_checkpoint: what the run goes on from. Its own copy of the configuration says what may not be another:
+    config.yaml may have been damaged. A key which it lacks, of an older version, has its default. Writes the (possibly
+    edited) configuration, notes the resumption in run.json and cuts the rows of metrics.jsonl after `step`. Returns the
+    edits and what else is not as it was (prompts, rewards: `contents`), as lines to print.
     Raises ValueError where a key was edited that may not be, the model is another, or the folder holds no run.
     """
     run = Run(folder)
     if not run.config.is_file():
         raise ValueError(f"{folder} holds no run: there is no config.yaml in it. Runs are made by `genrl train FILE`.")
-    file = found / "config.yaml" if found is not None else run.config
+    file = last_checkpoint / "config.yaml" if last_checkpoint is not None else run.config
     before = file if file.is_file() else run.config
     try:
         was = load(before)
@@ -280,7 +282,7 @@ def prepare(
     seed: int,
     processes: int,
     resumed_from: int | None,
-    found: Path | None = None,
+    last_checkpoint: Path | None = None,
     script: Script | None = None,
 ) -> None:
     """`start`, or, after `resumed_from` finished iterations, `resume`, which warns of every edit. Main process only.
@@ -290,7 +292,7 @@ def prepare(
         files = {} if script is None else script.files
         start(folder, config, seed=seed, command=command, processes=processes, files=files)
         return
-    for line in resume(folder, config, step=resumed_from, command=command, found=found):
+    for line in resume(folder, config, step=resumed_from, command=command, last_checkpoint=last_checkpoint):
         logger.warning("changed since the last save: %s", line)
 
 

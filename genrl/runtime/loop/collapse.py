@@ -99,8 +99,8 @@ def watch(loop: State, row: Mapping[str, float]) -> dict[str, float]:
     watched = figure_of(row, HELD_OUT if monitor is None else [f"eval/{monitor.reward}"])
     if watched is None:
         return {}
-    found = _judged(loop, *watched, None if monitor is None else monitor.tolerance)
-    return found | _acted(loop, found)
+    figures = _judged(loop, *watched, None if monitor is None else monitor.tolerance)
+    return figures | _acted(loop, figures)
 
 
 def best(loop: State) -> int | None:
@@ -199,10 +199,10 @@ def _judged(loop: State, name: str, score: Score, tolerance: float | None) -> di
     return row
 
 
-def _acted(loop: State, found: Mapping[str, float]) -> dict[str, float]:
+def _acted(loop: State, figures: Mapping[str, float]) -> dict[str, float]:
     """Do what `on_collapse` says about what was noticed, if anything was; what to log of it."""
     action, to = loop.config.evaluation.on_collapse, best(loop)
-    if not any(key.startswith(f"{KEY}/") for key in found) or action == "warn" or to is None or to == loop.iteration:
+    if not any(key.startswith(f"{KEY}/") for key in figures) or action == "warn" or to is None or to == loop.iteration:
         return {}
     if action == "back":
         _go_back(loop, to)
@@ -213,8 +213,8 @@ def _acted(loop: State, found: Mapping[str, float]) -> dict[str, float]:
     return done
 
 
-def _say(loop: State, found: Mapping[str, float]) -> None:
-    for key, value in found.items() if loop.is_main else ():
+def _say(loop: State, figures: Mapping[str, float]) -> None:
+    for key, value in figures.items() if loop.is_main else ():
         loop.process.progress.say(described(key, value, loop.iteration))
 
 

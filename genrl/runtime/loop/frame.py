@@ -96,7 +96,7 @@ def run(config: RunConfig, resume: Path | None = None, script: Script | None = N
         if script is not None:
             run.loop.on_iteration = script.on_iteration
         stack.enter_context(process.watchdog)  # from here on there is progress to watch; loading has none to tell
-        run.begin(claimed.found)
+        run.begin(claimed.last_checkpoint)
         with saved_on_error(run.loop):
             _train(run, kind_of(config).memory_hint)
         run.loop.save()
@@ -138,8 +138,8 @@ def _opened(
     with unchanged_where_refused(claimed.run, resumes=claimed.resumes and accelerator.is_main_process):
         process = begin(stack, claimed, config, accelerator, unit=kind.unit, script=script)
         run = kind.open(config, process, prepared, stack)
-        if claimed.found:
-            run.loop.restore(claimed.found)
+        if claimed.last_checkpoint:
+            run.loop.restore(claimed.last_checkpoint)
     return claimed, process, run
 
 

@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Claim:
-    """The folder of a run that this process has begun or goes on with: from its checkpoint `found`, if it has one."""
+    """The folder of a run that this process has begun or goes on with, and the checkpoint from which, if it has one."""
 
     run: Run
-    found: Path | None
+    last_checkpoint: Path | None
     resumes: bool
 
     @property
     def start(self) -> int:
         """Iterations that are finished."""
-        return int(self.found.name.removeprefix("step-")) if self.found else 0
+        return int(self.last_checkpoint.name.removeprefix("step-")) if self.last_checkpoint else 0
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def begin(
             seed=config.seed,
             processes=accelerator.num_processes,
             resumed_from=claimed.start if claimed.resumes else None,
-            found=claimed.found,
+            last_checkpoint=claimed.last_checkpoint,
             script=script,
         )
     # No process writes into the folder before the main one has prepared it.
@@ -236,7 +236,7 @@ class GlobalSettings:
     """These settings as they were when this object was made."""
 
     values: dict[str, Any] = field(default_factory=lambda: {name: get() for name, (get, _) in _SETTINGS.items()})
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     def put_back(self) -> None:
         """What was changed since; the first time with a warning."""
@@ -245,6 +245,6 @@ class GlobalSettings:
             if now == before:
                 continue
             put(before)
-            if name not in self.told:
-                self.told.add(name)
+            if name not in self.warned:
+                self.warned.add(name)
                 logger.warning("%s was changed to %s by a reward or other code: put back to %s", name, now, before)

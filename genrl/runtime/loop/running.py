@@ -222,8 +222,8 @@ class TrainingRun(ABC, Generic[C]):
         last: int = min(self.iteration + self.versions.staleness, self.loop.config.iterations - 1)
         return range(self.iteration, last + 1)
 
-    def begin(self, found: Path | None) -> None:
-        """Before the first iteration of this process, after the checkpoint `found` was restored."""
+    def begin(self, last_checkpoint: Path | None) -> None:
+        """Before the first iteration of this process, after its last checkpoint, where it has one, was restored."""
         if self.versions is not None:
             self.loop.keep("drawing", self.versions, changes=False)  # an iteration that is done again notes the same
 

@@ -135,12 +135,12 @@ class _Writer(HuggingFaceStorageWriter):
 class _Reader(HuggingFaceStorageReader):
     """Reads the files' headers once, for all tensors."""
 
-    found: Metadata | None = None
+    headers: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        if self.found is None:
-            self.found = super().read_metadata()
-        return self.found
+        if self.headers is None:
+            self.headers = super().read_metadata()
+        return self.headers
 
 
 def _files(named: Mapping[str, DTensor]) -> dict[str, int]:

@@ -113,9 +113,9 @@ def in_folder(folder: Path) -> Known | None:
     if type_of(settings) not in KINDS:
         return None
     files = [file for file in weight_files(folder, None) if file.name.startswith("model")]  # else statistics, heads
-    found = [entry for file in files for entry in read_header(file)]
-    shapes = {name: shape for name, shape, _ in found}
-    held = sum(math.prod(shape) * DTYPE_BYTES.get(dtype, 4) for _, shape, dtype in found)
+    entries = [entry for file in files for entry in read_header(file)]
+    shapes = {name: shape for name, shape, _ in entries}
+    held = sum(math.prod(shape) * DTYPE_BYTES.get(dtype, 4) for _, shape, dtype in entries)
     return Known(settings, shapes, held / max(1, sum(map(math.prod, shapes.values()))))
 
 

@@ -178,9 +178,9 @@ def _info(group: Any, key: str, at: str, count: int, path: Path) -> NDArray[Any]
     return values[1:] if len(values) == count + 1 else values
 
 
-def _vectors(found: Any, name: str, path: Path) -> Floats:
+def _vectors(entry: Any, name: str, path: Path) -> Floats:
     """Numbers [T, D]; those of a dict one after the other in alphabetical order, as the simulator reads them."""
-    parts = [found[key] for key in sorted(found)] if hasattr(found, "keys") else [found]
+    parts = [entry[key] for key in sorted(entry)] if hasattr(entry, "keys") else [entry]
     if any(hasattr(part, "keys") or part.dtype.kind not in "fiu" or part.ndim > 2 for part in parts):
         raise ValueError(f"{path}: {name} are not vectors; pictures, texts and dicts within dicts are not read")
     arrays = [np.asarray(part[()], dtype=np.float32) for part in parts]

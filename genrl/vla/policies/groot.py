@@ -226,11 +226,11 @@ class Groot(PublishedFlow):
     def errors(self, context: Batch, actions: Tensor, valid: Tensor, noise: Batch) -> Errors:
         """Flow matching by LeRobot's mask: of the robot's own numbers alone, as most of the 132 only pad an action, and
         of the `taught` steps, whose error is scaled so that its mean over all steps is theirs; others are 0."""
-        noise_drawn, level = noise["noise"].to(actions.device), noise["level"].to(actions.device)
+        gaussian, level = noise["noise"].to(actions.device), noise["level"].to(actions.device)
         counted = valid & (torch.arange(self.horizon, device=valid.device) < self.taught)
         actions, share = actions * counted[..., None], level[:, None, None]
-        velocity_errors = self.velocity(context, share * noise_drawn + (1.0 - share) * actions, level) - (
-            noise_drawn - actions
+        velocity_errors = self.velocity(context, share * gaussian + (1.0 - share) * actions, level) - (
+            gaussian - actions
         )
         wrong = velocity_errors[..., : self.robot_action_dim].square().mean(-1) * counted
         return Errors(wrong * (self.horizon / self.taught), wrong.new_zeros(len(wrong)))
@@ -259,12 +259,12 @@ class Groot(PublishedFlow):
         backbone.language_model.rotary_emb = type(backbone.language_model.rotary_emb)(config=vlm.text_config)
         backbone.visual.rotary_pos_emb = type(backbone.visual.rotary_pos_emb)(vlm.vision_config)
 
-    def _freeze(self, told: dict[str, Any]) -> None:
+    def _freeze(self, config: dict[str, Any]) -> None:
         backbone: Any = self.backbone
         head: Any = self.action_head
-        backbone.language_model.requires_grad_(told.get("tune_llm", False))
-        backbone.visual.requires_grad_(told.get("tune_visual", False))
-        top = told.get("tune_top_llm_layers", 0)
+        backbone.language_model.requires_grad_(config.get("tune_llm", False))
+        backbone.visual.requires_grad_(config.get("tune_visual", False))
+        top = config.get("tune_top_llm_layers", 0)
         for layer in backbone.language_model.layers[-top:] if top else ():
             layer.requires_grad_(True)
         for names, key in (
@@ -274,7 +274,7 @@ class Groot(PublishedFlow):
         ):
             for name in names:
                 if name in head:
-                    head[name].requires_grad_(told.get(key, True))
+                    head[name].requires_grad_(config.get(key, True))
 
 
 def own_name(key: str) -> str:

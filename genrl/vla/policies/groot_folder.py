@@ -97,12 +97,12 @@ def backbone_config(folder: Folder, sizes: dict[str, Any]) -> Any:
     from transformers import Qwen3VLConfig
 
     name = sizes["model_name"]
-    found = _inside(folder, name)
-    if found is None and name != BACKBONE:
+    settings = _inside(folder, name)
+    if settings is None and name != BACKBONE:
         raise FileNotFoundError(
             f"{folder.path}: put the config.json of the backbone {name!r} into {folder.path / name}"
         )
-    if found is None:
+    if settings is None:
         text: dict[str, Any] = {
             "hidden_size": 2048,
             "intermediate_size": 6144,
@@ -122,9 +122,9 @@ def backbone_config(folder: Folder, sizes: dict[str, Any]) -> Any:
         vision |= {"out_hidden_size": 2048, "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17]}
         vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
         ids: dict[str, Any] = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
-        found = {"text_config": text, "vision_config": vision, "vision_end_token_id": 151653} | ids
+        settings = {"text_config": text, "vision_config": vision, "vision_end_token_id": 151653} | ids
     make: Any = Qwen3VLConfig
-    config = make(**copy.deepcopy({k: v for k, v in found.items() if k != "model_type"}))
+    config = make(**copy.deepcopy({k: v for k, v in settings.items() if k != "model_type"}))
     config.text_config.num_hidden_layers = min(config.text_config.num_hidden_layers, sizes["select_layer"])
     return config
 
@@ -267,13 +267,13 @@ def _statistics(folder: Folder, step: dict[str, Any]) -> dict[str, dict[str, Ten
     return stats
 
 
-def _grouped(told: dict[str, Any], path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
+def _grouped(config: dict[str, Any], path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Bounds of the actions by the groups of a base's statistics, one after another, and the groups' widths.
 
     Raises ValueError for a group that is relative to the state.
     """
-    action = (told.get("modality_config") or {}).get("action", {})
-    bounds = ("q01", "q99") if told.get("use_percentiles") else ("min", "max")
+    action = (config.get("modality_config") or {}).get("action", {})
+    bounds = ("q01", "q99") if config.get("use_percentiles") else ("min", "max")
     low: list[Tensor] = []
     high: list[Tensor] = []
     groups: dict[str, int] = {}
@@ -285,7 +285,7 @@ def _grouped(told: dict[str, Any], path: Path) -> tuple[dict[str, Tensor], dict[
                 f"{path}/policy_postprocessor.json: the actions {name!r} are relative to the state, which is not "
                 "supported: train a policy of absolute actions in LeRobot (use_relative_actions: false)"
             )
-        stats = told["raw_stats"]["action"][name]
+        stats = config["raw_stats"]["action"][name]
         low.append(torch.tensor(stats[bounds[0]]).float().flatten())
         high.append(torch.tensor(stats[bounds[1]]).float().flatten())
         groups[name] = len(low[-1])
@@ -328,15 +328,15 @@ class Eye:
 
     def __init__(self, folder: Folder, config: Any) -> None:
         """config: the backbone's."""
-        told = folder.step("groot_n1_7_vlm_encode_v1")
-        self.target: Any = told.get("image_target_size")
-        if not told or not self.target:
+        step = folder.step("groot_n1_7_vlm_encode_v1")
+        self.target: Any = step.get("image_target_size")
+        if not step or not self.target:
             raise ValueError(f"{folder.path}/policy_preprocessor.json: the step groot_n1_7_vlm_encode_v1 must have an "
                              "image_target_size")  # fmt: skip
-        self.edge = int(told.get("shortest_image_edge") or self.target[0])
-        crop = told.get("image_crop_size")
-        self.fraction = told.get("crop_fraction") or (crop[0] / self.target[0] if crop else 1.0)
-        self.area, self.square = bool(told.get("use_albumentations")), bool(told.get("letter_box_transform"))
+        self.edge = int(step.get("shortest_image_edge") or self.target[0])
+        crop = step.get("image_crop_size")
+        self.fraction = step.get("crop_fraction") or (crop[0] / self.target[0] if crop else 1.0)
+        self.area, self.square = bool(step.get("use_albumentations")), bool(step.get("letter_box_transform"))
         self.patch, self.merge = config.vision_config.patch_size, config.vision_config.spatial_merge_size
         self.frames = config.vision_config.temporal_patch_size
 

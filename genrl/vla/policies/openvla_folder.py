@@ -160,12 +160,12 @@ class Robot:
         self.action_dim = len(self.stats[ACTION]["mask"])
         self.grips = self.data_set.startswith("libero")
 
-    def _bounds(self, found: dict[str, Any], what: str) -> dict[str, Tensor]:
+    def _bounds(self, stats: dict[str, Any], what: str) -> dict[str, Tensor]:
         where = f"the statistics of {self.data_set!r} in {self.path}"
-        if missing := {"q01", "q99"} - found.get(what, {}).keys():
+        if missing := {"q01", "q99"} - stats.get(what, {}).keys():
             raise ValueError(f"{where} have no {what}.{min(missing)}: they normalise by it")
-        low, high = (torch.tensor(found[what][name], dtype=torch.float32) for name in ("q01", "q99"))
-        mask = torch.tensor(found[what].get("mask") or [True] * len(low), dtype=torch.float32)
+        low, high = (torch.tensor(stats[what][name], dtype=torch.float32) for name in ("q01", "q99"))
+        mask = torch.tensor(stats[what].get("mask") or [True] * len(low), dtype=torch.float32)
         return {"q01": low, "q99": high, "mask": mask}
 
     def normalised(self, actions: Tensor, width: int) -> Tensor:

@@ -128,8 +128,8 @@ class PI0(PublishedFlow):
     @property
     def encoder(self) -> nn.Module:
         """PaliGemma."""
-        found: Any = self.paligemma_with_expert
-        encoder: nn.Module = found["paligemma"]
+        networks: Any = self.paligemma_with_expert
+        encoder: nn.Module = networks["paligemma"]
         return encoder
 
     @property

@@ -174,7 +174,7 @@ class Robot:
         return unnormalise(chunk[..., : self.action_dim].float(), self.stats.get(ACTION, {}), self.modes[ACTION])
 
     def _read_statistics(self, folder: Folder) -> None:
-        found: dict[str, Statistics] = {}
+        by_kind: dict[str, Statistics] = {}
         mapping: dict[str, Mode] = folder.config["normalization_mapping"]
         for processor, kind in zip(PROCESSORS, NORMALISERS, strict=True):
             steps = [s for s in folder.processors[processor]["steps"] if s["registry_name"] == kind]
@@ -185,10 +185,10 @@ class Robot:
             for key, value in folder.states.get(steps[0].get("state_file", ""), {}).items():
                 feature, _, statistic = key.rpartition(".")
                 stats.setdefault(feature, {})[statistic] = value.flatten().float()
-            found[kind] = stats
+            by_kind[kind] = stats
         self.modes: dict[str, Mode] = {name: mapping.get(kind, "IDENTITY") for name, kind in self._types.items()}
-        self.stats = found["normalizer_processor"]
-        self.stats[ACTION] = found["unnormalizer_processor"].get(ACTION, {})
+        self.stats = by_kind["normalizer_processor"]
+        self.stats[ACTION] = by_kind["unnormalizer_processor"].get(ACTION, {})
         used = (*self.vectors.values(), *self.pictures.values(), ACTION)
         missing = [name for name in used if self.modes[name] != "IDENTITY" and not self.stats.get(name)]
         if missing:

@@ -104,8 +104,8 @@ class SmolVLA(PublishedFlow):
     @property
     def encoder(self) -> nn.Module:
         """SmolVLM2."""
-        found: Any = self.vlm_with_expert
-        encoder: nn.Module = found["vlm"]
+        networks: Any = self.vlm_with_expert
+        encoder: nn.Module = networks["vlm"]
         return encoder
 
     @property

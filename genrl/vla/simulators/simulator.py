@@ -141,7 +141,7 @@ class Simulator:
             self.elapsed += 1
             limit = self.reading.max_steps is not None and self.elapsed >= self.reading.max_steps
             success = self._success(info, terminated or truncated or (limit and not self.says_success))
-            costs[k] = self._number(self._told(info, "cost_key", needed=True), "cost_key")
+            costs[k] = self._number(self._info_entry(info, "cost_key", needed=True), "cost_key")
             # Success ends an episode here even where the simulator goes on: rewards after it would pay for standing
             # still.
             terminated = terminated or success
@@ -157,7 +157,7 @@ class Simulator:
         an entry of another name speaks of success, the key is wrong, which is said at once."""
         self.says_success |= self.reading.success_key in info
         ended = ended or any("success" in str(name) for name in info)
-        entry = self._told(info, "success_key", needed=ended)
+        entry = self._info_entry(info, "success_key", needed=ended)
         value = self._number(entry, "success_key")
         if value not in (0.0, 1.0):
             raise Misuse(
@@ -166,17 +166,17 @@ class Simulator:
             )
         return value == 1.0
 
-    def _number(self, found: Any, which: str) -> float:
+    def _number(self, entry: Any, which: str) -> float:
         try:
-            value = float(found)
+            value = float(entry)
         except (TypeError, ValueError):
             value = float("nan")
         if not math.isfinite(value):
             key = getattr(self.reading, which)
-            raise Misuse(f"{self.env.unwrapped}: info[{key!r}] is {found!r}, no finite number (environment.{which})")
+            raise Misuse(f"{self.env.unwrapped}: info[{key!r}] is {entry!r}, no finite number (environment.{which})")
         return value
 
-    def _told(self, info: dict[str, Any], which: str, *, needed: bool) -> Any:
+    def _info_entry(self, info: dict[str, Any], which: str, *, needed: bool) -> Any:
         """The entry of info under the key that the reading has for it; 0 where it has none, or none is needed yet."""
         key = getattr(self.reading, which)
         if key is None or (key not in info and not needed):

@@ -247,17 +247,17 @@ def columns_of_rows(rows: Any, task: Task) -> list[str]:
     return [name for name in names if name != task.prompt]
 
 
-def _images(config: VLMConfig, name: str, source: str, found: PromptRows) -> Iterator[FileFinding]:
+def _images(config: VLMConfig, name: str, source: str, prompts: PromptRows) -> Iterator[FileFinding]:
     column = str(config.task.image)
-    without = next((row for row in found.rows if column not in row.columns), None)
+    without = next((row for row in prompts.rows if column not in row.columns), None)
     if without is not None:
-        close = get_close_matches(column, found.column_names, n=1, cutoff=0.5)
-        have = ", ".join(found.column_names) or "none beside the question"
+        close = get_close_matches(column, prompts.column_names, n=1, cutoff=0.5)
+        have = ", ".join(prompts.column_names) or "none beside the question"
         hint = f"; did you mean {close[0]!r}?" if close else ""
         text = f"{source}:{without.line}: no picture in the column {column!r}; columns of every row: {have}{hint}"
         yield ("task", name), f"{text} (task.image names the column)"
         return
-    for row in found.rows:
+    for row in prompts.rows:
         images = row.columns[column] or []
         for image in images if isinstance(images, list) else [images]:
             if not (Path(source).parent / str(image)).is_file():

@@ -114,7 +114,7 @@ def _continued(
     states, inputs = last[row_of], policy.inputs(prompts, tokens, row_of=group, pixels=False)
     first = inputs["input_ids"].shape[1] - tokens.shape[1]
     for step in range(tokens.shape[1]):
-        token, log_p = _drawn(head(states), uniform[going, step], temperature, policy.forbidden)
+        token, log_p = _next_token(head(states), uniform[going, step], temperature, policy.forbidden)
         tokens[going, step], log_prob[going, step], mask[going, step] = token, log_p, True
         left = ~torch.isin(token, ends)
         count = int(left.sum())
@@ -131,7 +131,7 @@ def _continued(
     return tokens[:, : step + 1], log_prob[:, : step + 1], mask[:, : step + 1]
 
 
-def _drawn(logits: Tensor, uniform: Tensor, temperature: float, forbidden: Tensor) -> tuple[Tensor, Tensor]:
+def _next_token(logits: Tensor, uniform: Tensor, temperature: float, forbidden: Tensor) -> tuple[Tensor, Tensor]:
     """(token, its log-probability) [B] of each row of `logits` [B, V] at its own number `uniform` [B]; at temperature 0
     the most probable token."""
     possible = logits.float().index_fill(1, forbidden, IMPOSSIBLE)

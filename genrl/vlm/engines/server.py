@@ -30,7 +30,7 @@ class Asked(NamedTuple):
     sampling: dict[str, Any]
 
 
-class Drawn(NamedTuple):
+class Completion(NamedTuple):
     """An answer: ids with the stop token, log-probability of each, versions of the weights that drew them."""
 
     ids: list[int]
@@ -42,7 +42,7 @@ class Reply(NamedTuple):
     """What an engine made of a question: the ids of the prompt, images expanded, and the answers in their order."""
 
     prompt_ids: list[int]
-    answers: list[Drawn]
+    answers: list[Completion]
 
 
 Version = int | str
@@ -117,7 +117,7 @@ class Server:
         for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
             chances = [position["logprob"] for position in choice["logprobs"]["content"]]
             versions = {span["version"] for span in choice.get("weight_versions") or ()}
-            answers.append(Drawn(choice["token_ids"], chances, versions))
+            answers.append(Completion(choice["token_ids"], chances, versions))
         return Reply(reply["prompt_token_ids"], answers)
 
     def _call(self, route: str, content: dict[str, Any] | None = None) -> Any:

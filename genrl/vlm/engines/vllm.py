@@ -25,7 +25,7 @@ from genrl.mdp.noise import derive_seed
 from genrl.runtime.loop.process import Process
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.generation import Completions, Finish, Sampling
-from genrl.vlm.engines.server import Asked, Drawn, Engine, Reply, Server, Shared, Version
+from genrl.vlm.engines.server import Asked, Completion, Engine, Reply, Server, Shared, Version
 from genrl.vlm.policies.folder import Stream, stream_of
 from genrl.vlm.policies.policy import Encoded, Policy
 from genrl.vlm.policies.processor import unexpanded
@@ -83,7 +83,7 @@ class InProcess:
         replies = []
         for output in outputs:
             answers = [
-                Drawn(
+                Completion(
                     list(request.token_ids),
                     [
                         chances[token].logprob

@@ -23,7 +23,7 @@ class Question:
     parts: Observation
 
 
-Told = tuple[str | Image.Image | Question, ...]
+Message = tuple[str | Image.Image | Question, ...]
 """What follows a step. The answers of sub-agents, texts, take the places of the questions before the model gets it."""
 Split = Literal["train", "eval"]
 Layout = Literal["steps", "conversation"]
@@ -45,7 +45,7 @@ class Environment(Protocol):
         """Begin the episode of this seed; those of "eval" are held out, where the environment has such."""
         ...
 
-    def step(self, text: str) -> tuple[Told, float, bool, bool, dict[str, Any]]:
+    def step(self, text: str) -> tuple[Message, float, bool, bool, dict[str, Any]]:
         """(observation, reward, terminated, truncated, info), as gymnasium has it.
 
         info: valid (bool: the text said what to do), success (bool), and what else is to be averaged over episodes,

@@ -47,12 +47,12 @@ class Misuse(ValueError):
 
 
 class Worded:
-    """A gymnasium environment told in words, as `contract.Environment`. success: the first of `told_by` that is in its
-    info; where it has none, an end with a positive reward."""
+    """A gymnasium environment told in words, as `contract.Environment`. success: the first of `success_keys` that is in
+    its info; where it has none, an end with a positive reward."""
 
     layout: Layout = "steps"
     begun = ""
-    told_by: ClassVar[tuple[str, ...]] = ("success", "is_success")
+    success_keys: ClassVar[tuple[str, ...]] = ("success", "is_success")
 
     def __init__(self, env: gymnasium.Env[Any, Any], settings: Settings) -> None:
         self.env, self.settings, self.name = env, settings, settings.name
@@ -80,7 +80,7 @@ class Worded:
             where = f"step {self.elapsed} of the episode of seed {self.seed}"
             raise ValueError(f"{self.name} pays {paid} in {where}, after {said!r}: rewards must be numbers")
         ended, cut = (flag(end, f"{self.name}: an end that step returns") for end in (terminated, truncated))
-        outcomes = [flag(info[key], f"{self.name}: info[{key!r}]") for key in self.told_by if key in info]
+        outcomes = [flag(info[key], f"{self.name}: info[{key!r}]") for key in self.success_keys if key in info]
         success = outcomes[0] if outcomes else ended and float(paid) > 0
         # Not both: behind a cut the return would have gone on, behind an end it would not.
         return raw, float(paid), ended, (cut or self.late) and not ended, success, info
@@ -226,7 +226,7 @@ class Texts(Worded):
     lists what may be said, another answer does nothing and is paid `invalid_reward`. Raises Misuse for no limit of
     steps."""
 
-    told_by: ClassVar[tuple[str, ...]] = (*Worded.told_by, "won")
+    success_keys: ClassVar[tuple[str, ...]] = (*Worded.success_keys, "won")
 
     def __init__(self, env: gymnasium.Env[Any, Any], settings: Settings) -> None:
         super().__init__(env, settings)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from genrl.config.plugins import import_file
 from genrl.data.rows import flag
 from genrl.vlm.config.sections import Environment as Settings
-from genrl.vlm.environments.contract import Environment, Split, Told
+from genrl.vlm.environments.contract import Environment, Message, Split
 from genrl.vlm.environments.discrete import Discrete, Misuse, Texts, takes_texts
 
 OWN = {
@@ -184,7 +184,7 @@ Work = Begin | Say | Draw
 class Outcome(NamedTuple):
     """What an environment shows and tells after a piece of work. lost: it hung or died, and is no more."""
 
-    observation: Told = ()
+    observation: Message = ()
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False

@@ -236,8 +236,8 @@ def credit_of(
     for first in range(0, len(places), size):
         some = places[first : first + size]
         _, states = policy.prefix([prompts[place] for place in some])
-        for place, value_found in zip(some, critic(states).tolist(), strict=True):
-            (value[..., 0] if lost[place] else after)[place] = value_found
+        for place, predicted in zip(some, critic(states).tolist(), strict=True):
+            (value[..., 0] if lost[place] else after)[place] = predicted
     constants = {"gamma": choice.gamma, "lam": choice.lam}
     if choice.level == "step":
         return credit_of_steps(value[..., 0], rewards, terminated, truncated, after[-1], **constants)

@@ -14,7 +14,7 @@ from torch import Tensor
 from genrl.data.rows import flag
 from genrl.vlm.config.sections import Environment as Settings
 from genrl.vlm.engines.generation import Sampling, generate
-from genrl.vlm.environments.contract import Observation, Question, Split, Told
+from genrl.vlm.environments.contract import Message, Observation, Question, Split
 from genrl.vlm.environments.discrete import Misuse
 from genrl.vlm.environments.hosts import Begin, Draw, Host, Outcome, Say, Work, open_environment
 from genrl.vlm.policies.pictures import black, with_pictures
@@ -25,7 +25,7 @@ from genrl.vlm.policies.processor import Prompt, Turn, placeholder_tokens
 @dataclass
 class Episode:
     """One that runs or has ended. seen, said: observations and answers (without their given beginning) in turn; said is
-    one shorter until the last answer. told: what follows the last answer as the environment told it. heard: for each
+    one shorter until the last answer. message: what follows the last answer as the environment told it. heard: for each
     answer, what sub-agents said of what follows it. What cuts it beside a limit of steps: lost: its environment hung or
     died; full: the model has no positions left for a further answer. encoded: the next prompt, once it was needed."""
 
@@ -33,7 +33,7 @@ class Episode:
     split: Split
     seen: list[Observation]
     said: list[str] = field(default_factory=list)
-    told: Told = ()
+    message: Message = ()
     heard: list[list[str]] = field(default_factory=list)
     total: float = 0.0
     terminated: bool = False
@@ -51,7 +51,7 @@ class Episode:
     @property
     def questions(self) -> list[Question]:
         """What sub-agents are asked after the last answer: nothing where no prompt follows it."""
-        return [] if self.terminated or self.lost else [part for part in self.told if isinstance(part, Question)]
+        return [] if self.terminated or self.lost else [part for part in self.message if isinstance(part, Question)]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Table:
             episode = self.episodes[slot]
             episode.said.append(texts[slot])
             episode.heard.append([])
-            episode.encoded, episode.told = None, outcome.observation
+            episode.encoded, episode.message = None, outcome.observation
             if outcome.lost:
                 # As many observations as answers, or prompts of later steps would be put together wrongly.
                 episode.seen.append(episode.seen[-1])
@@ -129,7 +129,7 @@ class Table:
         """What sub-agents say to the questions of the last step, in their order."""
         episode, left = self.episodes[slot], iter(answers)
         episode.heard[-1] = list(answers)
-        episode.seen[-1] = tuple(next(left) if isinstance(part, Question) else part for part in episode.told)
+        episode.seen[-1] = tuple(next(left) if isinstance(part, Question) else part for part in episode.message)
 
     def draw(self, slots: Sequence[int]) -> dict[int, Image.Image]:
         """Pictures of the scenes. An episode whose environment hangs or dies over it is lost, and has none."""
@@ -272,8 +272,8 @@ def _encode(policy: Policy, prompt: Prompt, *, blind: bool) -> Encoded:
     return policy.encode(with_pictures(prompt, black, np.random.default_rng(0)) if blind else prompt)
 
 
-def _without_questions(told: Told) -> Observation:
-    return tuple(part for part in told if not isinstance(part, Question))
+def _without_questions(message: Message) -> Observation:
+    return tuple(part for part in message if not isinstance(part, Question))
 
 
 def _plain(text: str, policy: Policy) -> str:

@@ -77,15 +77,15 @@ def judge(
     return judged
 
 
-def figures_of(found: Judged) -> dict[str, float]:
+def figures_of(judged: Judged) -> dict[str, float]:
     """Metrics of the episodes whose environment was not lost: success with its 95 % interval (Wilson), return, steps,
     and parts of the reward. Raises RuntimeError where all were."""
-    complete = [episode for episode in found.episodes if not episode["lost"]]
+    complete = [episode for episode in judged.episodes if not episode["lost"]]
     if not complete:
-        raise RuntimeError(f"the environments of all {len(found.episodes)} episodes of the evaluation hung or died")
+        raise RuntimeError(f"the environments of all {len(judged.episodes)} episodes of the evaluation hung or died")
     low, high = wilson(int(sum(episode["success"] for episode in complete)), len(complete))
     row = summary(complete, "eval") | {"eval/success_low": low, "eval/success_high": high}
-    row["eval/dropped"] = float(len(found.episodes) - len(complete))
+    row["eval/dropped"] = float(len(judged.episodes) - len(complete))
     return row | {"eval/too_long": sum(episode["full"] for episode in complete)}
 
 

@@ -103,13 +103,13 @@ class EpisodesRun(VLMRun):
         groups, size = self.process.share(self.config.generation.prompts_per_iteration), self.size
         return list(range(groups.start * size, groups.stop * size))
 
-    def begin(self, found: Path | None) -> None:
+    def begin(self, last_checkpoint: Path | None) -> None:
         """Play the episodes again in the middle of which the checkpoint was written. Raises RuntimeError as `Table`."""
-        if found:
+        if last_checkpoint:
             self.restore()
         if self.critic is not None:
             self.loop.keep("critic", self.critic)
-        super().begin(found)
+        super().begin(last_checkpoint)
 
     def forget(self) -> None:
         """Go back to the episodes that were going on when the iteration began, which is undone, as are its steps."""
@@ -191,23 +191,23 @@ class EpisodesRun(VLMRun):
     def _groups(self, sampling: Sampling, keys: Sequence[int | str]) -> dict[int, tuple[list[Decision], Episode]]:
         """Decisions and episode of each slot. UI-S1: a group whose turns' returns hardly differ is played again."""
         choice, left = self.preset.advantage, self.slots
-        found: dict[int, tuple[list[Decision], Episode]] = {}
+        by_slot: dict[int, tuple[list[Decision], Episode]] = {}
         for attempt in range(choice.rounds if isinstance(choice, SemiOnline) else 1):
             seeds = {slot: self._start(slot // self.size, attempt) for slot in left}
             watch = self.loop.advance_or_leave
             played = play(self.policy, self.table, seeds, "train", sampling, keys, watch=watch)
             # a group that is played again replaces itself: the first try is never trained on
-            found |= {
+            by_slot |= {
                 slot: (decisions, self.table.episodes[slot]) for slot, decisions in zip(left, played, strict=True)
             }
             if isinstance(choice, SemiOnline):
                 groups = [left[k : k + self.size] for k in range(0, len(left), self.size)]
                 left = [
-                    s for some in groups if spread([found[s][0] for s in some], choice) < choice.spread for s in some
+                    s for some in groups if spread([by_slot[s][0] for s in some], choice) < choice.spread for s in some
                 ]
             if not left:
                 break
-        return found
+        return by_slot
 
     def _start(self, group: int, attempt: int = 0) -> int:
         # The first try has the key that it has without retries, so that those change no other run.
@@ -224,7 +224,7 @@ class EpisodesRun(VLMRun):
             local = self._computed(acted, [part for update in updates for part in update.parts])
         loop.check_stop()
         ready = self.estimated(local | {"mask": mask, "sampler": rows.laid(rows.sampler)}, self.size, updates)
-        row = {} if self.critic is None else {"critic/explained_variance": explained_variance(ready.found.batch)}
+        row = {} if self.critic is None else {"critic/explained_variance": explained_variance(ready.estimate.batch)}
         return ready, row
 
     @torch.no_grad()

@@ -291,7 +291,7 @@ def divergence(policy: Policy, answers: Answers, temperature: float, *, chunk: i
     Whole distributions [G, chunk, V] exist for `chunk` positions at a time, without the forbidden ids.
     """
     tokens, mask, group = answers.tokens, answers.mask, answers.group
-    head, found = policy.model.get_output_embeddings(), []
+    head, divergences = policy.model.get_output_embeddings(), []
     ids = torch.arange(len(head.weight), device=policy.device)
     allowed = ids[~torch.isin(ids, policy.forbidden)]
     for number in range(len(answers.prompts)):
@@ -304,5 +304,5 @@ def divergence(policy: Policy, answers: Answers, temperature: float, *, chunk: i
             logits = head(hidden[:, start : start + chunk])[..., allowed].float() / temperature
             same = torch.zeros(len(at), dtype=torch.int64)
             parts.append(group_divergence(logits.log_softmax(-1), valid[:, start : start + chunk], same)[0])
-        found.append(torch.cat(parts).cpu())
-    return torch.stack(found)
+        divergences.append(torch.cat(parts).cpu())
+    return torch.stack(divergences)

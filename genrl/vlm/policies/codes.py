@@ -68,8 +68,8 @@ def read_codec(path: str) -> Codec:
     """Codec of a model's folder or hub id. Raises ValueError where there is none."""
     file = Path(path) / CODEC
     if not Path(path).is_dir():
-        found = cached_file(path, CODEC, _raise_exceptions_for_missing_entries=False)
-        file = Path(found or CODEC)
+        cached = cached_file(path, CODEC, _raise_exceptions_for_missing_entries=False)
+        file = Path(cached or CODEC)
     if not file.is_file():
         raise ValueError(f"{path!r} has no {CODEC}, so its codes cannot be decoded: see docs/sequence_policies.md")
     with safe_open(file, "pt") as stored:

@@ -149,15 +149,15 @@ class Adapted:
 def sizes(path: str, *, answers: bool = True) -> Sizes:
     """Sizes of the model whose config.json is in a folder, or a hub id's in the cache; it is built without weights.
     answers: with text, or else it makes something by tokens. Raises as `checked` where it is to answer."""
-    found = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    text = (checked(found, path) if answers else found).get_text_config(decoder=True)
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    text = (checked(config, path) if answers else config).get_text_config(decoder=True)
     architecture: Any = transformers.AutoModelForCausalLM
-    if found.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    if config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         architecture = transformers.AutoModelForImageTextToText
-    elif found.is_encoder_decoder:
+    elif config.is_encoder_decoder:
         architecture = transformers.AutoModelForTextToWaveform
     with torch.device("meta"):
-        model = architecture.from_config(found)
+        model = architecture.from_config(config)
     whole, head = model.get_decoder(), model.get_output_embeddings()
     decoder = whole.get_decoder()  # of MusicGen's, which has the heads in it, the layers alone
     parts = [whole, head, *(module for name, module in model.named_modules() if name.split(".")[-1] in BESIDE)]

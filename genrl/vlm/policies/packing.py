@@ -134,12 +134,12 @@ def packed_states(policy: Policy, prompts: Sequence[Encoded], tokens: Tensor, ma
     # The last token is predicted, and predicts nothing.
     answers = [row[: length - 1].cpu() for row, length in zip(tokens, lengths, strict=True)]
     pairs = list(zip(prompts, answers, strict=True))
-    found = policy.body(**packed_inputs(policy, pairs), use_cache=False).last_hidden_state[0]
-    states = found.new_zeros(*tokens.shape, found.shape[-1])
+    packed = policy.body(**packed_inputs(policy, pairs), use_cache=False).last_hidden_state[0]
+    states = packed.new_zeros(*tokens.shape, packed.shape[-1])
     first = 0
     for number, ((prompt, answer), length) in enumerate(zip(pairs, lengths, strict=True)):
         start = first + prompt.length - 1
-        states[number, :length] = found[start : start + length]
+        states[number, :length] = packed[start : start + length]
         first += prompt.length + len(answer)
     return states, first
 

@@ -212,8 +212,8 @@ class Policy(Adapted):
             positions = positions.expand(3, -1)
             if tokens.pixels:
                 grids = {name: tokens.pixels[name] for name in GRIDS if name in tokens.pixels}
-                found, _ = body.get_rope_index(ids[None], tokens.kinds["mm_token_type_ids"][None], **grids)
-                positions = gone_on(found[:, 0], tokens.kinds["mm_token_type_ids"])
+                rope_index, _ = body.get_rope_index(ids[None], tokens.kinds["mm_token_type_ids"][None], **grids)
+                positions = gone_on(rope_index[:, 0], tokens.kinds["mm_token_type_ids"])
         kinds = {name: kind for name, kind in tokens.kinds.items() if name in self._per_token}
         return Encoded(replace(tokens, kinds=kinds), positions, int(positions.max()) + 1, prompt.where, prompt)
 

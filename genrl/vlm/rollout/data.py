@@ -266,7 +266,7 @@ TOGETHER = 16
 """Questions of an evaluation in one pass."""
 
 
-class Told(NamedTuple):
+class Examples(NamedTuple):
     """Questions with their answers: tokens int64 [B, T], mask bool [B, T], padded on the right. With several answers to
     each of n questions, those of the first kind come first, B = k n."""
 
@@ -298,7 +298,7 @@ def target_of(row: Row, target: str) -> str:
     return PLACE.sub(lambda place: column(place[1]), target) if "{" in target else column(target)
 
 
-def tell(policy: Policy, rows: Sequence[Row], *targets: str) -> Told:
+def tell(policy: Policy, rows: Sequence[Row], *targets: str) -> Examples:
     """Rows as a loss takes them, with the answers of each target in turn. Raises ValueError naming the row whose answer
     cannot be taught: no text, the token of a place for an image in it, or more tokens than the model has positions."""
     prompts, answers = [policy.encode(row.prompt) for row in rows], []
@@ -312,9 +312,9 @@ def tell(policy: Policy, rows: Sequence[Row], *targets: str) -> Told:
                 raise ValueError(f"{row.name}: the answer holds {words[0]!r}, which stands for an image")
             answers.append(ids)
     if not answers:
-        return Told([], torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.bool))
+        return Examples([], torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.bool))
     mask = pad_sequence([torch.ones_like(ids) for ids in answers], batch_first=True).bool()
-    return Told(prompts, pad_sequence(answers, batch_first=True), mask)
+    return Examples(prompts, pad_sequence(answers, batch_first=True), mask)
 
 
 @torch.no_grad()

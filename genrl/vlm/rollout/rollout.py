@@ -272,7 +272,7 @@ class Part(NamedTuple):
     unread: Mapping[int, str] = {}
 
 
-def drawn(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence[int | str]) -> Iterator[Part]:
+def sample_parts(policy: Policy, config: VLMConfig, rows: Sequence[Row], keys: Sequence[int | str]) -> Iterator[Part]:
     """Groups of answers to these questions, so many at a time; a sample's key is (*keys, its question's name). One that
     cannot be prepared (a picture that cannot be opened, a text that is too long, ...) is asked about black pictures or
     not at all, and the answers to it will have no score."""
@@ -376,9 +376,9 @@ def draw(
     *,
     advance: Callable[[int], None] = lambda answers: None,
 ) -> Answers:
-    """`drawn` and `scored`, one part after the other. advance: is told how many answers are there."""
+    """`sample_parts` and `scored`, one part after the other. advance: is told how many answers are there."""
     parts = []
-    for part in drawn(policy, config, rows, keys):
+    for part in sample_parts(policy, config, rows, keys):
         parts.append(scored(config, opened, part))
         advance(len(part.made.texts))
     return joined(parts)
@@ -405,24 +405,25 @@ def totals(config: VLMConfig, scores: Mapping[str, Tensor]) -> Tensor:
     return torch.where(missing, math.nan, values.nan_to_num(nan=0.0).sum(0))
 
 
-def _all_or_none(found: Mapping[str, Scores]) -> tuple[dict[str, Tensor], dict[str, tuple[Failure, ...]]]:
+def _all_or_none(results: Mapping[str, Scores]) -> tuple[dict[str, Tensor], dict[str, tuple[Failure, ...]]]:
     """Scores by reward, float64 [B], NaN in all of them where one raised; and the failures of those that did."""
-    scores = {label: torch.tensor(result.values, dtype=torch.float64) for label, result in found.items()}
-    failures = {label: result.failures for label, result in found.items() if result.failures}
+    scores = {label: torch.tensor(result.values, dtype=torch.float64) for label, result in results.items()}
+    failures = {label: result.failures for label, result in results.items() if result.failures}
     for result in (result for failed in failures.values() for result in failed):
         for values in scores.values():
             values[list(result.rows or range(len(values)))] = math.nan
     return scores, failures
 
 
-def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float, seconds: float) -> dict[str, float]:
+def sampled_figures(config: VLMConfig, answers: Answers, rounds: int, share: float, seconds: float) -> dict[str, float]:
     """Metrics of the answers that all processes sampled in `rounds` rounds, `share` of whose groups are trained on.
     Raises RewardFailed as `check_failed`."""
-    local = {"tokens": drawn.mask.sum(1).double(), "cut": drawn.cut.double(), "total": totals(config, drawn.scores)}
-    local |= {f"reward/{label}": values for label, values in drawn.scores.items()}
+    local = {"tokens": answers.mask.sum(1).double(), "cut": answers.cut.double()}
+    local |= {"total": totals(config, answers.scores)}
+    local |= {f"reward/{label}": values for label, values in answers.scores.items()}
     every = gather_object([local])
-    check_failed(config, failures_of(gather_object([drawn.failures])), sum(len(rows_of["total"]) for rows_of in every))
-    joint = {name: torch.cat([rows_of[name] for rows_of in every]) for name in local}
+    check_failed(config, failures_of(gather_object([answers.failures])), sum(len(part["total"]) for part in every))
+    joint = {name: torch.cat([part[name] for part in every]) for name in local}
     # All wait for the slowest.
     slowest = max(gather_object([seconds]))
     row = {
@@ -432,7 +433,7 @@ def sampled_figures(config: VLMConfig, drawn: Answers, rounds: int, share: float
         "rollout/kept": share,
         "tokens_per_s": float(joint["tokens"].sum()) / slowest,
     }
-    for name in ("total", *(f"reward/{label}" for label in drawn.scores)):
+    for name in ("total", *(f"reward/{label}" for label in answers.scores)):
         label = "reward/total" if name == "total" else name
         scored = joint[name][~joint[name].isnan()]
         row[f"{label}_mean"] = float(scored.mean()) if len(scored) else float("nan")

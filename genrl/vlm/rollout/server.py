@@ -14,7 +14,7 @@ from torch import Tensor
 from genrl.runtime.loop.running import Advance, Ahead
 from genrl.vlm.config.schema import VLMConfig
 from genrl.vlm.engines.vllm import Given, Sampler
-from genrl.vlm.rollout.rollout import Answers, Part, drawn, joined, scored
+from genrl.vlm.rollout.rollout import Answers, Part, joined, sample_parts, scored
 from genrl.vlm.tasks import Row
 from genrl_rewards.contract import Reward
 
@@ -51,8 +51,8 @@ class Server:
         weights: dict[str, Tensor],
         version: str,
     ) -> None:
-        """Draw the answers to these questions by these weights, as a checkpoint has them. keys: as of `drawn`."""
-        self._drawing.begin(iteration, partial(self._drawn, config, rows, keys, weights, version))
+        """Draw the answers to these questions by these weights, as a checkpoint has them. keys: of `sample_parts`."""
+        self._drawing.begin(iteration, partial(self._sample_parts, config, rows, keys, weights, version))
         self._scoring.begin(iteration, partial(self._scored, config, iteration))
 
     def take(self, iteration: int, advance: Advance) -> tuple[Answers, float]:
@@ -73,7 +73,7 @@ class Server:
         self._drawing.close()
         self._scoring.close()
 
-    def _drawn(
+    def _sample_parts(
         self,
         config: VLMConfig,
         rows: Sequence[Row],
@@ -85,7 +85,7 @@ class Server:
         with self._server:
             started, parts = time.perf_counter(), list[Part]()
             self._sampler.give(weights, version)
-            for part in drawn(self.policy, config, rows, keys):
+            for part in sample_parts(self.policy, config, rows, keys):
                 parts.append(part)
                 advance(len(part.made.texts))
             return parts, time.perf_counter() - started

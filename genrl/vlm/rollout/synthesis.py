@@ -53,7 +53,7 @@ class DataServer:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.arrived: queue.Queue[str] = queue.Queue()
         self.asked: dict[str, str] = {}
-        self.drawn: dict[str, Image.Image] = {}
+        self.pictures: dict[str, Image.Image] = {}
         # Read all the time: a pipe that nobody empties is full after some pictures, and the process that draws would
         # wait.
         threading.Thread(target=self._listen, daemon=True).start()
@@ -79,13 +79,13 @@ class DataServer:
         """Names of the pictures that are there and were not taken."""
         while not self.arrived.empty():
             self._read(self.arrived.get())
-        return list(self.drawn)
+        return list(self.pictures)
 
     def take(self, sample: str) -> Image.Image:
         """The picture of this name, waited for. Raises RuntimeError where it cannot be drawn or does not come, and
         KeyError where it was never submitted."""
         description = self.asked[sample]
-        while sample not in self.drawn:
+        while sample not in self.pictures:
             try:
                 self._read(self.arrived.get(timeout=PATIENCE_S))
             except queue.Empty as error:
@@ -94,12 +94,12 @@ class DataServer:
                     "machine, or take fewer denoising steps (synthesis.num_inference_steps)"
                 ) from error
         del self.asked[sample]
-        return self.drawn.pop(sample)
+        return self.pictures.pop(sample)
 
     def forget(self, sample: str) -> None:
         """Keep no picture of this name, drawn or not."""
         self.asked.pop(sample, None)
-        self.drawn.pop(sample, None)
+        self.pictures.pop(sample, None)
 
     def _read(self, line: str) -> None:
         if not line:
@@ -110,7 +110,7 @@ class DataServer:
             raise RuntimeError(f"synthesis: {description!r} cannot be drawn: {answer['error']}")
         if answer["id"] not in self.asked:
             return
-        self.drawn[answer["id"]] = Image.open(io.BytesIO(base64.b64decode(answer["png"]))).convert("RGB")
+        self.pictures[answer["id"]] = Image.open(io.BytesIO(base64.b64decode(answer["png"]))).convert("RGB")
 
     def _ended(self) -> str:
         code = self.process.wait(timeout=10)
@@ -154,21 +154,21 @@ class Synthesis:
 
     def replaced(self, rows: Sequence[Row]) -> list[Row]:
         """The questions of the iteration, the first of them with pictures that were drawn."""
-        drawn_rows = [
+        synthetic = [
             self._row(group, k)
             for group in self.due()
             for k, description in enumerate(group["descriptions"])
             if description is not None
         ][: len(rows)]
-        return [*drawn_rows, *rows[len(drawn_rows) :]]
+        return [*synthetic, *rows[len(synthetic) :]]
 
     def _row(self, one: dict[str, Any], k: int) -> Row:
         source, name = self.questions[one["number"]], self._name(one, k)
-        picture = self.drawn(name)
+        picture = self.picture_of(name)
         parts = tuple(part if isinstance(part, str) else picture for part in source.prompt.parts)
         return Row(name, replace(source.prompt, parts=parts, where=name), source.columns)
 
-    def drawn(self, name: str) -> Image.Image:
+    def picture_of(self, name: str) -> Image.Image:
         """The picture of this name, from the server."""
         return self.server.take(name)
 
@@ -185,26 +185,26 @@ class Synthesis:
         row = with_text(self.questions[number], self.settings.ask)
         return replace(row, name=f"describe/{row.name}")
 
-    def park(self, numbers: Sequence[int], found: Answers) -> None:
+    def park(self, numbers: Sequence[int], answers: Answers) -> None:
         """Hand the descriptions of these questions' pictures that pass the check to the server, and keep all."""
-        size = found.size
-        for place, (number, row) in enumerate(zip(numbers, found.rows, strict=True)):
+        size = answers.size
+        for place, (number, row) in enumerate(zip(numbers, answers.rows, strict=True)):
             index = range(place * size, (place + 1) * size)
-            texts = [found.texts[k] for k in index]
+            texts = [answers.texts[k] for k in index]
             columns = {name: [value] * size for name, value in row.columns.items()}
             passed = score_completions(self.check, prompts=[""] * size, completions=texts, columns=columns)
             if passed.failures:
                 raise ValueError(f"synthesis.check failed: {passed.failures[0].error}")
             descriptions = [answer_in(t) if value >= 1 else None for t, value in zip(texts, passed.values, strict=True)]
-            lengths = found.mask.sum(1).tolist()
+            lengths = answers.mask.sum(1).tolist()
             group = {
                 "iteration": self.loop.iteration,
                 "number": number,
                 "descriptions": [text or None for text in descriptions],
-                "tokens": [found.tokens[k, : lengths[k]].tolist() for k in index],
-                "log_probs": [found.sampler_log_prob[k, : lengths[k]].tolist() for k in index],
+                "tokens": [answers.tokens[k, : lengths[k]].tolist() for k in index],
+                "log_probs": [answers.sampler_log_prob[k, : lengths[k]].tolist() for k in index],
                 "texts": texts,
-                "cut": [bool(found.cut[k]) for k in index],
+                "cut": [bool(answers.cut[k]) for k in index],
             }
             self.parked.append(group)
             self._submit(group)
@@ -212,7 +212,7 @@ class Synthesis:
     def paid(self, answers: Answers) -> tuple[list[Answers], dict[str, float]]:
         """The groups of descriptions whose pictures `answers` are about, with what they are worth, and figures of them.
         They wait no longer."""
-        due, size, answer_groups, worths, num_drawn = self.due(), answers.size, [], [], 0
+        due, size, answer_groups, worths, num_pictures = self.due(), answers.size, [], [], 0
         spread = dict(zip([row.name for row in answers.rows], self._diversity(answers), strict=True))
         for group in due:
             names = [self._name(group, k) for k in range(size)]
@@ -220,7 +220,7 @@ class Synthesis:
                 spread.get(name, math.nan) if description is not None else 0.0
                 for name, description in zip(names, group["descriptions"], strict=True)
             ]
-            num_drawn += sum(description is not None for description in group["descriptions"])
+            num_pictures += sum(description is not None for description in group["descriptions"])
             # a picture that nobody asks about would stay with the server for ever
             for name in set(names) - set(spread):  # more pictures than questions in the iteration
                 self.server.forget(name)
@@ -230,7 +230,7 @@ class Synthesis:
         if not worths:
             return answer_groups, {}
         return answer_groups, {
-            "synthesis/drawn": num_drawn / (size * len(due)),
+            "synthesis/drawn": num_pictures / (size * len(due)),
             "synthesis/diversity_mean": sum(worths) / len(worths),
         }
 

@@ -104,8 +104,8 @@ class MusicgenReward(_Musicgen):  # type: ignore[misc]
         last = torch.tensor([grid.shape[1] for grid in grids], device=device)[:, None]
         valid = (torch.arange(steps, device=device) < last)[..., None]
         mean = (states * valid).sum(1) / last
-        found: Tensor = self.reward_head(mean.to(self.reward_head.weight.dtype))[:, 0].float()
-        return found
+        scores: Tensor = self.reward_head(mean.to(self.reward_head.weight.dtype))[:, 0].float()
+        return scores
 
     def check_sound(self, sound: Tensor, rate: int) -> None:
         """Raises ValueError for a waveform that this model does not hear: stereo, of another rate, or too short."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.methods.spo import train as spo
-from genrl.diffusion.methods.spo.train import Found, Pairs, chosen_rows, compare, crawl, draw, judge, pair_of
+from genrl.diffusion.methods.spo.train import CandidateTable, Pairs, chosen_rows, compare, crawl, draw, judge, pair_of
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.steps.plans import last_step_is_drawn
+from genrl.diffusion.steps.plans import last_step_is_stochastic
 from genrl.diffusion.steps.transitions import replayed as replayed_step
 from genrl.mdp.kernels import sample
 from genrl.mdp.noise import keyed_noise
@@ -50,7 +50,7 @@ def test_winners_by_hand_and_picks_are_uniform_and_differ() -> None:
 
 @dataclass
 class Learnt:
-    found: Found
+    found: CandidateTable
     pairs: Pairs
     slots: list[list[int]]
     prompts: list[str]
@@ -60,7 +60,7 @@ def learning(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Watched, 
     learnt: list[Learnt] = []
     learn = spo.learn
 
-    def watched(run: Any, settings: Any, rollouts: Any, found: Found, pairs: Pairs, *rest: Any) -> Any:
+    def watched(run: Any, settings: Any, rollouts: Any, found: CandidateTable, pairs: Pairs, *rest: Any) -> Any:
         slots = [micro_batch.slots for micro_batch in rollouts.mine.values()]
         learnt.append(Learnt(dict(found), pairs, slots, rollouts.prompts))
         return learn(run, settings, rollouts, found, pairs, *rest)
@@ -94,7 +94,7 @@ def by_hand(config: Config, update: Update, learnt: Learnt) -> tuple[Given, floa
         for column, (i, candidates) in enumerate(learnt.found[slots[0]].items()):
             for row, slot in enumerate(slots):
                 if pairs.valid[slot, column]:
-                    actions = (candidates.drawn[row, int(table[slot, column])] for table in (pairs.win, pairs.lose))
+                    actions = (candidates.next_states[row, int(t[slot, column])] for t in (pairs.win, pairs.lose))
                     win, lose = (both(slot, i, candidates.state[row], action) for action in actions)
                     losses.append(step_preference_loss(*win, *lose, torch.ones(1), beta=10.0, clip=0.1).loss[0])
     loss = torch.stack(losses).mean()
@@ -116,8 +116,8 @@ def test_scores_are_the_rewards_of_predicted_pictures(folder: Path, sd: Path) ->
     config = runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **QUIET)
     with runs.opened(config) as opened:
         plan = config.trainer.plan(config.sampling, last=True)  # type: ignore[attr-defined]
-        kernel, found = Kernel("ddim", 1.0), Found()
-        drawing = partial(draw, plan=plan, kernel=kernel, batch_size=3, found=found)
+        kernel, found = Kernel("ddim", 1.0), CandidateTable()
+        drawing = partial(draw, plan=plan, kernel=kernel, batch_size=3, candidates=found)
         rollouts = next(opened.collect(drawing) for _ in opened.iterations())
         scores = judge(opened, rollouts, found, plan)
         assert scores.shape == (4, 3, WAYS) and not scores.isnan().any() and len(scores.unique()) > 20
@@ -159,7 +159,7 @@ def crawled(name: str, kernel: Kernel) -> Any:
     """A policy, its plan, and two chains of it."""
     family = FAMILIES[name]()
     policy = Policy(family.pipe)
-    noisy = 4 if last_step_is_drawn(policy) else 3
+    noisy = 4 if last_step_is_stochastic(policy) else 3
     ways = tuple(WAYS if 1 <= i < noisy else 1 for i in range(4))
     levels = tuple(kernel.noise_level if i < noisy else None for i in range(4))
     plan = SamplingPlan(roots=1, branching=ways, noise_levels=levels, continue_one=True)
@@ -187,12 +187,12 @@ def test_chains_go_on_from_one_of_their_candidates(name: str, kernel: Kernel) ->
         for row, (chain, j) in enumerate([(0, 0), (0, 2), (1, 1), (1, 0)]):
             noise = keyed_noise(candidates.state.shape[1:], *batch.keys[chain], "candidate", j, "step", i)
             made = sample(replayed.mean[row : row + 1], replayed.std[row : row + 1], noise[None])
-            torch.testing.assert_close(made[0], candidates.drawn[chain, j])
+            torch.testing.assert_close(made[0], candidates.next_states[chain, j])
         picked = chosen_rows(batch, WAYS, i + 1) - WAYS * chains
         if i + 1 in found:
-            assert torch.equal(found[i + 1].state, candidates.drawn[chains, picked])
+            assert torch.equal(found[i + 1].state, candidates.next_states[chains, picked])
         elif name == "sd15":
-            assert i == 3 and torch.equal(final, candidates.drawn[chains, picked])
+            assert i == 3 and torch.equal(final, candidates.next_states[chains, picked])
         else:  # the last step is deterministic: it ends in the clean sample that was predicted
             assert i == 2
             torch.testing.assert_close(final, candidates.clean[chains, picked])
@@ -203,7 +203,7 @@ def test_clean_samples_are_those_of_the_model() -> None:
     for name, kernel in (DDIM, SDE):
         policy, _, batch, found, _, sigmas, _ = crawled(name, kernel)
         for i, j in product((1, 2), range(WAYS)):
-            x, level = found[i].drawn[:, j], sigmas[i + 1]
+            x, level = found[i].next_states[:, j], sigmas[i + 1]
             with torch.no_grad():
                 out = policy.velocity(batch, x, level)
             expected = x - level * out

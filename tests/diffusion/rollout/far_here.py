@@ -35,7 +35,7 @@ class Near:
         self.version += 1
         return Order(self.version, pickle.dumps((draw, dict(weights))))
 
-    def drawn(self, order: Order, jobs: Iterable[Job], worker: Worker, counted: Callable[[int], None]) -> Finishing:
+    def draw(self, order: Order, jobs: Iterable[Job], worker: Worker, counted: Callable[[int], None]) -> Finishing:
         for job in jobs:
             work = pickle.loads(pickle.dumps(Work(order.version, order.sent, job)))  # noqa: S301
             part = pickle.loads(pickle.dumps(self.actor.draw(work)))  # noqa: S301

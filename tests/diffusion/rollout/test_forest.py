@@ -16,7 +16,7 @@ from genrl.diffusion.methods.dynamic_tree_rpo.train import progress_table
 from genrl.diffusion.methods.flow_grpo.settings import Tree as TreeSettings
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, Trajectory
-from genrl.diffusion.rollout.forest import Drawn, roll_out
+from genrl.diffusion.rollout.forest import Samples, roll_out
 from genrl.diffusion.steps.plans import Edges, Steps, from_table, independent_edges, to_table, tree_edges
 from genrl.mdp.plan import SamplingPlan, compress_tail, make_plan
 from genrl.mdp.tree import Tree, grow
@@ -63,14 +63,14 @@ def roots(plan: SamplingPlan, family: Family) -> tuple[Batch, list[int]]:
     return replace(batch, keys=[(7, 3, slot) for slot in slots]), slots
 
 
-def drawn(policy: Policy, plan: SamplingPlan, batch_size: int = 100, family: Family = SD3) -> Drawn:
+def drawn(policy: Policy, plan: SamplingPlan, batch_size: int = 100, family: Family = SD3) -> Samples:
     batch, slots = roots(plan, family)
     return roll_out(
         policy, batch, slots, plan, kernel_of(plan, "flow_sde" if family.kind == "flow" else "ddim"), batch_size
     )
 
 
-def edges_of(found: Drawn) -> dict[tuple[int, int], tuple[Tensor, float]]:
+def edges_of(found: Samples) -> dict[tuple[int, int], tuple[Tensor, float]]:
     """(step, slot) -> (next state, log-probability) of every recorded transition."""
     every = {}
     for piece in found.pieces:

@@ -20,7 +20,7 @@ from genrl.diffusion.forward.noising import solved
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout import ray_rollouts
-from genrl.diffusion.rollout.forest import Drawn
+from genrl.diffusion.rollout.forest import Samples
 from genrl.diffusion.rollout.ray_rewards import RewardPool
 from genrl.diffusion.rollout.ray_rollouts import Order, RayRollouts, packed, unpacked
 from genrl.diffusion.rollout.rollout import Job, Sheet, Worker, jobs_of
@@ -150,7 +150,7 @@ def test_scored_elsewhere(cluster: Any, folder: Path, model: Path, monkeypatch: 
     assert read_metrics(Run(there).metrics)[-1]["workers/lost"] == 1.0
 
 
-def broken(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
+def broken(policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Samples:
     raise ArithmeticError(f"slots {slots}")
 
 
@@ -166,9 +166,9 @@ def test_what_is_wrong_with_drawing_is_told(cluster: Any, folder: Path, model: P
         with pytest.raises(ValueError, match=r"how diffusion_nft draws cannot be sent .*\(.{1,200}\); draw by a func"):
             run.far.order(lambda *_, beat, run=run: run, named, Worker())
         with pytest.raises(ArithmeticError, match="slots"):
-            next(run.far.drawn(run.far.order(broken, named, Worker()), jobs, *rest))
+            next(run.far.draw(run.far.order(broken, named, Worker()), jobs, *rest))
         order = run.far.order(solved, named, Worker())
-        assert [position for position, _ in run.far.drawn(order, jobs, *rest)] == [job.position for job in jobs]
+        assert [position for position, _ in run.far.draw(order, jobs, *rest)] == [job.position for job in jobs]
         with pytest.raises(RuntimeError, match=r"by the weights of version 2, not of 3"):
             run.far._check_version(order.version, order.version + 1)  # of an actor that missed an update
     with pytest.raises(ValueError, match="99 actors of one CPU each for a process, and the Ray cluster has 2"):
@@ -180,7 +180,7 @@ def test_what_is_wrong_with_drawing_is_told(cluster: Any, folder: Path, model: P
         far._timeout_s = 0.01  # no time to load in
         jobs = [ray_rollouts.Job(0, [0], Batch([], [], {}))]
         with pytest.raises(RuntimeError, match="3 rollout workers were lost in a row.*distributed.timeout_s"):
-            list(far.drawn(far.order(broken, {}, Worker()), jobs, Worker(), lambda calls: None))
+            list(far.draw(far.order(broken, {}, Worker()), jobs, Worker(), lambda calls: None))
         far.close()
     monkeypatch.setattr("genrl.runtime.loop.ray_cluster.version", lambda name: "9.9")
     with pytest.raises(ValueError, match=r"torch 2\S* there and 9.9 here"), room_for(1, "cpu") as options:

@@ -16,7 +16,7 @@ from genrl.data.prompts import Prompt
 from genrl.diffusion.config.schema import Config, shared_out
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.rollout import rollout
-from genrl.diffusion.rollout.forest import Drawn
+from genrl.diffusion.rollout.forest import Samples
 from genrl.diffusion.rollout.rollout import Rollouts, Sheet, Worker, to_bytes
 from genrl.diffusion.rollout.scoring import Scorers, Scoring, score_metrics
 from genrl.mdp.noise import derive_seed
@@ -34,10 +34,10 @@ def tiny_config(**sampling: Any) -> Config:
 ROWS = [Prompt(text, {"wanted": k}) for k, text in enumerate(["a star", "a dog", "a cat", "a tree"])]
 
 
-def painted(policy: Any, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Drawn:
+def painted(policy: Any, batch: Batch, slots: list[int], *, beat: Callable[[], None]) -> Samples:
     """A stand-in for a model: one number per sample, from its key."""
     final = torch.tensor([[derive_seed(*key) % 1000 / 1000] for key in batch.keys])
-    return Drawn(slots, batch, final, torch.ones(3), [])
+    return Samples(slots, batch, final, torch.ones(3), [])
 
 
 def plain(final: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def gather(
     worker = Worker(process, num_processes, advance=(done if done is not None else []).append)
     sheet = Sheet.of(config, rows, iteration, num_processes=num_processes)
     jobs, size = rollout.jobs_of(config, sheet, worker), config.sampling.batch_size
-    finishing = rollout.drawn_here(jobs, policy, painted, worker, size, under=nullcontext, beat=lambda: None)
+    finishing = rollout.draw_here(jobs, policy, painted, worker, size, under=nullcontext, beat=lambda: None)
     opened = Scorers(dict(scorers), components)
     with Scoring(opened, sheet.rows, sheet.group.tolist(), background=config.sampling.score_in_background) as scoring:
         return rollout.gathered(sheet, rollout.handed_on(finishing, scoring, worker), scoring, worker, running={})

@@ -229,14 +229,14 @@ def test_one_process_per_run(tmp_path: Path) -> None:
 def test_a_damaged_config_is_seen_by_the_checkpoints_own(tmp_path: Path) -> None:
     """Cut after a key, config.yaml is good YAML of another run."""
     run = start(tmp_path)
-    found = run.checkpoints / "step-000003"
-    found.mkdir(parents=True)
-    (found / "config.yaml").write_text(CONFIG)
+    last_checkpoint = run.checkpoints / "step-000003"
+    last_checkpoint.mkdir(parents=True)
+    (last_checkpoint / "config.yaml").write_text(CONFIG)
     other = configured("optimizer.lr=0.0001")
     run.config.write_text(other)
     with pytest.raises(ValueError, match="with another value of optimizer.lr: .*0.0003 -> 0.0001"):
-        runs.resume(tmp_path, other, step=3, command=[], found=found)
-    runs.resume(tmp_path, CONFIG, step=3, command=[], found=found)
+        runs.resume(tmp_path, other, step=3, command=[], last_checkpoint=last_checkpoint)
+    runs.resume(tmp_path, CONFIG, step=3, command=[], last_checkpoint=last_checkpoint)
     assert run.config.read_text() == CONFIG
 
 

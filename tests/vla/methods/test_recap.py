@@ -45,7 +45,7 @@ def test_the_numbers_of_the_released_trainer(golden: Callable[[str], Any]) -> No
     np.testing.assert_allclose(logits.grad.numpy(), told["value_grad"], atol=1e-6)
     np.testing.assert_allclose(recap.expected(logits).detach().numpy(), told["value_mean"], atol=1e-6)
     positive, uniform = (torch.from_numpy(told[key]) for key in ("positive", "route_uniform"))
-    which = recap.told_of(positive, uniform, float(told["route_drop"])).numpy()
+    which = recap.clause_numbers(positive, uniform, float(told["route_drop"])).numpy()
     for place, part in enumerate(("positive_conditional", "negative_conditional")):
         assert np.array_equal(which == place, told[f"route_both_{part}_mask"])
     assert np.array_equal(which != 2, told["route_both_conditional_mask"])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from genrl.config import ConfigError, check_files
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.engines.generation import Sampling
-from genrl.vlm.engines.server import Drawn, Reply, Server
+from genrl.vlm.engines.server import Completion, Reply, Server
 from genrl.vlm.engines.vllm import InProcess, Sampler, nested
 from genrl.vlm.methods.answers import train as answers
 from genrl.vlm.policies.folder import checkpoint_weights, stream_of
@@ -107,12 +107,12 @@ def test_what_an_engine_must_not_return_is_refused(sampler: Sampler, tmp_path: P
     prompts = questions(tmp_path, sampler.policy)[:1]
     answer = sampler.engine.answer
     end = sampler.policy.stop_ids[0]
-    good = Reply(prompts[0].tokens.ids.tolist(), [Drawn([end], [-0.5], {"0"})])
+    good = Reply(prompts[0].tokens.ids.tolist(), [Completion([end], [-0.5], {"0"})])
     for reply, text in [
         (good._replace(prompt_ids=good.prompt_ids[1:]), r"shapes.*read other tokens \(\d+\) than the trainer"),
         (good._replace(answers=good.answers * 2), "1 answers were asked of vLLM, it returned 2"),
-        (good._replace(answers=[Drawn([5, 6], [-1.0, -1.0], set())]), "broke an answer off after 2 tokens"),
-        (good._replace(answers=[Drawn([end], [-0.5], {"7"})]), r"version \['7'\], the trainer is at 0"),
+        (good._replace(answers=[Completion([5, 6], [-1.0, -1.0], set())]), "broke an answer off after 2 tokens"),
+        (good._replace(answers=[Completion([end], [-0.5], {"7"})]), r"version \['7'\], the trainer is at 0"),
     ]:
         sampler.engine.answer = lambda asked, reply=reply: [reply]  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match=text):

@@ -17,7 +17,7 @@ from torch import Tensor
 from genrl.config import ConfigError, check_files
 from genrl.config.loading import load_located
 from genrl.vlm.config.sections import VLMLoRA
-from genrl.vlm.engines.generation import Completions, Sampling, _drawn, generate
+from genrl.vlm.engines.generation import Completions, Sampling, _next_token, generate
 from genrl.vlm.policies.loading import use_liger
 from genrl.vlm.policies.log_probs import IMPOSSIBLE
 from genrl.vlm.policies.policy import Encoded, Policy
@@ -216,7 +216,7 @@ def test_draws_follow_the_distribution() -> None:
     count = 1000
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     logits = torch.tensor([0.3, 9.0, -1.0, 1.2, IMPOSSIBLE]).expand(count, -1)
-    token, log_prob = _drawn(logits, uniform, 0.5, torch.tensor([1]))
+    token, log_prob = _next_token(logits, uniform, 0.5, torch.tensor([1]))
     want = torch.tensor([0.3, -torch.inf, -1.0, 1.2, -torch.inf]).div(0.5).softmax(0)
     assert torch.allclose(token.bincount(minlength=5) / count, want, atol=1.5 / count)
     assert torch.allclose(log_prob, want.log()[token], atol=1e-6)

@@ -82,7 +82,7 @@ def test_which_weights_draw(kind: Any, names: tuple[str, str], config: Any, vllm
         assert all(torch.equal(value, now[name]) for name, value in before[-1].items())
         if kind is AnswersRun:
             with run.drawing():
-                gaps.append(estimated(run, found[0]).found.metrics["sampler_gap_max"])
+                gaps.append(estimated(run, found[0]).estimate.metrics["sampler_gap_max"])
         return found
 
     monkeypatch.setattr(kind, names[0], drawn)

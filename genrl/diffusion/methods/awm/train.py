@@ -84,11 +84,11 @@ def learn(run: DiffusionRun, settings: AWM, rollouts: Rollouts) -> dict[str, flo
     return meter.result()
 
 
-def levels(settings: AWM, grid: Tensor, drawn: torch.Generator) -> Tensor:
+def levels(settings: AWM, grid: Tensor, rng: torch.Generator) -> Tensor:
     """Noise levels of one pass over the samples, [K]; grid: the levels of sampling, [T + 1]."""
     count = settings.timesteps_per_sample
     # Neither the first level, at which the state says nothing of the sample, nor the last tenth.
-    return grid[stratified_steps(count, 1, max(1, int(0.9 * (len(grid) - 1))), drawn)]
+    return grid[stratified_steps(count, 1, max(1, int(0.9 * (len(grid) - 1))), rng)]
 
 
 def loss(settings: AWM, policy: Policy, given: Recorded) -> Tensors:

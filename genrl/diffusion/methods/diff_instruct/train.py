@@ -143,7 +143,7 @@ def divergence_gradient(
 def noised(policy: Policy, rollouts: Rollouts, name: str, k: int) -> Iterator[tuple[Noised, MicroBatch]]:
     """This process's samples, noised by their keys, `name` and `k`, and the micro-batches that they are of."""
     for micro_batch in rollouts.mine.values():
-        noise, level = own_noise(micro_batch, name, k), drawn_levels(micro_batch.batch, name, k)
+        noise, level = own_noise(micro_batch, name, k), own_levels(micro_batch.batch, name, k)
         yield noised_at(policy, micro_batch.final, noise, level), micro_batch
 
 
@@ -196,7 +196,7 @@ class Noised(NamedTuple):
     sigma: Tensor
 
 
-def drawn_levels(batch: Batch, *names: int | str) -> Tensor:
+def own_levels(batch: Batch, *names: int | str) -> Tensor:
     """Levels for `noised_at`, uniform between LOW and HIGH, by each sample's key and `names`, [B]."""
     uniform = torch.cat([torch.rand(1, generator=generator(*key, "level", *names)) for key in batch.keys])
     return LOW + (HIGH - LOW) * uniform

@@ -23,8 +23,8 @@ from torch import Tensor
 from genrl.diffusion.forward.noising import (
     REFERENCE,
     Tensors,
-    drawn_level,
     noised_by,
+    random_level,
     solved,
     under,
     update,
@@ -103,7 +103,7 @@ def learn(run: DiffusionRun, settings: DiffusionDPO, rollouts: Rollouts, sign: T
         keys = [(seed, iteration, "group", g, "forward", epoch, k) for g in groups]
         # Both of a pair are noised alike, by the same noise at the same level: only the samples differ.
         noises = torch.stack([keyed_noise(clean.shape[1:], *key) for key in keys]).to(clean)
-        levels = torch.stack([drawn_level(policy, generator(*key, "level")) for key in keys]).to(clean.device)
+        levels = torch.stack([random_level(policy, generator(*key, "level")) for key in keys]).to(clean.device)
         noise, level = torch.cat([noises, noises]), torch.cat([levels, levels])
         tensors = noised_by(policy, clean, noise, level)
         tensors["reference"] = under(run, reference, batch, tensors["noisy"], level)

@@ -28,7 +28,7 @@ from genrl.diffusion.forward.direct import chain_loss, recorded_chain, reward_gr
 from genrl.diffusion.methods.draft.settings import Draft
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Drawn, Piece
+from genrl.diffusion.rollout.forest import Piece, Samples
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.noise import generator
@@ -63,14 +63,14 @@ def trained_steps(settings: Draft, num_steps: int, seed: int, iteration: int) ->
 
 def draw(
     policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None], settings: Draft, steps: range
-) -> Drawn:
+) -> Samples:
     """Samples without gradients; their piece begins with the state before the first trained step."""
     state = policy.roll_out(batch, stop=steps.start).final if steps.start > 0 else None
     clean = settings.truncation == "refl"
     tail = policy.roll_out(batch, start=steps.start, stop=steps.stop, state=state, predict=clean)
     final = tail.predicted if clean else tail.final
     assert final is not None
-    return Drawn(slots, batch, final, tail.sigmas, [Piece(tail, {})])
+    return Samples(slots, batch, final, tail.sigmas, [Piece(tail, {})])
 
 
 def learn(run: DiffusionRun, settings: Draft, rollouts: Rollouts, steps: range) -> dict[str, float]:

@@ -31,7 +31,7 @@ from genrl.diffusion.methods.prompt_rl.settings import PromptRL
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.rewriter import Rewriter, TextRoom, Written
 from genrl.diffusion.policy.trajectory import Batch
-from genrl.diffusion.rollout.forest import Draw, Drawn
+from genrl.diffusion.rollout.forest import Draw, Samples
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.run import DiffusionRun
 from genrl.diffusion.steps.plans import Steps, estimate
@@ -144,7 +144,7 @@ T = TypeVar("T")
 
 def from_texts(
     policy: Policy, batch: Batch, slots: list[int], *, beat: Callable[[], None], texts: Sequence[str], draw: Draw
-) -> Drawn:
+) -> Samples:
     """`draw`, with each slot's own text in place of its prompt. Scores are of the prompts all the same."""
     return draw(policy, replace(batch, prompts=[texts[slot] for slot in slots]), slots, beat=beat)
 

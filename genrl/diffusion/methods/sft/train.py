@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from genrl.data.preferences import TARGET_COLUMNS
-from genrl.diffusion.forward.noising import GivenPictures, Tensors, drawn_level, noised_by, own_noise, update
+from genrl.diffusion.forward.noising import GivenPictures, Tensors, noised_by, own_noise, random_level, update
 from genrl.diffusion.methods.sft.settings import PipelineSFT
 from genrl.diffusion.policy.policy import Policy, without_guidance
 from genrl.diffusion.policy.trajectory import Batch
@@ -33,7 +33,7 @@ def train(run: DiffusionRun, settings: PipelineSFT) -> None:
 
     def prepare(micro_batch: MicroBatch, epoch: int, k: int) -> tuple[Batch, Tensors]:
         batch, clean = without_guidance(policy, micro_batch.batch), micro_batch.final
-        levels = [drawn_level(policy, generator(*key, "forward", epoch, k, "level")) for key in batch.keys]
+        levels = [random_level(policy, generator(*key, "forward", epoch, k, "level")) for key in batch.keys]
         level = torch.stack(levels).to(clean.device)
         return batch, noised_by(policy, clean, own_noise(micro_batch, epoch, k), level)
 

@@ -28,11 +28,11 @@ from genrl.diffusion.forward.noising import update
 from genrl.diffusion.methods.spo.settings import SPO
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Children, Kernel, NoiseKey, StepRecord
-from genrl.diffusion.rollout.forest import Drawn
+from genrl.diffusion.rollout.forest import Samples
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts
 from genrl.diffusion.rollout.scoring import Scoring
 from genrl.diffusion.run import DiffusionRun
-from genrl.diffusion.steps.plans import choose_kernel, last_step_is_drawn
+from genrl.diffusion.steps.plans import choose_kernel, last_step_is_stochastic
 from genrl.diffusion.steps.transitions import Tensors, compared_steps, replayed
 from genrl.mdp.noise import generator
 from genrl.mdp.plan import SamplingPlan
@@ -59,12 +59,12 @@ def train(run: DiffusionRun, settings: SPO) -> None:
     config, policy = run.config, run.policy
     sampling = config.sampling
     for _ in run.iterations():
-        plan = settings.plan(sampling, last=last_step_is_drawn(policy))
+        plan = settings.plan(sampling, last=last_step_is_stochastic(policy))
         kernel = choose_kernel(run, settings, plan)
         # 1. Crawl. The chains' ends are scored too: they are the samples that a run reports.
-        candidates: Found = {}
+        candidates: CandidateTable = {}
         rollouts = run.collect(
-            partial(draw, plan=plan, kernel=kernel, batch_size=sampling.batch_size, found=candidates)
+            partial(draw, plan=plan, kernel=kernel, batch_size=sampling.batch_size, candidates=candidates)
         )
         # 2, 3. Score and compare.
         pairs = compare(judge(run, rollouts, candidates, plan), threshold=settings.threshold)
@@ -82,7 +82,13 @@ def compare(scores: Tensor, *, threshold: float) -> Pairs:
 
 
 def learn(
-    run: DiffusionRun, settings: SPO, rollouts: Rollouts, found: Found, pairs: Pairs, plan: SamplingPlan, kernel: Kernel
+    run: DiffusionRun,
+    settings: SPO,
+    rollouts: Rollouts,
+    candidates: CandidateTable,
+    pairs: Pairs,
+    plan: SamplingPlan,
+    kernel: Kernel,
 ) -> dict[str, float]:
     """Step 4 of the algorithm on the pairs of one iteration; returns its metrics."""
     meter = Meter()
@@ -97,7 +103,7 @@ def learn(
         if len(rows) == 0:
             return None
         chosen, batch = torch.stack([win, lose], dim=1)[rows], micro_batch.batch.take(rows.tolist())
-        given = pair_of(batch, kernel, plan.splits[k], found[micro_batch.slots[0]][plan.splits[k]], rows, chosen)
+        given = pair_of(batch, kernel, plan.splits[k], candidates[micro_batch.slots[0]][plan.splits[k]], rows, chosen)
         with torch.no_grad(), run.weights.reference():
             reference = replayed(settings, run.policy, Recorded(batch, given)).log_prob
         return batch, given | {"counts": counts[rows].to(reference), "reference_log_prob": reference}
@@ -110,8 +116,8 @@ def learn(
 def pair_of(batch: Batch, kernel: Kernel, step: int, candidates: Candidates, rows: Tensor, chosen: Tensor) -> Tensors:
     """A step of these chains with the winner and the loser (`chosen` int64 [n, 2]) of each as its actions [2 n, ...]:
     neighbours, the winner first."""
-    state, drawn = candidates.state[rows], candidates.drawn[rows[:, None], chosen].flatten(0, 1)
-    record = StepRecord(batch, kernel.at(step), step, state, drawn, torch.arange(len(rows)).repeat_interleave(2))
+    state, next_states = candidates.state[rows], candidates.next_states[rows[:, None], chosen].flatten(0, 1)
+    record = StepRecord(batch, kernel.at(step), step, state, next_states, torch.arange(len(rows)).repeat_interleave(2))
     return record.tensors() | {"pairs": torch.tensor([(2 * r, 2 * r + 1, 1) for r in range(len(rows))])}
 
 
@@ -123,15 +129,15 @@ def loss(settings: SPO, policy: Policy, given: Recorded) -> Tensors:
 
 
 class Candidates(NamedTuple):
-    """For the next state of n chains at one step: `state` that they were drawn from, float32 [n, ...]; `drawn`, and the
-    clean samples that are predicted from them, float32 [n, k, ...]."""
+    """For the next state of n chains at one step: the `state` before, float32 [n, ...]; `next_states` that were drawn
+    from it, and the clean samples that are predicted from them, float32 [n, k, ...]."""
 
     state: Tensor
-    drawn: Tensor
+    next_states: Tensor
     clean: Tensor
 
 
-Found = dict[int, dict[int, Candidates]]  # first slot of a micro-batch -> step -> candidates
+CandidateTable = dict[int, dict[int, Candidates]]  # first slot of a micro-batch -> step -> candidates
 
 
 def draw(
@@ -143,9 +149,9 @@ def draw(
     plan: SamplingPlan,
     kernel: Kernel,
     batch_size: int,
-    found: Found,
-) -> Drawn:
-    """The chains of one micro-batch, from noise to sample; their candidates go into `found`, by the first slot.
+    candidates: CandidateTable,
+) -> Samples:
+    """The chains of one micro-batch, from noise to sample; their candidates go into `candidates`, by the first slot.
 
     batch_size: rows of one model call, hence candidates evaluated together.
     """
@@ -154,8 +160,8 @@ def draw(
         crawl(policy, batch.take(rows.tolist()), plan, kernel) for rows in torch.arange(len(batch)).split(together)
     ]
     of_step = {i: zip(*(part[i] for part, _, _ in parts), strict=True) for i in plan.splits}
-    found[slots[0]] = {i: Candidates(*map(torch.cat, several)) for i, several in of_step.items()}
-    return Drawn(slots, batch, torch.cat([final for _, final, _ in parts]), parts[0][2], [])
+    candidates[slots[0]] = {i: Candidates(*map(torch.cat, several)) for i, several in of_step.items()}
+    return Samples(slots, batch, torch.cat([final for _, final, _ in parts]), parts[0][2], [])
 
 
 def crawl(
@@ -170,7 +176,7 @@ def crawl(
     keys: list[NoiseKey] = [(*key, "candidate", j) for key in batch.keys for j in range(ways)]
 
     last = policy.roll_out(batch, kernel, plan.stochastic, stop=first + 1, children=Children(of_chain, keys))
-    state, found = last.states[first], dict[int, Candidates]()
+    state, candidates = last.states[first], dict[int, Candidates]()
     for i in range(first + 1, plan.steps):
         states, going = last.final, chosen_rows(batch, ways, i)
         last = policy.roll_out(
@@ -184,13 +190,13 @@ def crawl(
             predict=True,
         )
         assert last.predicted is not None
-        found[i - 1] = Candidates(state, *(x.unflatten(0, (chains, ways)) for x in (states, last.predicted)))
+        candidates[i - 1] = Candidates(state, *(x.unflatten(0, (chains, ways)) for x in (states, last.predicted)))
         state = states[going]
     if plan.steps - 1 in plan.splits:  # nothing is left to predict
         going = chosen_rows(batch, ways, plan.steps)
         pictures = last.final.unflatten(0, (chains, ways))
-        found[plan.steps - 1] = Candidates(state, pictures, pictures)
-    return found, last.final[going], last.sigmas
+        candidates[plan.steps - 1] = Candidates(state, pictures, pictures)
+    return candidates, last.final[going], last.sigmas
 
 
 def chosen_rows(batch: Batch, ways: int, depth: int) -> Tensor:
@@ -199,7 +205,7 @@ def chosen_rows(batch: Batch, ways: int, depth: int) -> Tensor:
     return torch.arange(len(batch)) * ways + torch.tensor(picks)
 
 
-def judge(run: DiffusionRun, rollouts: Rollouts, found: Found, plan: SamplingPlan) -> Tensor:
+def judge(run: DiffusionRun, rollouts: Rollouts, candidates: CandidateTable, plan: SamplingPlan) -> Tensor:
     """Total reward of every candidate of all processes, float64 [N, S, k]; NaN = no score. A collective.
 
     The candidates of one state are a group, to rewards that compare and to those that are normalised in groups.
@@ -213,9 +219,9 @@ def judge(run: DiffusionRun, rollouts: Rollouts, found: Found, plan: SamplingPla
     with Scoring(run.scorers, rows, group.tolist(), background=background, beat=run.loop.alive) as scoring:
         for micro_batch in rollouts.mine.values():
             of_chain = torch.arange(len(micro_batch.slots)).repeat_interleave(ways)
-            for column, candidates in enumerate(found[micro_batch.slots[0]].values()):
+            for column, of_step in enumerate(candidates[micro_batch.slots[0]].values()):
                 slots = [(slot * number + column) * ways + j for slot in micro_batch.slots for j in range(ways)]
-                clean = candidates.clean.flatten(0, 1)
+                clean = of_step.clean.flatten(0, 1)
                 for some in torch.arange(len(slots)).split(sampling.batch_size):
                     with run.loop.timed("decode"), torch.no_grad():
                         images = policy.decode(micro_batch.batch.take(of_chain[some].tolist()), clean[some]).cpu()

@@ -24,7 +24,7 @@ from torch import Tensor
 from genrl.diffusion.methods.talk2move.settings import TRIED_PROMPTS, TRIED_SAMPLES, Talk2Move
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
-from genrl.diffusion.rollout.forest import Drawn, independent
+from genrl.diffusion.rollout.forest import Samples, independent
 from genrl.diffusion.rollout.rollout import batch_inputs, call_arguments
 from genrl.diffusion.rollout.scoring import score
 from genrl.diffusion.run import DiffusionRun
@@ -125,7 +125,7 @@ def draw(
     exit_at: int,
     shortcut: int,
     keep: bool,
-) -> Drawn:
+) -> Samples:
     """Samples whose steps before `exit_at` are drawn and recorded, with their graph if it is to be kept, and whose end
     is a shortcut of so many steps."""
     steps = range(exit_at)

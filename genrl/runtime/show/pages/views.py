@@ -63,14 +63,14 @@ def acts(run: Followed) -> bool:
 def headlines(runs: Sequence[Followed]) -> list[Headline]:
     """Charts: of one run one with all lines; of several, one per line, with all runs."""
     kinds = [SUCCESS] * any(acts(run) for run in runs) + [REWARD] * any(not acts(run) for run in runs)
-    lines_found = []
+    charts = []
     for kind in kinds:
         lines = [line for line in kind.lines if any(_known(run.columns, line[0]) for run in runs)]
         if len(runs) == 1:
-            lines_found += [Headline(kind.caption, tuple(lines))] if lines else []
+            charts += [Headline(kind.caption, tuple(lines))] if lines else []
         else:
-            lines_found += [Headline(f"{kind.caption}, {line[1]}", (line,)) for line in lines]
-    return lines_found
+            charts += [Headline(f"{kind.caption}, {line[1]}", (line,)) for line in lines]
+    return charts
 
 
 def headline_figure(runs: Sequence[Followed], headline: Headline) -> dict[str, Any]:

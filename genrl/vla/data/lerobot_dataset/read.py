@@ -106,19 +106,19 @@ class Dataset:
                 f"{file}: episode {number} must have the frames 0 to {length - 1} in order, found {len(place)} rows "
                 f"with frame_index {place[:5].tolist()}...; fetch the file again"
             )
-        found: dict[str, NDArray[Any]] = {}
+        values: dict[str, NDArray[Any]] = {}
         for name in columns:
             feature, where = self.features[name], f"{file}: {name} of episode {number}"
             if feature["dtype"] == "video":
-                found[name] = self._video(name, number, place)
+                values[name] = self._video(name, number, place)
             elif feature["dtype"] == "image":
-                found[name] = _pictures(rows.column(name), where)
+                values[name] = _pictures(rows.column(name), where)
             else:
-                found[name] = _values(rows.column(name), feature["dtype"], tuple(feature["shape"]), where)
+                values[name] = _values(rows.column(name), feature["dtype"], tuple(feature["shape"]), where)
         unknown = set(rows.column("task_index").to_pylist()) - self.tasks.keys()
         if unknown:
             raise ValueError(f"{file}: task_index {sorted(unknown)} of episode {number} is not in {features.TASKS}")
-        return Episode([self.tasks[task] for task in rows.column("task_index").to_pylist()], found)
+        return Episode([self.tasks[task] for task in rows.column("task_index").to_pylist()], values)
 
     def _video(self, name: str, number: int, place: NDArray[np.int64]) -> NDArray[np.uint8]:
         row = self.index[number]

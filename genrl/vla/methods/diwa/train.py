@@ -101,7 +101,7 @@ def train(run: VLARun, settings: DiWA) -> None:
     count = side_by_side(config, config.evaluation.episodes)
     # the judge of the run, with the real table as the policy's world model sees it
     run.table = table.seen_by(world, count, run.env.chunk)
-    run.told = dict(store.data["figures"])
+    run.preparation = dict(store.data["figures"])
     for iteration in run.loop.iterations():
         rollout = run.collect(settings)._replace(shared=recorded_statistics(policy.stats))
         chosen, explained = estimated_decisions(run, rollout, settings)
@@ -172,7 +172,7 @@ def dream(
 
 def put_statistics(shown: Encoded, *several: Statistics) -> None:
     """Normalise latents by those of the demonstrations, in place: the policies' and the classifier's."""
-    found = frame_statistics({name: shown.observation[name] for name in (STATE, ENVIRONMENT)})
+    statistics = frame_statistics({name: shown.observation[name] for name in (STATE, ENVIRONMENT)})
     for stats in several:
-        for name, numbers in found.items():
+        for name, numbers in statistics.items():
             stats[name].update(numbers)

@@ -167,7 +167,7 @@ def train_step(
     return figures | {"loss/policy": results["loss"].item()}
 
 
-def drawn_noise(nets: Fisor, sampler: Diffusion, count: int, decision: int, *, candidates: int, seed: int) -> Tensor:
+def chain_noise(nets: Fisor, sampler: Diffusion, count: int, decision: int, *, candidates: int, seed: int) -> Tensor:
     """What `samples` begins with for `count` tables, [count, candidates, K + 1, H, A]: a function of (seed, decision,
     slot)."""
     policy = nets.slow_actor
@@ -199,7 +199,7 @@ def safest(nets: Fisor, sampler: Diffusion, *, candidates: int, seed: int) -> Be
     @torch.no_grad()
     def behave(observation: Batch, decision: int) -> Tensor:
         count = len(observation[STATE])
-        noise = drawn_noise(nets, sampler, count, decision, candidates=candidates, seed=seed)
+        noise = chain_noise(nets, sampler, count, decision, candidates=candidates, seed=seed)
         chunks = samples(nets, sampler, observation, noise)
         best: Tensor = chunks[torch.arange(count), risks(nets, observation, chunks).argmin(1)]
         return best
@@ -340,8 +340,8 @@ def train(run: VLARun, settings: FISOR) -> None:
     steps = recorded(config)
     if steps is None:
         data = table_data(config, settings, actor, actor.horizon)
-        found = judged(data)
-        data_figures = {"data/success_mean": found["eval/success_mean"], "data/cost_mean": found["eval/cost_mean"]}
+        metrics = judged(data)
+        data_figures = {"data/success_mean": metrics["eval/success_mean"], "data/cost_mean": metrics["eval/cost_mean"]}
     else:
         data = file_data(config, actor, steps)
         data_figures = {
@@ -361,8 +361,9 @@ def train(run: VLARun, settings: FISOR) -> None:
         with loop.timed("train"):
             for step in range(settings.steps_per_iteration):
                 number = iteration * settings.steps_per_iteration + step
-                found = train_step(nets, data, sampler, settings, critics, step_actor, seed=config.seed, step=number)
-                figures.note(found)
+                figures.note(
+                    train_step(nets, data, sampler, settings, critics, step_actor, seed=config.seed, step=number)
+                )
                 loop.advance(1)
         loop.finish(figures.result() | data_figures | {"lr": loop.lr})
 
@@ -375,8 +376,8 @@ def sheet_of_decisions(policy: Policy, played: Transitions) -> ContactSheet:
         return torch.zeros(len(numbers)).index_add(0, place, values.float()).tolist()
 
     won, steps = [one > 0 for one in total(played.success)], [int(one) for one in total(played.n_executed)]
-    found = Judged([f"cost {cost:g}" for cost in total(played.cost)], won, steps, total(played.reward), [])
+    evaluated = Judged([f"cost {cost:g}" for cost in total(played.cost)], won, steps, total(played.reward), [])
     watched = Watched()
     watched.frames = {k: v for k, v in played.observation.items() if v.is_floating_point()}
     watched.frames[ACTION] = played.action[:, :1]
-    return sheet_of(policy, found, watched, None)
+    return sheet_of(policy, evaluated, watched, None)

@@ -93,10 +93,10 @@ def weights(rollout: ChunkRollout, kept: Tensor, settings: PPO) -> Tensor:
     return kept.double() / every.sum(slot, keepdim=True).clamp(min=1)
 
 
-def explained_variance(run: VLARun, found: Estimate, kept: Tensor) -> dict[str, float]:
+def explained_variance(run: VLARun, gae: Estimate, kept: Tensor) -> dict[str, float]:
     """`1 - var(R - V) / var(R)` of the critic that acted, over what has an advantage, of all processes."""
-    values = found.returns - found.advantages  # of the critic that acted
-    pairs = torch.stack([found.returns[kept], values[kept]])
+    values = gae.returns - gae.advantages  # of the critic that acted
+    pairs = torch.stack([gae.returns[kept], values[kept]])
     returns, values = torch.cat(gather_object([pairs]), 1)
     spread = float(returns.var(correction=0)) if len(returns) else 0.0
     unexplained = float((returns - values).var(correction=0)) if len(returns) else 0.0

@@ -41,21 +41,21 @@ RIGHT = 0.5
 """Share of the table's episodes in which the player does what it is told."""
 
 
-class Told:
+class ClauseReader:
     """A reader of instructions with each of the clauses, int64 [B, 3, L]."""
 
     def __init__(self, tell: Callable[[Sequence[str]], Tensor], inputs: tuple[str, ...]) -> None:
         self.tell, self.inputs = tell, inputs
 
     def tokenise(self, instructions: Sequence[str]) -> Tensor:
-        """See `Told`."""
+        """See `ClauseReader`."""
         said = self.tell([line + clause for line in instructions for clause in CLAUSES])
         return said.view(len(instructions), len(CLAUSES), -1)
 
 
 class Mixed(NamedTuple):
-    """Data, episode by episode: frames [N, ...] with the instructions of `Told`, int64 [N, 3, L]; of the episodes their
-    lengths int64 [E] and which succeeded, bool [E]."""
+    """Data, episode by episode: frames [N, ...] with the instructions of `ClauseReader`, int64 [N, 3, L]; of the
+    episodes their lengths int64 [E] and which succeeded, bool [E]."""
 
     frames: Batch
     lengths: Tensor
@@ -76,9 +76,9 @@ def mixed(config: VLAConfig, settings: RECAP, policy: Any) -> tuple[Mixed, tuple
     shown = None if folder is None else dataset_episodes(config, folder, inputs, [settings.outcome])
     texts = world_of(config).lines if shown is None else shown.texts
     words = vocabulary([text + clause for text in texts for clause in CLAUSES])
-    told = Told(partial(tokenise, words=words) if policy is None else policy.tokenise, inputs)
+    clauses = ClauseReader(partial(tokenise, words=words) if policy is None else policy.tokenise, inputs)
     if shown is None:
-        data = wayward_data(config, settings.episodes, RIGHT, told, reader.horizon)
+        data = wayward_data(config, settings.episodes, RIGHT, clauses, reader.horizon)
         data = take(data, data.episode.argsort(stable=True))  # tables are played side by side
         _, number, lengths = data.episode.unique(return_inverse=True, return_counts=True)
         won = torch.zeros(len(lengths), dtype=torch.bool)
@@ -91,7 +91,7 @@ def mixed(config: VLAConfig, settings: RECAP, policy: Any) -> tuple[Mixed, tuple
             ends.append((len(episode.instructions), bool((episode.columns[settings.outcome] > 0).any())))
             yield episode
 
-    frames = episode_frames(noted(shown.episodes), told.tokenise, inputs=inputs, horizon=reader.horizon)
+    frames = episode_frames(noted(shown.episodes), clauses.tokenise, inputs=inputs, horizon=reader.horizon)
     lengths, won = (torch.tensor(column) for column in zip(*ends, strict=True))
     if bool(won.all()) or not bool(won.any()):
         what = "successes" if bool(won.all()) else "failures"
@@ -153,7 +153,7 @@ def expected(logits: Tensor) -> Tensor:
     return logits.float().softmax(1) @ atoms
 
 
-def told_of(positive: Tensor, uniform: Tensor, drop: float) -> Tensor:
+def clause_numbers(positive: Tensor, uniform: Tensor, drop: float) -> Tensor:
     """Which of `CLAUSES` each step has, int64 [N]: what it is, or, where uniform [N] is at most `drop`, nothing."""
     # So that the policy can act without being told, too, as with classifier-free guidance.
     return torch.where(uniform <= drop, 2, (~positive).long())
@@ -172,8 +172,8 @@ def learned_values(run: VLARun, settings: RECAP, shown: Batch, target: Tensor) -
     def logits(index: Tensor) -> Tensor:
         with torch.no_grad():
             context = policy.encode(rows(seen, index))
-        found: Tensor = policy.value(context)
-        return found
+        bin_logits: Tensor = policy.value(context)
+        return bin_logits
 
     def steps() -> Iterator[dict[str, float]]:
         for step in range(settings.critic_steps):
@@ -227,9 +227,9 @@ def train(run: VLARun, settings: RECAP) -> None:
     positive = store.data["positive"]
     for iteration in loop.iterations():
         uniform = torch.rand(len(positive), generator=generator(run.config.seed, "told", iteration))
-        which = told_of(positive, uniform, settings.drop)
-        found = imitation_updates(run, settings, data.shown(which), loss)
-        loop.finish(store.data["figures"] | found | {"lr": loop.lr})
+        which = clause_numbers(positive, uniform, settings.drop)
+        update_figures = imitation_updates(run, settings, data.shown(which), loss)
+        loop.finish(store.data["figures"] | update_figures | {"lr": loop.lr})
 
 
 def loss(settings: RECAP, acting: Acting, given: Recorded) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ CRITICS = Learning(gamma=0.98)
 """How the critics are learned, and the discount of all data."""
 
 
-class Drawn(NamedTuple):
+class Chunks(NamedTuple):
     """B chunks and what PPO needs of them: observation; states, next_states [B, N, H, A], step_index [B, N]; log_prob
     [B, N], of the executed part of the chunk, summed; advantage [B]."""
 
@@ -77,7 +77,7 @@ def decayed_clip(clip: float, decay: float, uses: int, *, until: int = 200) -> f
 @torch.no_grad()
 def draw_at(
     old: Policy, sampler: Sampler, critics: Critics, observation: Batch, rng: torch.Generator, *, executed: int
-) -> Drawn:
+) -> Chunks:
     """Chunks of the behaviour copy at states of the data, with `min Q(s, a) - V(s)` normalised over the batch."""
     count = len(observation[STATE])
     rngs = [torch.Generator().manual_seed(seed) for seed in torch.randint(2**62, (count,), generator=rng).tolist()]
@@ -85,11 +85,11 @@ def draw_at(
     actions = old.actions(sampled.chunk)
     advantage = normalise_advantages(critics.advantage(observation, actions), eps=1e-8).float()
     log_prob = _sums(sampled.log_prob, executed)
-    return Drawn(observation, sampled.states, sampled.next_states, sampled.step_index, log_prob, advantage)
+    return Chunks(observation, sampled.states, sampled.next_states, sampled.step_index, log_prob, advantage)
 
 
 def surrogate_steps(
-    policy: Policy, sampler: Sampler, step: Step, batch: Drawn, *, clip: float, executed: int
+    policy: Policy, sampler: Sampler, step: Step, batch: Chunks, *, clip: float, executed: int
 ) -> Iterator[dict[str, float]]:
     """An optimiser step for every denoising step i, noisiest first: `-mean min(r_i A, clip(r_i, 1 -+ clip) A)`.
 
@@ -131,7 +131,7 @@ def loss(settings: RL100, acting: Acting, given: Recorded) -> dict[str, Tensor]:
 @torch.no_grad()
 def online_batch(
     rollout: ChunkRollout, critics: Critics, *, gamma: float, lam: float, executed: int
-) -> tuple[Drawn, Tensor, Batch]:
+) -> tuple[Chunks, Tensor, Batch]:
     """A rollout's decisions with GAE done right, their returns [n], and their observations.
 
     Discount gamma^n for n executed actions, an end not bootstrapped, a time limit bootstrapped from the true next
@@ -149,13 +149,13 @@ def online_batch(
     advantage = normalise_advantages(gae.advantages.flatten()[index], eps=1e-5).float()
     log_prob = _sums(chosen.log_prob, executed)
     record = (chosen.states, chosen.next_states, chosen.step_index)
-    batch = Drawn(chosen.observation, *record, log_prob, advantage)
+    batch = Chunks(chosen.observation, *record, log_prob, advantage)
     return batch, gae.returns.flatten()[index].float(), chosen.observation
 
 
-def part(batch: Drawn, index: Tensor) -> Drawn:
+def part(batch: Chunks, index: Tensor) -> Chunks:
     """Some rows of a batch."""
-    return Drawn(rows(batch.observation, index), *(value[index] for value in batch[1:]))
+    return Chunks(rows(batch.observation, index), *(value[index] for value in batch[1:]))
 
 
 def inputs_of(policy: Any) -> Inputs:

@@ -97,8 +97,8 @@ def learn_rewards(
     finally:
         genrl_rewards.close(judge)
     shares = {"dropped": labels < 0, "unusable": labels == UNUSABLE}
-    found = {f"labels/{name}": float(which.float().mean()) for name, which in shares.items()}
-    return figures.result() | found | {"labels/pairs": float(len(labels))}
+    label_shares = {f"labels/{name}": float(which.float().mean()) for name, which in shares.items()}
+    return figures.result() | label_shares | {"labels/pairs": float(len(labels))}
 
 
 def train(run: VLARun, settings: RLVLMF) -> None:

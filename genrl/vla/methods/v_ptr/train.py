@@ -79,11 +79,11 @@ def with_features(policy: Any, data: Transitions) -> Transitions:
     """The data with what the encoder sees in their pictures, without instruction, as `ENVIRONMENT` in their place."""
     look = ICVF(policy.encoder).features
 
-    def told(observation: Batch) -> Batch:
+    def encoded(observation: Batch) -> Batch:
         numeric = {name: observation[name] for name in (STATE, TOKENS)}
         return numeric | {ENVIRONMENT: torch.cat([look(part) for part in observation[IMAGE].split(512)]).cpu()}
 
-    return data._replace(observation=told(data.observation), next_observation=told(data.next_observation))
+    return data._replace(observation=encoded(data.observation), next_observation=encoded(data.next_observation))
 
 
 def prepared(run: VLARun, settings: VPTR, data: Transitions) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class ICVF(nn.Module):
         return torch.stack([head(s, g, z) for head in self.heads])
 
 
-class Drawn(NamedTuple):
+class VideoSteps(NamedTuple):
     """B steps of videos, as numbers of frames int64 [B]: s, the next one, a later one. goal, intent int64 [B]: which of
     the 2 B frames (s, then later) they are."""
 
@@ -212,7 +212,7 @@ class Drawn(NamedTuple):
     intent: Tensor
 
 
-def draw(videos: int, frames: int, count: int, rng: torch.Generator) -> Drawn:
+def draw(videos: int, frames: int, count: int, rng: torch.Generator) -> VideoSteps:
     """Steps uniform over all videos of so many frames each; the later frame uniform from s to the end of its video.
 
     Goals and intents are s, its later frame, or the later frame of another step: one encoding serves them all.
@@ -230,7 +230,7 @@ def draw(videos: int, frames: int, count: int, rng: torch.Generator) -> Drawn:
     intent, goal = choose(), choose()
     goal = torch.where(torch.rand(count, generator=rng) < SAME, intent, goal)
     first = video * frames
-    return Drawn(first + place, first + place + 1, first + place + ahead, goal, intent)
+    return VideoSteps(first + place, first + place + 1, first + place + ahead, goal, intent)
 
 
 def train_icvf(icvf: ICVF, videos: Tensor, *, steps: int, seed: int) -> Iterator[float]:

@@ -189,8 +189,8 @@ def starts(path: Path) -> NDArray[np.float64]:
     packed = path.with_name(path.name + ".npz")
     if packed.is_file():
         with np.load(packed, allow_pickle=False) as arrays:
-            found: NDArray[np.float64] = arrays["states"]
-        return found
+            listed: NDArray[np.float64] = arrays["states"]
+        return listed
     if not path.is_file():
         raise Misuse(f"LIBERO's list of starts {path} is not there: this distribution has none for the task")
     import torch

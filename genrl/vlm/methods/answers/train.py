@@ -42,7 +42,7 @@ def train(run: AnswersRun, settings: RecipeMethod) -> None:
 
 def estimated(run: AnswersRun, ready: Estimated) -> dict[str, float]:
     """Figures of what was estimated."""
-    metrics = ready.found.metrics
+    metrics = ready.estimate.metrics
     row = {"advantage/abs_mean": metrics["advantage_abs_mean"]}
     row |= {name: metrics[name] for name in ("zero_std_ratio", "group_std_mean") if name in metrics}
     return row | ({} if run.bounds else sampler_figures(metrics, differs=run.age > 0 or uses_engine(run.policy)))

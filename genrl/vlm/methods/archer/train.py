@@ -93,9 +93,9 @@ class Turns:
         """Take these in; the oldest leave where there is no room."""
         self.held = [*self.held, *turns][-self.room :]
 
-    def drawn(self, number: int, source: torch.Generator) -> list[Turn]:
+    def sample(self, number: int, rng: torch.Generator) -> list[Turn]:
         """So many, each equally likely, with repetition."""
-        return [self.held[k] for k in torch.randint(len(self.held), (number,), generator=source).tolist()]
+        return [self.held[k] for k in torch.randint(len(self.held), (number,), generator=rng).tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         places: dict[bytes, int] = {}  # turns that follow each other share most of their pictures
@@ -103,10 +103,10 @@ class Turns:
 
         def place(picture: Image.Image) -> int:
             pixels = np.array(picture.convert("RGB"))
-            found = places.setdefault(repr(pixels.shape).encode() + pixels.tobytes(), len(pictures))
-            if found == len(pictures):
+            number = places.setdefault(repr(pixels.shape).encode() + pixels.tobytes(), len(pictures))
+            if number == len(pictures):
                 pictures.append(torch.from_numpy(pixels))
-            return found
+            return number
 
         def parts(of: Parts) -> list[Any]:
             return [place(part) if isinstance(part, Image.Image) else part for part in of]
@@ -188,7 +188,7 @@ def learn(run: EpisodesRun, settings: ArCHer, memory: Turns) -> dict[str, float]
     loop.phase("training", len(kinds), len(kinds))
     with loop.timed("train"):
         for number, kind in enumerate(kinds):
-            turns = memory.drawn(settings.batch_size, generator(run.config.seed, "turns", loop.iteration, number))
+            turns = memory.sample(settings.batch_size, generator(run.config.seed, "turns", loop.iteration, number))
             meter.note(step(run, settings, turns, number, kind))
             if kind == "critic":
                 critic.follow(settings.critic.follow)

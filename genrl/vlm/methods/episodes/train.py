@@ -26,7 +26,7 @@ def train(run: EpisodesRun, settings: Episodes) -> None:
     for _ in run.loop.iterations():
         acted, row = run.act()
         ready, figures = run.estimate(acted)
-        metrics = ready.found.metrics
+        metrics = ready.estimate.metrics
         row |= figures | {"advantage/abs_mean": metrics["advantage_abs_mean"]}
         row |= {name: metrics[name] for name in ("zero_std_ratio", "group_std_mean") if name in metrics}
         row |= sampler_figures(metrics, differs=run.age > 0 or uses_engine(run.policy))

@@ -82,12 +82,12 @@ def loss(settings: MusicPreference, policy: Any, given: Recorded) -> dict[str, T
     ids, mask = left_padded(given.batch.prompts, policy.tokenizer.pad_token_id)
 
     def scores(padded: Tensor) -> Tensor:
-        found: Tensor = policy.model.scores(ids, mask, [code[code[:, 0] != NONE].T for code in padded])
-        return found
+        results: Tensor = policy.model.scores(ids, mask, [code[code[:, 0] != NONE].T for code in padded])
+        return results
 
     preferred, other = scores(given["preferred"]), scores(given["other"])
-    found = preference_loss(preferred, other).sum() / int(given["size"])
-    return {"loss": found, "margin": (preferred - other).detach()}
+    share = preference_loss(preferred, other).sum() / int(given["size"])
+    return {"loss": share, "margin": (preferred - other).detach()}
 
 
 def right(margin: Tensor) -> float:
@@ -98,14 +98,14 @@ def right(margin: Tensor) -> float:
 def piece(policy: Any, row: Row, column: str, *, header: bool = False) -> Tensor:
     """The codes int64 [K, F] of a row's piece; header: of a file none, it is only looked at. Raises ValueError, naming
     the row, for a piece that cannot be read."""
-    model, told, file = policy.model, row.columns.get(column), row.columns.get(f"{column}_path")
+    model, listed, file = policy.model, row.columns.get(column), row.columns.get(f"{column}_path")
     books, last = model.decoder.num_codebooks, model.decoder.config.vocab_size - 1
     try:
-        if told is None and file is not None:
+        if listed is None and file is not None:
             sound = read_wav(file, header=header)
             model.check_sound(*sound)
             return torch.zeros(books, 0) if header else model.heard(*sound).cpu()
-        codes = torch.tensor(told)
+        codes = torch.tensor(listed)
         least = fewest(model.decoder)
         if codes.dim() != 2 or codes.dtype != torch.int64 or len(codes) != books or codes.shape[1] < least:
             raise ValueError(f"a piece is {books} lists of {least} or more codes, of equal length")

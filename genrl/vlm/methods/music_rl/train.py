@@ -89,12 +89,12 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
         for name, value in figures.items():
             sums[name] += share * float(value.detach())
 
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
 
     def agree() -> None:
-        found.update(summed(sums))
+        means.update(summed(sums))
         if loop.iteration == 0:
-            check_gap(found["sampler/gap_mean"])
+            check_gap(means["sampler/gap_mean"])
 
     parts = [rows[~reward[rows].isnan()] for rows in update.passes]
     with loop.timed("train"):
@@ -102,7 +102,7 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
             loop, settings, headed, parts, prepare, loss,
             groups=["policy", "baseline"], done=len, measure=measure, before_step=agree,
         )  # fmt: skip
-    return found | {"grad_norm": norms["policy"], "grad_norm/baseline": norms["baseline"]}
+    return means | {"grad_norm": norms["policy"], "grad_norm/baseline": norms["baseline"]}
 
 
 def recorded(run: AnswersRun, answers: Answers, rows: Tensor, reward: Tensor, share: float) -> Recorded:

@@ -37,7 +37,7 @@ from genrl.vlm.methods.sft.settings import VLMSFT, Preference
 from genrl.vlm.methods.updates import Asked
 from genrl.vlm.policies.folder import idle_pass
 from genrl.vlm.policies.policy import Policy, Replay
-from genrl.vlm.rollout.data import Questions, Told, target_of, tell
+from genrl.vlm.rollout.data import Examples, Questions, target_of, tell
 from genrl.vlm.run import AnswersRun
 from genrl.vlm.tasks import Row
 
@@ -78,21 +78,22 @@ def update(run: AnswersRun, settings: VLMSFT, batch: list[int]) -> dict[str, flo
     """One optimiser step, and figures of all processes: its loss and the gradient's norm, and numbers of tokens."""
     loop, accelerator = run.loop, run.loop.process.accelerator
     rows = [run.questions[number] for number in batch[accelerator.process_index :: accelerator.num_processes]]
-    told, wanted = tell(run.policy, rows, *settings.targets), settings.preference
-    judged = None if wanted is None else Judged.of(run, settings, rows, told)
+    examples, wanted = tell(run.policy, rows, *settings.targets), settings.preference
+    judged = None if wanted is None else Judged.of(run, settings, rows, examples)
     # Pairs of two equal answers prefer nothing: they are in the batch, and not in a pass.
     learnt = torch.arange(len(rows)) if judged is None else judged.rows
     parts = list(learnt.split(settings.rows_per_pass)) if len(learnt) else []
-    every = gather_object([(len(parts), int(told.mask.sum()) if judged is None else judged.tokens(told), len(learnt))])
+    own_tokens = int(examples.mask.sum()) if judged is None else judged.tokens(examples)
+    every = gather_object([(len(parts), own_tokens, len(learnt))])
     # The loss is a mean over all processes' tokens or pairs, so each must know the whole number before its first pass.
     most, tokens, pairs = max(n for n, *_ in every), sum(n for _, n, _ in every), sum(n for *_, n in every)
     parts += [torch.zeros(0, dtype=torch.int64)] * (most - len(parts))  # another process has the last ones
-    sums = defaultdict(float, {"loss": 0.0, "computed": 0.0, "there": float(told.positions)})
+    sums = defaultdict(float, {"loss": 0.0, "computed": 0.0, "there": float(examples.positions)})
 
     def prepare(part: Tensor) -> Recorded | None:
         if not len(part):
             return None
-        given = recorded(told, part, tokens=tokens)
+        given = recorded(examples, part, tokens=tokens)
         return given if judged is None or wanted is None else judged.added(wanted, given, part, pairs)
 
     def measure(part: Tensor, results: Results, given: Recorded) -> None:
@@ -143,10 +144,10 @@ def evaluate(run: AnswersRun) -> dict[str, float]:
     run.loop.phase("evaluating", len(mine))
     for start in range(0, len(mine), settings.rows_per_pass):
         rows = [questions[k] for k in mine[start : start + settings.rows_per_pass]]
-        told = tell(run.policy, rows, *settings.targets)
-        judged = Judged.of(run, settings, rows, told)
+        examples = tell(run.policy, rows, *settings.targets)
+        judged = Judged.of(run, settings, rows, examples)
         if len(judged.rows):
-            given = judged.added(wanted, recorded(told, judged.rows, tokens=1), judged.rows, 1)
+            given = judged.added(wanted, recorded(examples, judged.rows, tokens=1), judged.rows, 1)
             right += float(loss(settings, run.policy, given)["preference/right"])
         number += len(judged.rows)
         run.loop.advance_or_leave(len(rows))
@@ -178,21 +179,21 @@ class Judged(NamedTuple):
     baseline: float
 
     @classmethod
-    def of(cls, run: AnswersRun, settings: VLMSFT, rows: Sequence[Row], told: Told) -> Self:
+    def of(cls, run: AnswersRun, settings: VLMSFT, rows: Sequence[Row], examples: Examples) -> Self:
         """All processes call it alike."""
         wanted, number = settings.preference, len(rows)
         assert wanted is not None
         if wanted.of_pairs:
-            halves = [one.split(number) if number else (one[:0], one[:0]) for one in (told.tokens, told.mask)]
+            halves = [one.split(number) if number else (one[:0], one[:0]) for one in (examples.tokens, examples.mask)]
             unlike = torch.stack([(first != second).any(1) for first, second in halves]).any(0)
             return cls(run, unlike.nonzero()[:, 0], torch.ones(number, dtype=torch.bool), 0.0)
         good = torch.tensor([mark_of(row) for row in rows], dtype=torch.bool)
-        z = baseline(run, told, settings.rows_per_pass) if wanted.loss == "kto" else 0.0
+        z = baseline(run, examples, settings.rows_per_pass) if wanted.loss == "kto" else 0.0
         return cls(run, torch.arange(number), good, z)
 
-    def tokens(self, told: Told) -> int:
+    def tokens(self, examples: Examples) -> int:
         """Number of tokens of the preferred answers that are learnt."""
-        return int(told.mask[self.rows][self.good[self.rows]].sum())
+        return int(examples.mask[self.rows][self.good[self.rows]].sum())
 
     def added(self, wanted: Preference, given: Recorded, part: Tensor, number: int) -> Recorded:
         """What the loss of these questions further reads. number: of those that are learnt in the step."""
@@ -221,27 +222,27 @@ def total(model: Policy, given: Recorded) -> Tensor:
 
 
 @torch.no_grad()
-def baseline(run: AnswersRun, told: Told, at_once: int) -> float:
+def baseline(run: AnswersRun, examples: Examples, at_once: int) -> float:
     """KTO's z: how much answers to the question before have gained under each question, at least 0. A collective."""
-    others, gained = told._replace(tokens=told.tokens.roll(1, 0), mask=told.mask.roll(1, 0)), 0.0
-    for part in torch.arange(len(told.prompts)).split(at_once) if told.prompts else ():
+    others, gained = examples._replace(tokens=examples.tokens.roll(1, 0), mask=examples.mask.roll(1, 0)), 0.0
+    for part in torch.arange(len(examples.prompts)).split(at_once) if examples.prompts else ():
         given = recorded(others, part, tokens=1)
         gained += float(total(run.policy, given).double().sum())
         with before_training(run) as model:
             gained -= float(total(model, given).double().sum())
-    every: list[tuple[float, int]] = gather_object([(gained, len(told.prompts))])
+    every: list[tuple[float, int]] = gather_object([(gained, len(examples.prompts))])
     return max(0.0, sum(g for g, _ in every) / max(1, sum(n for _, n in every)))
 
 
-def recorded(told: Told, part: Tensor, *, tokens: int) -> Recorded:
+def recorded(examples: Examples, part: Tensor, *, tokens: int) -> Recorded:
     """What the loss of some questions is made of. tokens: those of all answers of the update."""
-    kinds = len(told.mask) // len(told.prompts)
-    rows = torch.cat([part + kind * len(told.prompts) for kind in range(kinds)])
+    kinds = len(examples.mask) // len(examples.prompts)
+    rows = torch.cat([part + kind * len(examples.prompts) for kind in range(kinds)])
     # Cut to the longest of these rows: padding up to that of the batch would be computed for nothing.
-    longest = int(told.mask[rows].sum(1).max())
+    longest = int(examples.mask[rows].sum(1).max())
     group = torch.arange(len(part)).repeat(kinds)
-    asked = Asked([told.prompts[number] for number in part.tolist()], group, temperature=1.0)
-    tensors = {"answers": told.tokens[rows, :longest], "answered": told.mask[rows, :longest]}
+    asked = Asked([examples.prompts[number] for number in part.tolist()], group, temperature=1.0)
+    tensors = {"answers": examples.tokens[rows, :longest], "answered": examples.mask[rows, :longest]}
     return Recorded(asked, tensors | {"tokens": torch.tensor(tokens)})
 
 

@@ -20,13 +20,13 @@ POSITION_WEIGHT = 0.4  # of the soft score of a caption that names a relation
 Asked = TypeVar("Asked")
 
 
-def credit(found: Sequence[int], asked: Sequence[int], extra: int, position: float) -> tuple[float, float]:
-    """soft and strict, in [0, 1], of so many things found and asked for by group, and `extra` others.
+def credit(counts: Sequence[int], asked: Sequence[int], extra: int, position: float) -> tuple[float, float]:
+    """soft and strict, in [0, 1], of so many things that are there (counts) and asked for by group, and `extra` others.
 
-    soft: mean over groups of max(0, 1 - |found - asked| / asked), times asked / (asked + extra); position, NaN where
+    soft: mean over groups of max(0, 1 - |counts - asked| / asked), times asked / (asked + extra); position, NaN where
     no relation was requested, has a weight of `POSITION_WEIGHT` in it. strict: 1 if all is as requested.
     """
-    errors = [abs(counted - expected) for counted, expected in zip(found, asked, strict=True)]
+    errors = [abs(counted - expected) for counted, expected in zip(counts, asked, strict=True)]
     total = sum(asked)
     soft = float(np.mean([max(0.0, 1 - e / expected) for e, expected in zip(errors, asked, strict=True)]))
     # Or a picture full of things would have all that is asked for.

@@ -93,7 +93,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Found:
+class Detection:
     """A glyph in a picture: its name, its centre in pixels (y downwards) and how well it fits, at most 1."""
 
     name: str
@@ -192,7 +192,7 @@ def detail(window: np.ndarray, name: str) -> float:
     return float(2 * (centred * pixels).sum() / (np.square(centred).sum() + np.square(pixels).sum()))
 
 
-def find(image: np.ndarray) -> list[Found]:
+def find(image: np.ndarray) -> list[Detection]:
     """The glyphs of a picture, best first: each the best fit of at least `MIN_MATCH` away from those before it, whose
     inside fits by at least `MIN_DETAIL`. None in a picture that is smaller than a glyph."""
     if min(image.shape[:2]) < GLYPH:
@@ -206,15 +206,15 @@ def find(image: np.ndarray) -> list[Found]:
         which = int(fits[:, row, column].argmax())
         near = slice(max(0, row - reach + 1), row + reach), slice(max(0, column - reach + 1), column + reach)
         if detail(image[row : row + GLYPH, column : column + GLYPH], OBJECTS[which]) >= MIN_DETAIL:
-            things.append(Found(OBJECTS[which], column + middle, row + middle, float(best[row, column])))
+            things.append(Detection(OBJECTS[which], column + middle, row + middle, float(best[row, column])))
         best[near] = -1  # what fits best there and lacks its detail is a blot, and no other glyph either
     return things
 
 
-def unknown(image: np.ndarray, found: list[Found]) -> int:
+def unknown(image: np.ndarray, detections: list[Detection]) -> int:
     """How many things of no known kind there are: the ink outside of those found, in parts of `BLOB` pixels."""
     ink = np.linalg.norm(image.astype(np.float32) - _GROUND, axis=-1) > INK
-    for thing in found:
+    for thing in detections:
         top, left = (round(centre - (GLYPH - 1) / 2) for centre in (thing.y, thing.x))
         # A pixel more on each side: decoders blur edges into it.
         ink[max(0, top - 1) : top + GLYPH + 1, max(0, left - 1) : left + GLYPH + 1] = False
@@ -252,7 +252,7 @@ def check(image: np.ndarray, asked: Asked) -> dict[str, float]:
     }
 
 
-def _relation_holds(first: list[Found], second: list[Found], relation: str) -> bool:
+def _relation_holds(first: list[Detection], second: list[Detection], relation: str) -> bool:
     """Whether everything of the first lies at least half a glyph beyond everything of the second."""
     if not first or not second:
         return False

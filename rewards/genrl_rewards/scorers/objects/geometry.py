@@ -31,7 +31,7 @@ class Box(NamedTuple):
     score: float = 1.0
 
 
-Found = Mapping[str, Sequence[Box]]
+Detections = Mapping[str, Sequence[Box]]
 ColourOf = Callable[[str, Sequence[Box]], Sequence[str]]
 """The colours of some boxes of a class."""
 
@@ -73,17 +73,17 @@ class Verdict:
     position: float
 
 
-def check(asked: Mapping[str, Any], found: Found, colour_of: ColourOf) -> Verdict:
+def check(asked: Mapping[str, Any], detections: Detections, colour_of: ColourOf) -> Verdict:
     """Compare the requested objects with those found.
 
     `asked` is a row of GenEval's prompts: `include`, a list of {class, count, color?, position?: [relation, index of an
     earlier item]}, and perhaps `exclude`, a list of {class, count} (fewer than count must be there).
     """
-    terms = _terms(asked.get("include", []), found, colour_of)
-    excluded = all(len(found.get(item["class"], [])) < item["count"] for item in asked.get("exclude") or [])
+    terms = _terms(asked.get("include", []), detections, colour_of)
+    excluded = all(len(detections.get(item["class"], [])) < item["count"] for item in asked.get("exclude") or [])
     means = {kind: [value for name, value in terms if name == kind] for kind in ("count", "colour", "position")}
     return Verdict(
-        relaxed=float(_relaxed(asked.get("include", []), found, colour_of) and excluded),
+        relaxed=float(_relaxed(asked.get("include", []), detections, colour_of) and excluded),
         strict=float(all(value == 1.0 for _, value in terms) and excluded),
         partial=_mean([value for _, value in terms]),
         count=_mean(means["count"]),
@@ -92,7 +92,9 @@ def check(asked: Mapping[str, Any], found: Found, colour_of: ColourOf) -> Verdic
     )
 
 
-def _terms(include: Sequence[Mapping[str, Any]], found: Found, colour_of: ColourOf) -> list[tuple[str, float]]:
+def _terms(
+    include: Sequence[Mapping[str, Any]], detections: Detections, colour_of: ColourOf
+) -> list[tuple[str, float]]:
     """(kind, value in [0, 1]) of everything requested.
 
     With a wrong number of objects, their colour or position cannot be determined and gets a single 0. With a wrong
@@ -101,7 +103,7 @@ def _terms(include: Sequence[Mapping[str, Any]], found: Found, colour_of: Colour
     terms: list[tuple[str, float]] = []
     groups: list[Sequence[Box] | None] = []
     for item in include:
-        boxes, count = found.get(item["class"], []), item["count"]
+        boxes, count = detections.get(item["class"], []), item["count"]
         terms.append(("count", _closeness(len(boxes), count)))
         right = len(boxes) == count
         if not right and ("color" in item or "position" in item):
@@ -117,10 +119,10 @@ def _terms(include: Sequence[Mapping[str, Any]], found: Found, colour_of: Colour
     return terms
 
 
-def _relaxed(include: Sequence[Mapping[str, Any]], found: Found, colour_of: ColourOf) -> bool:
+def _relaxed(include: Sequence[Mapping[str, Any]], detections: Detections, colour_of: ColourOf) -> bool:
     groups: list[Sequence[Box] | None] = []
     for item in include:
-        boxes = found.get(item["class"], [])[: item["count"]]
+        boxes = detections.get(item["class"], [])[: item["count"]]
         right = len(boxes) == item["count"]
         if right and "color" in item:
             right = list(colour_of(item["class"], boxes)).count(item["color"]) >= item["count"]

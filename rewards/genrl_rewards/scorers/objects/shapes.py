@@ -64,7 +64,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Found:
+class Detection:
     """One component of a picture: its colour, shape (None if no outline fits), centre and area in pixels."""
 
     colour: str
@@ -116,12 +116,12 @@ def parse(caption: str) -> Asked | None:
     return Asked(groups, match["link"] if match["link"] != "and" else None) if plural and distinct else None
 
 
-def find(image: np.ndarray) -> list[Found]:
+def find(image: np.ndarray) -> list[Detection]:
     """Every component of a palette colour with at least `MIN_AREA`. image: uint8 [H, W, 3]."""
     return [thing for thing, _ in located(image)]
 
 
-def located(image: np.ndarray) -> list[tuple[Found, np.ndarray]]:
+def located(image: np.ndarray) -> list[tuple[Detection, np.ndarray]]:
     """Find things as `find` does, each with its pixels, bool [H, W]."""
     height, width, _ = image.shape
     labels, areas, colours = _components(_nearest_colour(image))
@@ -129,7 +129,7 @@ def located(image: np.ndarray) -> list[tuple[Found, np.ndarray]]:
     for label in np.flatnonzero(areas >= MIN_AREA * height * width):
         mask = labels == label
         rows, columns = np.nonzero(mask)
-        thing = Found(
+        thing = Detection(
             colour=COLOURS[colours[label]],
             shape=_shape_of(rows, columns),
             x=float(columns.mean()),
@@ -241,13 +241,13 @@ def check(image: np.ndarray, asked: Asked) -> dict[str, float]:
     }
 
 
-def _agreement(found: Sequence[str | None], asked: Sequence[str]) -> float:
+def _agreement(detected: Sequence[str | None], asked: Sequence[str]) -> float:
     """Size of the intersection of two multisets over the size of the larger."""
-    common = sum(min(found.count(name), asked.count(name)) for name in set(asked))
-    return common / max(len(found), len(asked))
+    common = sum(min(detected.count(name), asked.count(name)) for name in set(asked))
+    return common / max(len(detected), len(asked))
 
 
-def _relation_holds(first: list[Found], second: list[Found], relation: str) -> bool:
+def _relation_holds(first: list[Detection], second: list[Detection], relation: str) -> bool:
     """Whether the offset points in the requested direction more than along the other axis."""
     if not first or not second:
         return False
@@ -262,7 +262,7 @@ def _relation_holds(first: list[Found], second: list[Found], relation: str) -> b
     return along > abs(across)
 
 
-def alike(first: Sequence[Found], second: Sequence[Found]) -> float:
+def alike(first: Sequence[Detection], second: Sequence[Detection]) -> float:
     """Degree to which two pictures show the same things in the same sizes, at any positions, in [0, 1]; symmetric.
 
     Things of one colour and shape are paired from the largest down. A pair counts with its smaller area over its larger

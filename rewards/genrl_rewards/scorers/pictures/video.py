@@ -133,11 +133,11 @@ def smoothness(images: torch.Tensor) -> torch.Tensor:
             # The middle frame, were the motion even: each neighbour is moved half of the way, and the mean of both
             # evens out what one of them covers.
             half = flow.calc(*both, None) / 2
-            frames_drawn = [
+            warped = [
                 cv2.remap(picture, at[..., 0], at[..., 1], cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
                 for picture, at in ((before, place - half), (after, place + half))
             ]
-            errors.append(np.abs(np.mean(frames_drawn, axis=0) - frame).mean() / 255)
+            errors.append(np.abs(np.mean(warped, axis=0) - frame).mean() / 255)
         scores.append(1 - float(np.mean(errors)))
     return torch.tensor(scores)
 

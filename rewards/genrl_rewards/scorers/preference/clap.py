@@ -61,8 +61,8 @@ class ClapScore:
             len(sounds), 1, dtype=torch.bool
         )  # none is cut; the extractor would choose one at random
         features = inputs.input_features.to(self.model.device, self.model.dtype)
-        found: Tensor = self.model.get_audio_features(features, is_longer=is_longer).pooler_output
-        return found.float().cpu()
+        embeddings: Tensor = self.model.get_audio_features(features, is_longer=is_longer).pooler_output
+        return embeddings.float().cpu()
 
     @torch.no_grad()
     def __call__(self, audio: Sequence[Tensor], rate: Sequence[int], prompts: Sequence[str]) -> list[float]:

@@ -64,8 +64,8 @@ def reads(kind: str, reader: Callable[[Any], Any], column: str = "answer") -> Ca
         value = reader(columns[column])
         if value is None or (hasattr(value, "__len__") and not len(value)):
             return NOTHING
-        if isinstance(found := getattr(value, "kind", None), str):
-            return found
+        if isinstance(own_kind := getattr(value, "kind", None), str):
+            return own_kind
         first = value if kind != "text" or isinstance(value, str) else value[0]
         return "number" if kind == "text" and _NUMBER.fullmatch(first) else kind
 
@@ -267,32 +267,30 @@ def box_of(value: Any, sizes: Sequence[int] = (4, 2)) -> list[float]:
     if is_nothing(value):
         return []
     sizes_text = " or ".join({4: "4 numbers (left, top, right, bottom)", 2: "2"}[size] for size in sizes)
-    numbers_found: list[Any]
+    coordinates: list[Any]
     refused = ValueError(f"the expected box is {value!r:.80}; a box has {sizes_text}")
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):
             if isinstance(listed := json.loads(value), list):
                 return box_of(listed, sizes)  # which has one box, not the last of several
-        numbers_found = next((numbers for size in sizes if (numbers := coordinates_in(value, size))), [])
+        coordinates = next((numbers for size in sizes if (numbers := coordinates_in(value, size))), [])
     elif isinstance(value, Mapping):
         lists = [entry for entry in value.values() if isinstance(entry, list | tuple)]
         named = [keys for size in sizes for keys in _PLACES[size] if set(keys) <= value.keys()]
         named = [] if value.keys() & {"w", "h", "width", "height"} else named
-        numbers_found = (
-            box_of(lists[0], sizes) if len(lists) == 1 else [value[key] for key in named[0]] if named else []
-        )
+        coordinates = box_of(lists[0], sizes) if len(lists) == 1 else [value[key] for key in named[0]] if named else []
     else:
-        numbers_found = list(value) if isinstance(value, list | tuple) else []
-        while len(numbers_found) == 1 and isinstance(numbers_found[0], list | tuple):
-            numbers_found = list(numbers_found[0])
-        if len(numbers_found) == 2 and all(isinstance(entry, list | tuple) for entry in numbers_found):  # two corners
-            numbers_found = list(chain(*numbers_found))
+        coordinates = list(value) if isinstance(value, list | tuple) else []
+        while len(coordinates) == 1 and isinstance(coordinates[0], list | tuple):
+            coordinates = list(coordinates[0])
+        if len(coordinates) == 2 and all(isinstance(entry, list | tuple) for entry in coordinates):  # two corners
+            coordinates = list(chain(*coordinates))
     kinds = (int, float)
-    if len(numbers_found) not in sizes or not all(
-        isinstance(entry, kinds) and not isinstance(entry, bool) for entry in numbers_found
+    if len(coordinates) not in sizes or not all(
+        isinstance(entry, kinds) and not isinstance(entry, bool) for entry in coordinates
     ):
         raise refused
-    numbers = [float(entry) for entry in numbers_found]
+    numbers = [float(entry) for entry in coordinates]
     if not all(map(math.isfinite, numbers)):
         raise refused
     return numbers

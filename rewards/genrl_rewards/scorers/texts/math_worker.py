@@ -21,14 +21,14 @@ def read(formula: str) -> list[object]:
     return parsed
 
 
-def is_whole(formula: str, found: list[object]) -> bool:
-    """Whether no digit and no variable of a formula is missing in what was taken of it, the last of `found`."""
+def is_whole(formula: str, parsed: list[object]) -> bool:
+    """Whether no digit and no variable of a formula is missing in what was taken of it, the last of `parsed`."""
 
     def said(text: str) -> list[str]:
         halves = re.sub(r"(?<!\d)0?\.5(?!\d)", r"\\frac{1}{2}", text)  # math-verify writes it so
         return sorted(sign for sign in _SAID.findall(halves) if len(sign) == 1)
 
-    return bool(found) and (not isinstance(found[-1], str) or said(formula) == said(found[-1].replace(" and ", " ")))
+    return bool(parsed) and (not isinstance(parsed[-1], str) or said(formula) == said(parsed[-1].replace(" and ", " ")))
 
 
 def main() -> None:

@@ -145,29 +145,29 @@ def _latex(text: str) -> str:
     return re.sub(r"(?<![\d:.])(\d+(?:\.\d+)?)((?:\s*:\s*\d+(?:\.\d+)?){2,})(?![\d:.])", _ratio, text)
 
 
-def _vulgar(found: re.Match[str]) -> str:
+def _vulgar(match: re.Match[str]) -> str:
     """A fraction that is one letter: `½ x` is half of x, where `1/2 x` may be one over 2x."""
-    above, below = unicodedata.normalize("NFKC", found[0]).split("\u2044")
+    above, below = unicodedata.normalize("NFKC", match[0]).split("\u2044")
     return rf"\frac{{{above}}}{{{below}}} "
 
 
-def _root(found: re.Match[str]) -> str:
-    degree = "[3]" if found[0][0] == "∛" else ""
-    return rf"\sqrt{degree}{{{found[1] or found[2]}}}"
+def _root(match: re.Match[str]) -> str:
+    degree = "[3]" if match[0][0] == "∛" else ""
+    return rf"\sqrt{degree}{{{match[1] or match[2]}}}"
 
 
-def _repeating(found: re.Match[str]) -> str:
-    integer, fixed, repeated = found[1] or "0", found[2], found[3]
+def _repeating(match: re.Match[str]) -> str:
+    integer, fixed, repeated = match[1] or "0", match[2], match[3]
     value = int(integer + fixed) + Fraction(int(repeated), 10 ** len(repeated) - 1)
     value /= 10 ** len(fixed)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _ratio(found: re.Match[str]) -> str:
+def _ratio(match: re.Match[str]) -> str:
     """Three and more parts as parts of the first, since math-verify divides two."""
-    first, *others = (Fraction(part.strip()) for part in found[0].split(":"))
+    first, *others = (Fraction(part.strip()) for part in match[0].split(":"))
     if not first:
-        return found[0]
+        return match[0]
     return "(" + ", ".join(str(part / first) for part in (first, *others)) + ")"
 
 

@@ -14,7 +14,7 @@ from genrl_rewards.scorers.objects.shapes import (
     BACKGROUND,
     PALETTE,
     Asked,
-    Found,
+    Detection,
     Group,
     Shapes,
     alike,
@@ -135,8 +135,8 @@ def test_captions_outside_the_grammar_have_no_score() -> None:
     assert set(parts) == {"soft", "strict", "count", "colour", "shape", "position"}
 
 
-def things(*sizes: tuple[str, str, int]) -> list[Found]:
-    return [Found(colour, shape, 0.0, 0.0, area) for colour, shape, area in sizes]
+def things(*sizes: tuple[str, str, int]) -> list[Detection]:
+    return [Detection(colour, shape, 0.0, 0.0, area) for colour, shape, area in sizes]
 
 
 def test_pictures_of_the_same_things_are_alike() -> None:
