@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from genrl.diffusion.forward.noising import own_noise
+from genrl.diffusion.methods.crd import train as crd
+from genrl.diffusion.methods.crd.settings import CRD
 from genrl.diffusion.methods.diffusion_nft import train as diffusion_nft
 from genrl.diffusion.methods.diffusion_nft.train import levels
 from genrl.diffusion.policy.policy import Policy, without_guidance
@@ -19,6 +22,7 @@ from genrl.diffusion.run import DiffusionRun
 from genrl.mdp.kernels import flow_sde
 from genrl.objectives import matching, preferences
 from genrl.runtime.folder.run import read_metrics
+from genrl.runtime.loop.recorded import Recorded
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 from tests.diffusion.methods.watched import EIGHT, QUIET, Bare, Given, Update, equal, relative, run
@@ -76,6 +80,15 @@ def crd_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: di
     centres = matching.group_centres(implicit, aim, torch.zeros(len(aim)).long())  # one group is one piece
     weight = matching.reward_adaptive_weight(aim, 0.3)
     return 5 * matching.crd_loss(implicit, aim, centres) + weight * mean((new - reference) ** 2)
+
+
+def test_the_loss_of_crd_is_where_the_policy_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = torch.zeros(2, 3, device="meta")
+    monkeypatch.setattr(crd, "group_centres", lambda *_: matching.Centre(there[:, 0], there[:, 0]))
+    given = dict.fromkeys(("noisy", "sigma", "target", "old"), there) | {"aim": there[:, 0]}
+    recorded = Recorded(None, given | {"group": torch.tensor([0, -1])})
+    policy: Any = SimpleNamespace(velocity=lambda *_: there)
+    assert crd.loss(CRD(kl_weight=0), policy, recorded)["loss"].device.type == "meta"
 
 
 def dpo_loss(bare: Bare, update: Update, prompts: list[str], given: Given, t: dict[str, Any]) -> Tensor:

@@ -104,7 +104,7 @@ def loss(settings: CRD, policy: Policy, given: Recorded) -> Tensors:
         weight = reward_adaptive_weight(aim, settings.kl_weight)
         value = value + weight * terms["kl"]
     return terms | {
-        "loss": value * (group >= 0),
+        "loss": value * (group >= 0).to(value.device),
         "forward/error": matching_error(velocity, target),
         "crd/residual": distilled,
         "crd/implicit_abs": implicit.abs(),
