@@ -179,9 +179,11 @@ def counted(answers: Answers, reads: Set[str], config: VLMConfig, iteration: int
             config, {label: answers.scores[greedy_label(label)] for label in config.reward_labels}
         )
     if "draw" in reads:
-        shape, keys = (answers.size, answers.mask.shape[1]), (config.seed, "draw", iteration)
-        # Keyed by question: which tokens Clip-Cov takes must not depend on the processes.
-        tensors["draw"] = torch.cat([torch.rand(shape, generator=generator(*keys, row.name)) for row in answers.rows])
+        shape, keys = (answers.mask.shape[1], answers.size), (config.seed, "draw", iteration)
+        # Keyed by question, and by token before answer: which tokens Clip-Cov takes must not depend on the processes,
+        # whose answers are padded to different lengths.
+        draws = [torch.rand(shape, generator=generator(*keys, row.name)) for row in answers.rows]
+        tensors["draw"] = torch.cat(draws, 1).T
     if "scores" in reads:
         numbers = [number_in(answer_in(text) or "") for text in answers.texts]
         tensors["scores"] = torch.tensor([math.nan if n is None else n for n in numbers], dtype=torch.float64)

@@ -4,6 +4,8 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from genrl.vlm import tasks
 from genrl.vlm.evaluate import figures, judge
+from genrl.vlm.methods.extras import counted
 from genrl.vlm.methods.policy_loss import estimate
 from genrl.vlm.recipe.advantages import CriticAdvantage, Hierarchical, SemiOnline, TurnLeaveOneOut
 from genrl.vlm.recipe.presets import PRESETS
@@ -20,6 +23,7 @@ from genrl.vlm.recipe.weights import ClipCov
 from genrl.vlm.rollout.data import Questions
 from genrl.vlm.rollout.rollout import greedy_label, totals
 from genrl.vlm.rollout.token_batch import TokenBatch
+from genrl.vlm.tasks import Row
 from genrl.vlm.train import train
 from genrl_rewards.failures import RewardFailed
 from genrl_rewards.scorers.texts.completions import BROKEN, score_completions
@@ -232,3 +236,12 @@ def test_tokens_are_chosen_among_those_of_scored_rows(name: str) -> None:
     pick = (lambda one: one.weight) if name == "clip_cov" else (lambda one: one.extra["kl_cov"])
     assert torch.equal(pick(ready)[OTHERS], pick(alone))
     assert pick(ready)[MISSING].unique().tolist() == [1.0 if name == "clip_cov" else 0.0]
+
+
+def test_the_draws_of_clip_cov_do_not_depend_on_how_far_answers_are_padded() -> None:
+    def draw(width: int) -> Tensor:
+        answers: Any = SimpleNamespace(size=2, rows=[Row("a", PROMPTS[0], {})], mask=torch.ones(2, width))
+        config: Any = SimpleNamespace(seed=0)
+        return counted(answers, {"draw"}, config, 1)["draw"]
+
+    assert torch.equal(draw(5)[:, :3], draw(3))
