@@ -248,7 +248,7 @@ class Given(Sampler):
 
 def use_vllm(config: VLMConfig, policy: Policy, process: Process, optimizer: Optimizer) -> Sampler | None:
     """Let vLLM answer for this policy from here on, where `generation.vllm` says so; the optimiser's steps tell it of
-    new weights.
+    new weights, and so does a state that the optimiser is given, with which go weights of a checkpoint.
 
     Raises RuntimeError where there is no such server.
     """
@@ -265,6 +265,7 @@ def use_vllm(config: VLMConfig, policy: Policy, process: Process, optimizer: Opt
             engine = Shared(server, accelerator)
     policy.sampler = sampler = Sampler(engine, policy)
     optimizer.register_step_post_hook(lambda *_: sampler.stepped())
+    optimizer.register_load_state_dict_post_hook(lambda *_: sampler.stepped())
     return sampler
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from genrl.config import ConfigError, check_files
+from genrl.runtime.loop import state
 from genrl.vlm.config.sections import VLMLoRA
 from genrl.vlm.engines.generation import Sampling
 from genrl.vlm.engines.server import Completion, Reply, Server
@@ -83,6 +84,14 @@ def test_a_run_draws_with_the_weights_of_the_last_update_and_is_resumed(installe
     assert_resumes(train, config, tmp_path)
     for row in rows(tmp_path / "run"):
         assert row["sampler/gap_max"] < 1e-4 and row["sampler/gap_k3"] < 1e-8 and row["sampler/corrected"] == 0
+
+
+def test_a_run_that_goes_back_draws_with_the_weights_that_it_gets(installed: None, tmp_path: Path) -> None:
+    with vlm_runs.opened(vlm_runs.config(tmp_path, generation=VLLM)) as run:
+        run.loop.save()
+        run.sampler.loaded = run.sampler.version
+        state.go_back(run.loop, 0)
+        assert run.sampler.loaded != run.sampler.version
 
 
 def test_weights_are_loaded_before_drawing_and_caches_dropped(sampler: Sampler, tmp_path: Path) -> None:
