@@ -271,6 +271,12 @@ class AnswersRun(VLMRun):
             loop.memory["visits"] = {name: list(entry) for name, entry in ready.estimate.visits.items()}
         return ready
 
+    def forget(self) -> None:
+        """`VLMRun.forget`; the pictures that the iteration has taken from the data server are drawn again."""
+        super().forget()
+        if self.synthesis is not None:
+            self.synthesis.known = False
+
     def evaluated(self, iteration: int) -> dict[str, float]:
         """The most probable answers to held-out questions (`HeldOut`)."""
         return self.held_out.evaluated(iteration)

@@ -146,7 +146,7 @@ class Synthesis:
 
     def due(self) -> list[dict[str, Any]]:
         """Parked groups whose pictures are to be asked about in this iteration."""
-        if not self.known:  # in a resumed run the server has yet to hear of those that wait
+        if not self.known:  # resumed, or done again: the server has yet to hear of those that wait
             for group in self.parked:
                 self._submit(group)
             self.known = True
