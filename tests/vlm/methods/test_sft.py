@@ -185,6 +185,8 @@ def test_kto_compares_with_answers_to_other_questions(tmp_path: Path) -> None:
         figures = sft.update(run, run.settings, list(range(4)))
         assert figures["preference/baseline"] == pytest.approx(float(z), abs=1e-4)
         assert figures["loss"] == pytest.approx(float((found * torch.where(good, 1.0, 1.25)).mean()), rel=1e-4)
+        for number in range(4):  # a single question has no other one's answer
+            assert sft.update(run, run.settings, [number])["preference/baseline"] == 0
 
 
 def written(folder: Path, *lines: dict[str, Any]) -> str:

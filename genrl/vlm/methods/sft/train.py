@@ -223,14 +223,16 @@ def total(model: Policy, given: Recorded) -> Tensor:
 
 @torch.no_grad()
 def baseline(run: AnswersRun, examples: Examples, at_once: int) -> float:
-    """KTO's z: how much answers to the question before have gained under each question, at least 0. A collective."""
+    """KTO's z: how much answers to the question before have gained under each question, at least 0. A collective.
+    A process with one question has no other answer: it adds nothing, and z is 0 where all have one."""
     others, gained = examples._replace(tokens=examples.tokens.roll(1, 0), mask=examples.mask.roll(1, 0)), 0.0
-    for part in torch.arange(len(examples.prompts)).split(at_once) if examples.prompts else ():
+    number = len(examples.prompts) if len(examples.prompts) > 1 else 0
+    for part in torch.arange(number).split(at_once) if number else ():
         given = recorded(others, part, tokens=1)
         gained += float(total(run.policy, given).double().sum())
         with before_training(run) as model:
             gained -= float(total(model, given).double().sum())
-    every: list[tuple[float, int]] = gather_object([(gained, len(examples.prompts))])
+    every: list[tuple[float, int]] = gather_object([(gained, number)])
     return max(0.0, sum(g for g, _ in every) / max(1, sum(n for _, n in every)))
 
 
