@@ -288,7 +288,8 @@ class HeldOut:
         run.note_sheet(lambda: of_evaluated(self.scorers, judged, prompts, inputs))
         if iteration == 0:
             self.before.thumbnails = judged.thumbnails
-        if len(self.before.thumbnails):  # a run that was begun without has none to compare with
+        # A run that was begun without has none to compare with, and a resumed one may evaluate fewer or more prompts.
+        if len(self.before.thumbnails) == len(judged.thumbnails):
             metrics["eval/moved"] = moved_from(judged.thumbnails, self.before.thumbnails)
         if rewritten is not None:
             figures = {key: value for key, value in rewritten.metrics.items() if key not in rewritten.looks}

@@ -132,8 +132,10 @@ def test_a_finished_run_can_be_asked_for_more_and_not_for_something_else(copied:
     before = runs.rows(run)
     train(copied, run)
     assert runs.rows(run) == before and runs.last_state(run).step == 2
-    train(copied.model_copy(update={"iterations": 3}), run)
+    fewer = copied.evaluation.model_copy(update={"num_prompts": 1})
+    train(copied.model_copy(update={"iterations": 3, "evaluation": fewer}), run)
     assert [row["step"] for row in runs.rows(run)] == [0, 1, 2, 3] and runs.rows(run)[:2] == before[:2]
+    assert "eval/moved" in before[2] and "eval/moved" not in runs.rows(run)[3]  # from other prompts than these
     Run(run).config.write_text(dump(load(Run(run).config, ["model.lora.rank=8"])))  # the weights know better
     with pytest.raises(ValueError, match=r"another value of model\.lora\.rank"):
         train(load(Run(run).config), run)
