@@ -183,6 +183,8 @@ def _strategies(config: VLMConfig) -> Iterator[Finding]:
         yield ("augmentation.truth",), "write the places {question} and {answer} in it, and no others"
     if config.synthesis is not None and (config.trainer.group_filter.rounds > 1 or config.augmentation is not None):
         yield ("synthesis", "trainer.resample"), "questions are answered once; write resample: 0, augmentation: null"
+    if config.synthesis is not None and any(stage.task for stage in config.stages):
+        yield ("synthesis", "stages"), "pictures are made of one task's questions; leave it out, or task of the stages"
     if config.synthesis is not None and config.generation.group_size < 2:
         yield ("synthesis", "generation.group_size"), "one answer has no diversity; write 2 or more"
 

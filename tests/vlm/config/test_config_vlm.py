@@ -141,6 +141,10 @@ REFUSED: list[tuple[str, str, str]] = [
     ),
     ("trainer: {preset: grpo_care}, distributed: {fsdp: true}", "distributed.fsdp, vlm.lora", "give vlm.lora"),
     (
+        "synthesis: {pipeline: p/p, ask: '?', check: exact}, stages: [{iterations: 200, task: {rows: 9}}]",
+        *("synthesis, stages", "one task's questions"),
+    ),
+    (
         "synthesis: {pipeline: p/p, ask: '?', check: exact}, distributed: {fsdp: true}",
         *("distributed.fsdp, synthesis", "write null"),
     ),
