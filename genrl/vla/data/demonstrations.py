@@ -17,7 +17,7 @@ from genrl.runtime.folder.hub import local_folder
 from genrl.vla.config import sections as settings
 from genrl.vla.config.files import is_recording
 from genrl.vla.config.names import EXPERTS, WORLDS
-from genrl.vla.data.frames import Shown, episode_frames
+from genrl.vla.data.frames import Shown, columns_of_openpi, episode_frames
 from genrl.vla.data.lerobot_dataset import Episode, open_dataset
 from genrl.vla.data.recordings import Steps, episodes_of, read_steps
 from genrl.vla.policies.policy import (
@@ -70,8 +70,6 @@ def demonstrated(
     return show
 
 
-OPENPI = {STATE: "state", ACTION: "actions"}
-"""Names of columns in data sets made for openpi."""
 World = Any
 """A simulator whose rules are known, so that methods can play in it, look at it, and say what is fulfilled: one of
 `WORLDS`, as `playground.minitable.world.TableWorld`."""
@@ -213,8 +211,7 @@ def dataset_episodes(config: VLAConfig, folder: str, inputs: Sequence[str], also
     if missing:
         key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
         raise ValueError(f"{key}: {folder} has no pictures named {missing}, only {dataset.cameras}")
-    held = dataset.features
-    stored = {name: other for name, other in OPENPI.items() if name not in held and other in held}
+    held, stored = dataset.features, columns_of_openpi(dataset)
     columns = [stored.get(name, name) for name in (*columns, *also, ACTION)]
     if lacking := [name for name in columns if name not in held]:
         text = f"{folder} has no column {lacking[0]!r}; it has {', '.join(sorted(held))}"

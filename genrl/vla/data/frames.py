@@ -18,6 +18,7 @@ from torch import Tensor
 from genrl.runtime.folder.hub import local_folder
 from genrl.vla.config.files import is_recording
 from genrl.vla.data.lerobot_dataset import Dataset, Episode, open_dataset
+from genrl.vla.data.lerobot_dataset.features import STATS
 from genrl.vla.policies.encoder import MODES
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, Batch, Policy, Statistics
 from genrl.vla.policies.robot import normalise, statistics, with_least_spread
@@ -134,18 +135,27 @@ LARGEST = 1000.0
 """One beyond it makes the loss its own square: no training comes of that."""
 
 
+def columns_of_openpi(dataset: Dataset) -> dict[str, str]:
+    """Names of columns as openpi has them, by LeRobot's, of a data set that has them in the place of these."""
+    names, held = {STATE: "state", ACTION: "actions"}, dataset.features
+    return {name: other for name, other in names.items() if name not in held and other in held}
+
+
 def data_statistics(config: VLAConfig) -> Statistics:
     """Statistics of `demonstrations.dataset` by the policy's names; ValueError where it is no data set of LeRobot's."""
     source = config.demonstrations
     if source is None or source.dataset is None or is_recording(Path(source.dataset)):
         raise ValueError("policy.statistics: data are those of a LeRobot data set; name it in demonstrations.dataset")
     dataset = open_dataset(local_folder(source.dataset, "dataset"))
-    pictures = {name: dataset.stats[name] for name in dataset.cameras}
-    numbers = [name for name in (STATE, ENVIRONMENT, ACTION) if name in dataset.features]
-    columns: dict[str, list[Any]] = {name: [] for name in numbers}
-    for episode in dataset.read(numbers):
-        for name in numbers:
-            columns[name].append(episode.columns[name])
+    # Of pictures alone are those read that are stored: most policies need none of them, and not all data have any.
+    held = dataset.stats if (dataset.folder / STATS).is_file() else {}
+    pictures = {name: held[name] for name in dataset.cameras if name in held}
+    stored = {name: name for name in (STATE, ENVIRONMENT, ACTION) if name in dataset.features}
+    stored |= columns_of_openpi(dataset)
+    columns: dict[str, list[Any]] = {name: [] for name in stored}
+    for episode in dataset.read(list(stored.values())):
+        for name, other in stored.items():
+            columns[name].append(episode.columns[other])
     read = {name: torch.from_numpy(np.concatenate(value)).float() for name, value in columns.items()}
     stats = {name: with_least_spread(statistics(value)) for name, value in read.items()}
     renamed = {IMAGE if name == source.camera else name: value for name, value in pictures.items()}

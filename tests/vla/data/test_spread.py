@@ -1,6 +1,7 @@
 """Demonstrations beside the statistics that a policy normalises by: least spreads, other units, other widths."""
 
 import logging
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -87,3 +88,9 @@ def test_statistics_of_the_data_take_the_place_of_those_of_the_checkpoint(folder
     check_spread(policy, shown)
     with pytest.raises(ValueError, match="name it in demonstrations.dataset"):
         adapted(config.model_copy(update={"demonstrations": None}))
+    shutil.rmtree(tmp_path / "data")  # openpi's names, and no statistics
+    write_dataset(tmp_path / "data", [Episode(["do it"] * 40, {"actions": columns[ACTION]} | camera)], fps=10)
+    (tmp_path / "data" / "meta" / "stats.json").unlink()
+    again = adapted(config)
+    assert again is not None and again.stats is not None and again.stats.keys() == {ACTION}
+    assert torch.equal(again.stats[ACTION]["std"], adapt.stats[ACTION]["std"])
