@@ -99,7 +99,7 @@ def asymmetric(advantage: Tensor, right: Tensor, group: Tensor, *, alpha: float 
     advantage [N] or [N, T]. right: 1, 0, NaN = no score.
     """
     index = torch.unique(group, return_inverse=True)[1].to(right.device)
-    zero = torch.zeros(int(index.max()) + 1, dtype=torch.float64, device=right.device)
+    zero = torch.zeros(len(group), dtype=torch.float64, device=right.device)
     number = zero.index_add(0, index, (~right.isnan()).double())
     share = zero.index_add(0, index, right.double().nan_to_num(nan=0.0)) / number.clamp(min=1)
     mean = share[number > 0].mean() if bool((number > 0).any()) else share.sum()

@@ -254,6 +254,7 @@ def test_a_grae(golden: Any) -> None:
     root = 0.5**0.5
     wanted = torch.full((4,), 0.25 / (1 - root) + 0.25 / root).double()
     torch.testing.assert_close(found.abs(), wanted, rtol=1e-5, atol=0)
+    assert token_advantages.asymmetric(right[:0], right[:0], group[:0]).shape == (0,)  # no row has a score
 
 
 @pytest.mark.parametrize("size", [3, 5])
