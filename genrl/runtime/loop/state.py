@@ -75,7 +75,9 @@ class Kept:
 
     def pack(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """(tensors, by file of a checkpoint; the rest, by name, as JSON)."""
-        packed = {name: state.pack(thing.state_dict()) for name, thing in self.things.items()}
+        # A stage that was resumed may end before the method whose things they are begins again.
+        states = self.restored | {name: thing.state_dict() for name, thing in self.things.items()}
+        packed = {name: state.pack(tree) for name, tree in states.items()}
         return {f"kept-{n}": tensors for n, (tensors, _) in packed.items()}, {
             n: tree for n, (_, tree) in packed.items()
         }

@@ -16,6 +16,7 @@ from genrl.runtime.folder.run import Run, read_metrics
 from genrl.runtime.loop.frame import saved_on_error
 from genrl.runtime.loop.guards import NonFiniteError, any_rank, non_finite, read_dump, require_finite, statistics
 from genrl.runtime.loop.loop import Loop
+from genrl.runtime.loop.state import Kept
 from genrl.runtime.weights import weights as runtime_weights
 from tests.run_folders import differences, start_ranks, wait
 from tests.runtime.loop.loops import Settings, backward, loop, values
@@ -237,3 +238,11 @@ def test_all_ranks_stop_when_one_has_a_nan(tmp_path: Path) -> None:
     assert "another rank found a number that is not finite" in (tmp_path / "error-0.txt").read_text()
     assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step-000003-loss-rank-1"]
     assert read_dump(tmp_path / "dumps" / "step-000003-loss-rank-1").info == {"rank": 1}
+
+
+def test_what_is_not_kept_again_yet_is_saved_again() -> None:
+    """A run in stages that is stopped twice within one that does without what another one keeps."""
+    kept, again = Kept({"counter": Counter(torch.ones(2), 3)}), Kept()
+    again.restore(*kept.pack())
+    tensors, trees = again.pack()
+    assert tensors["kept-counter"]["mean"].tolist() == [1, 1] and trees == kept.pack()[1]
