@@ -84,6 +84,8 @@ class Loop(State):
             self.outdated = True
             if collapse.to_be_saved(self):
                 self.save()
+        if self.iteration in self.ends:
+            collapse.forget_histories(self)
         while not self.is_complete and not any_rank(self.process.stop.requested, self.process.accelerator):
             if self.before_iteration is not None:
                 self.before_iteration()
@@ -108,7 +110,6 @@ class Loop(State):
         self.optimization.schedule = self.schedule
         if self.iteration == first:
             self.optimizer.state.clear()
-            collapse.forget_histories(self)
             for group in self.optimizer.param_groups:
                 group["steps"] = 0
 

@@ -116,6 +116,16 @@ def test_without_evaluation_the_trained_reward_is_judged_and_a_long_history_is_t
 def judged(folder: Path, settings: Settings, scores: list[float] | None = None) -> tuple[Any, list[dict[str, Tensor]]]:
     """A loop that is scored by the list, and its weights at the evaluations."""
     found: list[dict[str, Tensor]] = []
+def test_another_method_begins_a_history_of_its_own(tmp_path: Path) -> None:
+    one, counts = loop(tmp_path), []
+    one.ends = (2, 4)
+    for _ in one.ends:
+        for _ in one.iterations():
+            one.finish({"loss": 1.0})
+        counts.append(one.memory["collapse"]["histories"]["loss"]["count"])
+    assert counts == [2, 2]
+
+
 
     def judge(iteration: int) -> dict[str, float]:
         found.append(values(one))
