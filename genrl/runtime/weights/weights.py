@@ -173,7 +173,8 @@ class Weights:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Mapping[str, Tensor | Shares]]) -> None:
-        """The reverse of `state`. Raises ValueError, and changes nothing, where the parameters are not the same."""
+        """The reverse of `state`: a snapshot that it does not have was taken later, and goes. Raises ValueError, and
+        changes nothing, where the parameters are not the same."""
         ours = {stem: named for stem, named in state.items() if stem == "weights" or stem.startswith("snapshot-")}
         shapes = {key: p.shape for key, p in self.named.items()}
         for named in ours.values():
@@ -183,6 +184,7 @@ class Weights:
                     key for key in saved_shapes.keys() | shapes.keys() if saved_shapes.get(key) != shapes.get(key)
                 )[:3]
                 raise ValueError(f"the checkpoint is of another model or adapter: parameters differ, e.g. {odd}")
+        self.snapshots = {name: values for name, values in self.snapshots.items() if name == REFERENCE}
         for stem, named in ours.items():
             placed = {key: like(named[key], p) for key, p in self.named.items()}
             if stem == "weights":

@@ -15,7 +15,7 @@ from torch import Tensor
 from genrl.config.sections import EMA, Checkpoint, Monitor
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.folder.run import read_metrics, truncate_metrics
-from genrl.runtime.loop import collapse
+from genrl.runtime.loop import collapse, state
 from genrl.runtime.show.compare.statistics import wilson
 from tests.run_folders import differences
 from tests.runtime.loop.loops import Evaluation, Settings, loop, moved, values
@@ -212,6 +212,9 @@ class TestActing:
 
 
 def test_the_best_checkpoint_stays_on_disk(tmp_path: Path) -> None:
+        one.weights.snapshot("reference"), one.weights.snapshot("following")
+        state.go_back(one, 1)
+        assert one.weights.snapshots.keys() == {"reference", "average"}  # what was taken later goes
     settings = Settings(iterations=8, evaluation=Evaluation(1), checkpoint=Checkpoint(every=4, keep=1))
     one, _ = judged(tmp_path, settings, [0.5, 0.6, 0.7, 0.7, 0.6, 0.7, 0.65, 0.6, 0.6])
     train(one, Counter())
