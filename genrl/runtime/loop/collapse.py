@@ -126,9 +126,10 @@ def to_be_saved(loop: State) -> bool:
 
 
 def best_score(loop: State) -> float:
-    """What the best evaluation gave."""
+    """What the best evaluation gave, as it is logged."""
     state = _state(loop)
-    return float(state["figures"][state["judge"]]["best"][1])
+    best = float(state["figures"][state["judge"]]["best"][1])
+    return -best if state["judge"].endswith("loss") else best
 
 
 def ended(loop: State) -> bool:

@@ -288,7 +288,7 @@ def say_result(
 
 def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], object], *, lower: bool) -> str:
     """Write the model of the best evaluation beside the last; what to say of the two. lower: the last evaluation is
-    below it; else it is above by less than noise."""
+    worse; else it is better by less than noise."""
     step = collapse.best(loop)
     if step == loop.iteration:
         return "this is the last iteration, and the best"
@@ -300,6 +300,6 @@ def _best_said(loop: Loop, place: Path | None, write: Callable[[Path, int], obje
         with whole_folder(place) as temporary:
             write(temporary, step)
     where = command("export", loop.process.run.folder, "--best") if place is None else str(place)
-    score = f"{collapse.best_score(loop):.3f}{'' if lower else '; the last is above it, within noise'}"
+    score = f"{collapse.best_score(loop):.3f}{'' if lower else '; the last is better, within noise'}"
     best = f"the best by more than noise is {step} ({score}): {where}"
     return f"this is the last iteration; {best}; `--best` of export, sample, eval and compare takes it"

@@ -102,6 +102,9 @@ def test_a_history_that_was_left_is_said_and_one_low_evaluation_is_then_enough(t
         state.memory = {"collapse": memory | {"best": 0, "judge": "eval/total", "rate": 1.0, "ended": False}}
         row = {"eval/total_mean": score, "eval/total_se": 0.02}
         assert collapse.watch(state, row).get("collapse/stopped") == (0.0 if back else None)
+        state.memory = {}
+        collapse.watch(state, {"eval/loss": 0.5})
+        assert collapse.best_score(state) == 0.5  # as it is logged
 
 
 def test_without_evaluation_the_trained_reward_is_judged_and_a_long_history_is_thinned() -> None:
@@ -113,9 +116,6 @@ def test_without_evaluation_the_trained_reward_is_judged_and_a_long_history_is_t
     assert history["count"] == 3000 and len(history["values"]) < 2 * collapse.MOST and run.noticed == {}
 
 
-def judged(folder: Path, settings: Settings, scores: list[float] | None = None) -> tuple[Any, list[dict[str, Tensor]]]:
-    """A loop that is scored by the list, and its weights at the evaluations."""
-    found: list[dict[str, Tensor]] = []
 def test_another_method_begins_a_history_of_its_own(tmp_path: Path) -> None:
     one, counts = loop(tmp_path), []
     one.ends = (2, 4)
@@ -126,6 +126,9 @@ def test_another_method_begins_a_history_of_its_own(tmp_path: Path) -> None:
     assert counts == [2, 2]
 
 
+def judged(folder: Path, settings: Settings, scores: list[float] | None = None) -> tuple[Any, list[dict[str, Tensor]]]:
+    """A loop that is scored by the list, and its weights at the evaluations."""
+    found: list[dict[str, Tensor]] = []
 
     def judge(iteration: int) -> dict[str, float]:
         found.append(values(one))
@@ -209,12 +212,12 @@ class TestActing:
             train(two, again)
             assert again.seen == counter.seen
             assert differences(one.process.run.folder, run.folder) == []
-
-
-def test_the_best_checkpoint_stays_on_disk(tmp_path: Path) -> None:
         one.weights.snapshot("reference"), one.weights.snapshot("following")
         state.go_back(one, 1)
         assert one.weights.snapshots.keys() == {"reference", "average"}  # what was taken later goes
+
+
+def test_the_best_checkpoint_stays_on_disk(tmp_path: Path) -> None:
     settings = Settings(iterations=8, evaluation=Evaluation(1), checkpoint=Checkpoint(every=4, keep=1))
     one, _ = judged(tmp_path, settings, [0.5, 0.6, 0.7, 0.7, 0.6, 0.7, 0.65, 0.6, 0.6])
     train(one, Counter())
