@@ -88,7 +88,7 @@ class Options:
     def refuse_all_but(self, what: str, *takes: str) -> None:
         """Raise BadParameter for options that were given and mean nothing for `what`, which takes these."""
         # changes to the configuration, options with defaults, and what all take
-        takes += ("further", "out", "batch_size", "dtype", "best")
+        takes += ("further", "out", "batch_size", "best")
         refuse({f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name not in takes}, what)
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from genrl.cli.evaluate import Options
     from genrl.vlm.config.memory_estimate import Sizes
     from genrl.vlm.config.schema import VLMConfig
+    from genrl.vlm.policies.policy import Policy
 
 
 def summary(config: VLMConfig) -> list[RenderableType]:
@@ -125,16 +126,11 @@ def evaluate(model: Path, config: VLMConfig, options: Options) -> None:
     """Print the accuracy of a model (a run's newest, or a folder's) on held-out questions, with its interval."""
     from genrl.runtime.loop.progress import Progress
     from genrl.vlm.evaluate import held_out
-    from genrl.vlm.policies.folder import load_trained, open_policy
 
     if options.num_prompts is not None:
         evaluation = config.evaluation.model_copy(update={"questions": options.num_prompts})
         config = config.model_copy(update={"evaluation": evaluation})
-    device = default_device()
-    is_run = (model / "config.yaml").is_file()
-    policy = (
-        load_trained(config, model, options.step(model), device) if is_run else open_policy(config, device, str(model))
-    )
+    policy = _opened(model, config, options)
     with Progress(1, unit="answers") as progress:
         scores, number = held_out(policy, config, lambda total: progress.phase("evaluating", total), progress.advance)
     table = _table_of("right answers", "eval/accuracy", scores, f"{model}, {number} questions")
@@ -156,13 +152,9 @@ def evaluate_agent(model: Path, config: VLMConfig, options: Options) -> None:
     from genrl.vlm.episodes.episodes import Table as Slots
     from genrl.vlm.episodes.evaluate import FILMED, figures_of, judge
     from genrl.vlm.episodes.run import settings_of
-    from genrl.vlm.policies.folder import load_trained
-    from genrl.vlm.policies.policy import Policy
 
     settings, number, films = settings_of(config), options.episodes or config.evaluation.questions, options.videos
-    device = default_device()
-    is_run = (model / "config.yaml").is_file()
-    policy = load_trained(config, model, options.step(model), device) if is_run else Policy(str(model), device=device)
+    policy = _opened(model, config, options)
     with closing(open_host(settings)) as host, Progress(1, unit="episodes") as progress:
         progress.phase("acting", number)
         num_films = FILMED if films else 0
@@ -181,6 +173,16 @@ def evaluate_agent(model: Path, config: VLMConfig, options: Options) -> None:
         typer.echo(f"{len(judged.films)} strips of episodes in {films}")
     record = {"model": str(model), "environment": settings.model_dump(mode="json"), "episodes": number}
     write_scores(options.out, record, scores)
+
+
+def _opened(model: Path, config: VLMConfig, options: Options) -> Policy:
+    """The model of a run's checkpoint, or in a folder, as the configuration has it."""
+    from genrl.vlm.policies.folder import load_trained, open_policy
+
+    step, device = options.step(model), default_device()
+    if (model / "config.yaml").is_file():
+        return load_trained(config, model, step, device)
+    return open_policy(config, device, str(model))
 
 
 def _table_of(what: str, name: str, scores: dict[str, float], title: str) -> Table:

@@ -41,7 +41,8 @@ def test_a_folder_is_evaluated_by_a_configuration(tmp_path: Path) -> None:
     assert "8 questions" in words(run("eval", str(vlm_runs.MODEL), "--config", written(tmp_path)))
     assert "say what it is asked by --config FILE.yaml" in words(run("eval", str(vlm_runs.MODEL), code=2))
     file = written(tmp_path)
-    for option in (["--reward", "shapes"], ["--seed", "3"], ["--episodes", "4"], ["--height", "64"]):
+    assert "is not a run folder" in words(run("eval", str(vlm_runs.MODEL), "--config", file, "--best", code=2))
+    for option in (["--reward", "shapes"], ["--dtype", "float16"], ["--episodes", "4"], ["--height", "64"]):
         text = words(run("eval", str(vlm_runs.MODEL), "--config", file, *option, code=2))
         assert f"{option[0]} is not for a model that answers questions: leave it out" in text
 

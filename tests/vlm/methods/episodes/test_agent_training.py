@@ -16,6 +16,7 @@ from genrl.cli.app import app
 from genrl.vlm.common import Estimated
 from genrl.vlm.environments.hosts import Outcome, Say
 from genrl.vlm.episodes import episodes
+from genrl.vlm.episodes import evaluate as episodes_evaluate
 from genrl.vlm.episodes.critic import Rows
 from genrl.vlm.episodes.run import Acted, EpisodesRun
 from genrl.vlm.methods.episodes.train import learn
@@ -251,7 +252,7 @@ def test_updates_end_where_the_policy_has_moved_too_far(tmp_path: Path) -> None:
     assert rows(tmp_path / "never" / "run")[0]["updates"] == 4 > rows(tmp_path / "soon" / "run")[0]["updates"]
 
 
-def test_a_run_from_the_command_line(tmp_path: Path) -> None:
+def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent_runs.config(tmp_path, "vl_dac", evaluation={"every": 1, "questions": 3})
     file, run = tmp_path / "tiny.yaml", tmp_path / "run"
     assert CliRunner().invoke(app, ["train", str(file)]).exit_code == 0
@@ -265,3 +266,7 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["scores"]["eval/success_mean"] in (0, 0.5, 1)
     assert (films / "episode-00.png").is_file()
     assert CliRunner().invoke(app, ["eval", str(run), "--num-prompts", "2"]).exit_code == 2
+    seen: list[torch.dtype] = []  # a folder is evaluated as the configuration has the model
+    monkeypatch.setattr(episodes_evaluate, "judge", lambda policy, *_, **__: seen.append(policy.dtype))
+    CliRunner().invoke(app, ["eval", str(agent_runs.MODEL), "--config", str(file), "vlm.dtype=bfloat16"])
+    assert seen == [torch.bfloat16]
