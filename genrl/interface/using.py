@@ -111,15 +111,15 @@ def evaluate(
     >>> 0 < scores["eval/bright_mean"] < 1
     True
     """
-    settings = _settings(model, config)
+    settings, call = _settings(model, config), _call(num_inference_steps, guidance_scale, height, width, arguments)
     if settings is not None:
-        if prompts is not None or rewards is not None:
-            raise ValueError("genrl.evaluate: prompts and rewards are of a pipeline; here the configuration says them")
+        given = {"prompts": prompts, "rewards": rewards, "lora": lora, "seed": seed, **call}
+        if wrong := [key for key, value in given.items() if value is not None]:
+            raise ValueError(f"genrl.evaluate: {', '.join(wrong)}: of a pipeline; here the configuration says them")
         return _of_policy(Path(model), settings)
     lent = Lent()
     name, sections = _name(model, lent), None if rewards is None else reward_sections(rewards, lent)
     source = None if prompts is None else rows_name(prompts, "prompts", lent)
-    call = _call(num_inference_steps, guidance_scale, height, width, arguments)
     with lending(lent.objects):
         return judge_pipeline(name, source, sections, call, lora=lora, batch_size=batch_size, seed=seed).metrics
 

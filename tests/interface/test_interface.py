@@ -266,8 +266,8 @@ def test_evaluate_knows_questions_and_simulators(root: Path) -> None:
     acting = {"policy": {"path": "assets/tiny-vla"}, "trainer": {"algorithm": "ppo"}, **place}
     acted = genrl.evaluate(policy, config=acting)
     assert 0 < acted["eval/success_mean"] < 1
-    with pytest.raises(ValueError, match="here the configuration says them"):
-        genrl.evaluate(policy, PROMPTS, config=root / "configs" / "vla" / "flow_sde.yaml")
+    with pytest.raises(ValueError, match="prompts, seed, height: of a pipeline; here the configuration says them"):
+        genrl.evaluate(policy, PROMPTS, seed=3, height=8, config=root / "configs" / "vla" / "flow_sde.yaml")
 
 
 def test_score_takes_pictures_and_what_is_taken_twice_is_a_copy(tmp_path: Path) -> None:
