@@ -202,7 +202,7 @@ def attempt(run: TrainingRun[Config], prompts: Sequence[Prompt], size: int) -> N
 
 def copies_to_come(run: TrainingRun[Config]) -> int:
     """The optimiser's two moments, the snapshots that the trainer takes after the trials (an old policy, ...), and the
-    copies of all that an iteration changes (`runtime.undo`)."""
+    copies of all that an iteration changes (`runtime.loop.state.Undo`)."""
     num_snapshots = len(snapshots(run.config))
     undo = 3 + num_snapshots if run.weights.can_be_copied else 0
     return 2 + num_snapshots - len(run.weights.snapshots) + undo

@@ -51,7 +51,7 @@ Rows = tuple[list[prompt_files.Prompt], list[prompt_files.Prompt]]
 
 
 def train(config: Config, resume: Path | None = None) -> Path:
-    """Train a pipeline (`runtime.frame.train`)."""
+    """Train a pipeline (`frame.train`)."""
     return frame.train(config, resume)
 
 

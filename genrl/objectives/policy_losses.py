@@ -75,7 +75,7 @@ def clipped_surrogate(
     """`max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`: PPO's objective (arXiv 1707.06347, eq. 7) as a loss.
 
     The per-step policy loss of DDPO (arXiv 2305.13301), Flow-GRPO (arXiv 2505.05470) and DanceGRPO (arXiv 2505.07818).
-    The clip range may differ by sample: two tensors of the shape of the advantage (`train.dynamic_clip_bounds`).
+    The clip range may differ by sample: two tensors of the shape of the advantage (DynamicTreeRPO).
     A finite log-ratio above LARGEST_LOG_RATIO counts as that where it has no gradient: with an advantage of 0 or more.
     Raises ValueError for a negative clip range.
     """

@@ -1,4 +1,4 @@
-"""Advantages for token policies beyond `advantages.group_advantages`, and what is done to advantages afterwards.
+"""Advantages for token policies beyond `groups.group_advantages`, and what is done to advantages afterwards.
 
 Shapes: rewards [N] (one per completion; NaN = no score, advantage 0), group [N] integers, mask [N, T]. Advantages are
 float64, [N] or [N, T]. **All rows of the rollout batch of all processes go in at once**: a mean over a micro-batch is

@@ -49,7 +49,7 @@ from genrl.vla.setup import (
 
 
 def train(config: VLAConfig, resume: Path | None = None) -> Path:
-    """Train a policy in simulation (`runtime.frame.train`)."""
+    """Train a policy in simulation (`frame.train`)."""
     return frame.train(config, resume)
 
 

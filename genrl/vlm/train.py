@@ -33,7 +33,7 @@ MEMORY_HINT = "lower trainer.micro_batch, generation.max_new_tokens, or environm
 
 
 def train(config: VLMConfig, resume: Path | None = None) -> Path:
-    """Train a vision-language model (`runtime.frame.train`)."""
+    """Train a vision-language model (`frame.train`)."""
     return frame.train(config, resume)
 
 

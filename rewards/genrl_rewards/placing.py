@@ -26,7 +26,7 @@ def open_reward(
     outage: Outage | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Reward:
-    """Open a reward for scoring; `rewards.close` closes it.
+    """Open a reward for scoring; `genrl_rewards.close` closes it.
 
     remote: URL of a server started by `genrl serve NAME`, or of several; the token is read from the environment
     variable GENRL_REWARD_TOKEN, which may be unset. isolate: true for a process of its own, or the folder of a virtual

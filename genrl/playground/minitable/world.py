@@ -111,7 +111,7 @@ class TableWorld:
         return [line_of[tuple(int(n) for n in row if n)] for row in observation[TOKENS].tolist()]
 
     def draw(self, numbers: Floats, size: int) -> NDArray[np.uint8]:
-        """Tables of `play.seen` [N, 9] from above."""
+        """Tables of `seen` [N, 9] from above."""
         return render(table_of(numbers), size)
 
     def walk(self, count: int, *, seed: int, horizon: int, still: int) -> Walk:
@@ -119,7 +119,7 @@ class TableWorld:
         return walk(episode_keys(seed, np.arange(count), np.zeros(count)), self.tasks, horizon=horizon, still=still)
 
     def fulfilled(self, numbers: Floats) -> Tensor:
-        """Which of the tasks are fulfilled in tables of `play.seen` [B, 9], bool [B, tasks]."""
+        """Which of the tasks are fulfilled in tables of `seen` [B, 9], bool [B, tasks]."""
         tables = table_of(numbers)
         flags = [task.is_success(tables._replace(task=np.full(len(numbers), number))) for number in self.tasks]
         return torch.from_numpy(np.stack(flags, 1))

@@ -1,6 +1,6 @@
 """`genrl replay`: the micro-batch that stopped a run, run again, to find where its numbers stop being finite.
 
-A dump (`runtime.guards`) holds what the loss was made of, the settings of the method, what came of it and, where they
+A dump (`loop.guards`) holds what the loss was made of, the settings of the method, what came of it and, where they
 are not too many, the weights. The method's own `loss` is called on it, as training did.
 """
 

@@ -211,7 +211,7 @@ def from_steps(
         for observations in (steps.observation, steps.next_observation[final])
     )
     if TOKENS in reads.inputs:
-        assert env.instruction is not None  # `setup.frames_of` refuses files without one
+        assert env.instruction is not None  # files are refused without one
         now[TOKENS] = following[TOKENS] = reads.tokenise([env.instruction]).expand(len(at), -1)
     return Transitions(
         observation=now,

@@ -4,7 +4,7 @@ computes them again in the backward pass, puts low-rank adapters into them, hold
 In the passes of an update each process holds a share of the weights, and a layer's are whole while it computes. Of
 gradients and optimiser state it holds a share at all times; adapters, and the heads beside them, are whole. While
 processes act and evaluate, each makes as many passes as its episodes need, so each holds all weights beside its share
-(`runtime.sharding.unsharded`): the most memory that these phases take is not reduced.
+(`sharding.unsharded`): the most memory that these phases take is not reduced.
 """
 
 from __future__ import annotations

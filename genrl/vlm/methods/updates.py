@@ -69,7 +69,7 @@ class Asked:
 
 
 def tree_of(prompt: Encoded) -> dict[str, Any]:
-    """A prompt as `runtime.state.pack` takes it."""
+    """A prompt as `state.pack` takes it."""
     tokens = {"ids": prompt.tokens.ids, "kinds": prompt.tokens.kinds, "pixels": prompt.tokens.pixels}
     return {"tokens": tokens, "positions": prompt.positions, "next": prompt.next_position, "where": prompt.where}
 

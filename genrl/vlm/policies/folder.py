@@ -76,7 +76,7 @@ def hold(config: VLMConfig, *policies: Policy) -> None:
 
 
 def gathered(policy: Any) -> AbstractContextManager[None]:
-    """Within the block this process has all weights, where the policy is in shards (`runtime.sharding.unsharded`)."""
+    """Within the block this process has all weights, where the policy is in shards (`sharding.unsharded`)."""
     body: nn.Module | None = getattr(policy, "sharded", None)
     return nullcontext() if body is None else unsharded(body)
 

@@ -161,7 +161,7 @@ class Policy(Adapted):
         # Any id does: what is padded is masked.
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
         self.prefix_attention: PrefixBackend | None = None
-        """Back-end by which answers attend to one copy of their prompts (`prefix_sharing`); None: to a copy each."""
+        """Back-end by which answers attend to one copy of their prompts (`vlm.prefix_attention`); None: to one each."""
         self.shares_prompts = True
         """Whether a prompt may be computed once for all its answers. A block that is computed again would add to their
         cache twice, and one in shards has gone when the gradients of the cache come."""

@@ -39,7 +39,7 @@ Opener = Callable[[str, Any], tuple[Any, ...]]
 class Questions:
     """Rows by number: `questions[k]`, drawn or read when they are asked for; `len(questions)` of them.
 
-    kept: numbers of those that training asks, all unless `passes.leave_out` left some out.
+    kept: numbers of those that training asks, all unless `augment.leave_out` left some out.
     """
 
     def __init__(self, config: VLMConfig, split: Split, *, counted: bool = False) -> None:

@@ -111,7 +111,7 @@ def train(run: VLARun, settings: DiWA) -> None:
 
 
 def loss(settings: DiWA, acting: Acting, given: Recorded) -> dict[str, torch.Tensor]:
-    """DPPO's (`gae.loss`), on latents normalised as they were: a policy opened anew has no statistics of them yet."""
+    """DPPO's (`ppo_loss`), on latents normalised as they were: a policy opened anew has no statistics of them yet."""
     for feature, numbers in acting.policy.stats.items():
         numbers.update({key: given[f"statistics/{feature}/{key}"] for key in numbers})
     return ppo_loss(settings, acting, given)

@@ -4,7 +4,7 @@ Draw pieces, score each as a whole, and move the policy by
 
     L = -(1 - alpha) sum_t log pi(a_t | s_t) (R - V(s_t)) + alpha sum_t KL(pi || pi_0)
 
-and the value by the mean square of R - V: `objectives.audio_tokens.music_rl_loss`, whose notes say what is read into
+and the value by the mean square of R - V: `music_rl_loss`, whose notes say what is read into
 the paper's formula. Policy and value both start from the model before training. One update an iteration, on policy.
 """
 

@@ -36,7 +36,7 @@ BROKEN = 4
 
 
 def listing_texts() -> list[Listed]:
-    """A row for each rule, read from their source; all give 0 to 1. `rewards.listing` has the others."""
+    """A row for each rule, read from their source; all give 0 to 1. `loading.listing` has the others."""
     sources = {module: source_of(module) for module in MODULES.values()}
     rules = {name: declared(sources[module], name) for name, module in MODULES.items()}
     return [Listed(name, "built-in", rule.doc, "0 to 1", ", ".join(rule.takes)) for name, rule in rules.items()]
