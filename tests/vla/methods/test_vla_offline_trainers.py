@@ -81,6 +81,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_pa
         assert [row["eval/within_limit"] for row in kept] == [float(row["eval/cost_mean"] <= 0.25) for row in kept]
     if name == "rl100":
         assert kept[1]["gate/accepted"] + kept[1]["gate/refused"] == 2
+        assert 0 < kept[1]["rollout/env_steps"] < kept[2]["rollout/env_steps"]  # of rounds and online
     with pytest.raises(ValueError, match="runs in one process"):
         check_processes(config, 2)
 

@@ -69,6 +69,7 @@ def acted(run: VLARun, sampler: Sampler, iteration: int, turn: int) -> ChunkRoll
     seed = derive_seed(run.config.seed, "turn", turn)
     plan = RolloutPlan(decisions=decisions, seed=seed, iteration=iteration, one_episode=True)
     rollout = run.acted(run.policy, sampler, plan, advance=lambda: loop.advance(1))
+    loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + int(rollout.n_executed.sum())
     return rollout._replace(observations=seen(run.policy, rollout.observations))
 
 

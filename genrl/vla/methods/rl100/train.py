@@ -203,7 +203,7 @@ def train(run: VLARun, settings: RL100) -> None:
             row = online_iteration(run, settings, critics, step, iteration)
         if iteration == config.iterations - 1 and settings.distil_steps:
             row |= distilled(run, settings, store.data["transitions"].observation)
-        loop.finish(row | {"lr": loop.lr})
+        loop.finish(row | {"lr": loop.lr, "rollout/env_steps": float(loop.memory["env_steps"])})
 
 
 def offline_round(
@@ -305,7 +305,6 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
     sampler, figures, executed = sampler_of(config, policy), Meter(), run.env.chunk
     with loop.timed("rollout"):
         rollout = acted(run, sampler, iteration, 0)
-    loop.memory["env_steps"] = loop.memory.get("env_steps", 0) + int(rollout.n_executed.sum())
     gamma = CRITICS.gamma
     batch, returns, observation = online_batch(rollout, critics, gamma=gamma, lam=settings.lam, executed=executed)
     optimiser = torch.optim.Adam(critics.v.parameters(), lr=CRITICS.lr)
@@ -328,7 +327,7 @@ def online_iteration(run: VLARun, settings: RL100, critics: Critics, step: Step,
                 loop.advance(len(dealt.mine))
     first = rollout.valid & (rollout.episode == 0)
     success = float((rollout.success & first).any(0).float().mean())
-    return figures.result() | {"rollout/success": success, "rollout/env_steps": float(loop.memory["env_steps"])}
+    return figures.result() | {"rollout/success": success}
 
 
 def _sums(log_prob: Tensor, executed: int) -> Tensor:
