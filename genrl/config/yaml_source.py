@@ -54,7 +54,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Do as SafeLoader, within the limits: it recurses, and hostile nesting would be a RecursionError."""
         self.num_nodes, self.depth = self.num_nodes + 1, self.depth + 1
-        line = _line(self.peek_event())
+        line = _line(self.peek_event())  # type: ignore[no-untyped-call]
         if self.num_nodes > 2 * MAX_NODES:  # keys are nodes, too
             raise SourceError([(line, f"more than {MAX_NODES:,} values; this is not a configuration file")])
         if self.depth > MAX_DEPTH + 1:  # a value inside the innermost level
