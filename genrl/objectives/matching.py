@@ -20,34 +20,19 @@ import math
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 OldPolicyDecay = Literal["none", "ramp", "delayed_ramp"]
 
 
-def nft_reward_weight(advantage: Tensor, clip: float = 5.0, *, mode: AdvantageMode = "all") -> Tensor:
+def nft_reward_weight(advantage: Tensor, clip: float = 5.0) -> Tensor:
     """DiffusionNFT's probability of being a positive sample, `r = clamp(A / clip, -1, 1) / 2 + 1/2` in [0, 1].
 
-    mode changes the clipped advantage first (released configuration): "positive_only" and "negative_only" clamp it
-    to that side, "one_only" is 1 for a positive one and 0 otherwise, "binary" its sign.
     Source: arXiv 2509.16117, the optimality probability of its algorithm 1. Raises ValueError for clip <= 0.
     """
     if clip <= 0:
         raise ValueError(f"the advantage clip must be positive, got {clip}")
-    clipped = advantage.detach().clamp(-clip, clip)
-    if mode == "positive_only":
-        clipped = clipped.clamp(min=0.0)
-    elif mode == "negative_only":
-        clipped = clipped.clamp(max=0.0)
-    elif mode == "one_only":
-        clipped = (clipped > 0).to(clipped)
-    elif mode == "binary":
-        clipped = clipped.sign()
-    elif mode != "all":
-        raise ValueError(f"mode must be all, positive_only, negative_only, one_only or binary, got {mode!r}")
-    return (clipped / clip / 2.0 + 0.5).clamp(0.0, 1.0)
+    return (advantage.detach() / clip / 2.0 + 0.5).clamp(0.0, 1.0)
 
 
 def diffusion_nft_loss(
@@ -91,10 +76,6 @@ def _normalised_error(prediction: Tensor, clean: Tensor) -> Tensor:
     return difference.square().mean(dim=1) / scale
 
 
-Weighting = Literal["uniform", "sigma", "sigma_squared", "huber", "ghuber"]
-CRDLoss = Literal["mse", "bce"]
-
-
 def matching_error(velocity: Tensor, target: Tensor) -> Tensor:
     """`<(v - u)^2>`, the flow-matching loss, mean over the elements of each sample: [B].
 
@@ -106,38 +87,25 @@ def matching_error(velocity: Tensor, target: Tensor) -> Tensor:
 # Advantage weighted matching (arXiv 2509.25050) ----------------------------------------------------------------------
 
 
-def awm_log_prob(
-    velocity: Tensor, target: Tensor, sigma: Tensor | float, weighting: Weighting, *, power: float = 0.25
-) -> Tensor:
+def awm_log_prob(velocity: Tensor, target: Tensor, sigma: Tensor | float) -> Tensor:
     """AWM's log-likelihood of a sample, a bound up to a constant: its negative, weighted matching error m. [B].
 
-    weighting: uniform -m, sigma -m sigma, sigma_squared -m sigma^2, huber -(sqrt(m + 1e-10) - 1e-5) sigma,
-    ghuber (the released default) -((m + 1e-10)^p - 1e-10^p) sigma / p with p = power. It goes into
+    `-((m + 1e-10)^p - 1e-10^p) sigma / p` with p = 1/4, "ghuber", the default of the released code. It goes into
     `policy_losses.clipped_surrogate`, for each noise ("exp_first") or averaged over a sample's noises ("sum_first").
     """
-    error = matching_error(velocity, target)
+    error, power = matching_error(velocity, target), 0.25
     time = torch.as_tensor(sigma, dtype=error.dtype, device=error.device)
-    if weighting == "uniform":
-        return -error
-    if weighting == "sigma":
-        return -error * time
-    if weighting == "sigma_squared":
-        return -error * time**2
-    if weighting == "huber":
-        return -((error + 1e-10).sqrt() - 1e-5) * time
-    if weighting == "ghuber":
-        return -((error + 1e-10).pow(power) - math.pow(1e-10, power)) * time / power
-    raise ValueError(f"weighting must be uniform, sigma, sigma_squared, huber or ghuber, got {weighting!r}")
+    return -((error + 1e-10).pow(power) - math.pow(1e-10, power)) * time / power
 
 
-def awm_advantage(advantage: Tensor, *, clip: float = 5.0, maximum: float = 1.0) -> Tensor:
-    """`clamp(A, -clip, clip) / clip * maximum`, [B]: AWM rescales advantages to +-maximum, Flow-Factory clamps them.
+def awm_advantage(advantage: Tensor, *, clip: float = 5.0) -> Tensor:
+    """`clamp(A, -clip, clip) / clip`, [B]: AWM rescales advantages to +-1, Flow-Factory clamps them.
 
     Raises ValueError for clip <= 0.
     """
     if clip <= 0:
         raise ValueError(f"the advantage clip must be positive, got {clip}")
-    return advantage.detach().clamp(-clip, clip) / clip * maximum
+    return advantage.detach().clamp(-clip, clip) / clip
 
 
 # Direct group preference optimisation (arXiv 2510.08425) -------------------------------------------------------------
@@ -184,57 +152,33 @@ class Centre(NamedTuple):
     target: Tensor
 
 
-def implicit_reward(velocity: Tensor, old_velocity: Tensor, target: Tensor, *, adaptive: bool = True) -> Tensor:
+def implicit_reward(velocity: Tensor, old_velocity: Tensor, target: Tensor) -> Tensor:
     """`r_theta = e_old - e_theta`: the reward under which the present policy would be optimal around the old one. [B].
 
-    `e = <(v - u)^2> / w`; adaptive: w = <|v - u|> without gradient, at least 1e-5, for each of the two; else 1.
+    `e = <(v - u)^2> / <|v - u|>`, the divisor without gradient, at least 1e-5, for each of the two.
     """
-    new = _scaled_error(velocity, target, adaptive)
-    return _scaled_error(old_velocity.detach(), target, adaptive) - new
+    return _scaled_error(old_velocity.detach(), target) - _scaled_error(velocity, target)
 
 
-def group_centres(implicit: Tensor, target: Tensor, group: Tensor, *, temperature: float | None = None) -> list[Centre]:
-    """Centres of each group: at its mean (None), or at two softmax means, of its best and of its worst samples.
+def group_centres(implicit: Tensor, target: Tensor, group: Tensor) -> Centre:
+    """The means of each sample's group.
 
     The reward of a KL-regularised optimum equals r_theta up to a constant of the prompt, which centring within the
-    prompt removes: `sum_j p_j r_j` with p = 1/K, or softmax(+-a / temperature) over the group. implicit, target [N];
-    group int64 [N] (Flow-Factory centres over the whole batch: give all one group). No gradient; float64 on the host.
-    Raises ValueError for a temperature that is not positive.
+    prompt removes. implicit, target [N]; group int64 [N] (Flow-Factory centres over the whole batch: give all one
+    group). No gradient; float64 on the host.
     """
-    if temperature is not None and temperature <= 0:
-        raise ValueError(f"the temperature must be positive, or None for plain means, got {temperature}")
-    index, _ = _index(group)
-    values, aims = _host(implicit), _host(target)
-    logits = [torch.zeros_like(aims)] if temperature is None else [aims / temperature, -aims / temperature]
-    centres = []
-    for logit in logits:
-        # A softmax by hand, since groups differ in size; less the largest, so that no exponential overflows.
-        highest = torch.full_like(_group_sum(logit, index), -torch.inf).scatter_reduce(0, index, logit, "amax")
-        share = (logit - highest[index]).exp()
-        share = share / _group_sum(share, index)[index]
-        centres.append(Centre(_group_sum(share * values, index)[index], _group_sum(share * aims, index)[index]))
-    return centres
+    index, size = _index(group)
+    return Centre(*((_group_sum(_host(values), index) / size)[index] for values in (implicit, target)))
 
 
-def crd_loss(
-    implicit: Tensor, target: Tensor, centres: list[Centre], *, beta: float = 1.0, kind: CRDLoss = "mse"
-) -> Tensor:
-    """Mean over the centres of `[beta (r_theta - centre) - (a - centre)]^2`, [B].
+def crd_loss(implicit: Tensor, target: Tensor, centre: Centre, *, beta: float = 1.0) -> Tensor:
+    """`[beta (r_theta - centre) - (a - centre)]^2`, [B].
 
-    kind "bce": binary cross-entropy of the logit `beta (r_theta - centre)` with sigmoid(a - centre).
-    The released trainer multiplies by `advantage clip / beta`. Gradient through `implicit` only, not the centres.
+    The released trainer multiplies by `advantage clip / beta`. Gradient through `implicit` only, not the centre.
     """
-    losses = []
-    for centre in centres:
-        predicted = beta * (implicit - _like(centre.implicit, implicit))
-        aim = _like(target.detach(), implicit) - _like(centre.target, implicit)
-        if kind == "mse":
-            losses.append((predicted - aim).square())
-        elif kind == "bce":
-            losses.append(F.binary_cross_entropy_with_logits(predicted, aim.sigmoid(), reduction="none"))
-        else:
-            raise ValueError(f"kind must be 'mse' or 'bce', got {kind!r}")
-    return torch.stack(losses).mean(dim=0)
+    predicted = beta * (implicit - _like(centre.implicit, implicit))
+    aim = _like(target.detach(), implicit) - _like(centre.target, implicit)
+    return (predicted - aim).square()
 
 
 def reward_adaptive_weight(target: Tensor, kl_weight: float, *, minimum: float = 1e-4) -> Tensor:
@@ -247,11 +191,10 @@ def reward_adaptive_weight(target: Tensor, kl_weight: float, *, minimum: float =
     return least + target.detach() * (kl_weight - least)
 
 
-def _scaled_error(velocity: Tensor, target: Tensor, adaptive: bool) -> Tensor:
+def _scaled_error(velocity: Tensor, target: Tensor) -> Tensor:
     difference = _difference(velocity, target)
-    error = difference.square().mean(dim=1)
     # Detached: with its gradient the weight would reward large errors.
-    return error / difference.detach().abs().mean(dim=1).clamp(min=1e-5) if adaptive else error
+    return difference.square().mean(dim=1) / difference.detach().abs().mean(dim=1).clamp(min=1e-5)
 
 
 def _difference(velocity: Tensor, target: Tensor) -> Tensor:
@@ -303,14 +246,7 @@ def ramp(step: int, *, slope: float, maximum: float, start_step: int = 0, start_
     return min(start_value + slope * max(step - start_step, 0), maximum)
 
 
-def cosine(step: int, *, initial: float, final: float, total_steps: int, warmup_steps: int = 0) -> float:
-    """Half a cosine from `initial` to `final` over the steps up to total_steps, after a linear rise from 0 to it.
-
-    Flow-Factory's "cosine" and "warmup_cosine". Raises ValueError unless 0 <= warmup_steps < total_steps.
-    """
-    if not 0 <= warmup_steps < total_steps:
-        raise ValueError(f"the warm-up ({warmup_steps} steps) must end before the schedule ({total_steps} steps)")
-    if step < warmup_steps:
-        return initial * step / warmup_steps
-    progress = min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
+def cosine(step: int, *, initial: float, final: float, total_steps: int) -> float:
+    """Half a cosine from `initial` to `final` over the steps up to total_steps: Flow-Factory's "cosine"."""
+    progress = min(step / total_steps, 1.0)
     return initial + (final - initial) * (1.0 - math.cos(math.pi * progress)) / 2.0

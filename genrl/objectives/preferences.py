@@ -121,12 +121,9 @@ def marked_loss(h: Tensor, good: Tensor, baseline: Tensor | float, *, beta: floa
     return PreferenceOutput(1.0 - logit.sigmoid(), logit, (logit > 0).detach())
 
 
-def preference_pairs(rewards: Tensor, group: Tensor, *, ties: bool = False) -> Tensor:
-    """All pairs of scored samples of one group, int64 [P, 3]: (a, b, h), a < b, h = +1 where a is better, -1 where b.
-
-    ties adds the pairs of equal scores with h = 0; D3PO skips them. One pair per group: `advantages.best_and_worst`.
-    rewards [N] (NaN = no score), group int64 [N].
-    """
+def preference_pairs(rewards: Tensor, group: Tensor) -> Tensor:
+    """All pairs of samples of one group with unequal scores, int64 [P, 3]: (a, b, h), a < b, h = +1 where a is better,
+    -1 where b. One pair per group: `groups.best_and_worst`. rewards [N] (NaN = no score), group int64 [N]."""
     if rewards.dim() != 1 or rewards.shape != group.shape:
         raise ValueError(
             f"rewards and group must be vectors of one length; got {list(rewards.shape)} and {list(group.shape)}"
@@ -135,8 +132,7 @@ def preference_pairs(rewards: Tensor, group: Tensor, *, ties: bool = False) -> T
     mates = (group[:, None] == group[None, :]) & scored[:, None] & scored[None, :]
     first, second = mates.triu(diagonal=1).nonzero().unbind(dim=1)
     sign = (rewards[first] - rewards[second]).sign().long()
-    decided = (sign != 0) | ties
-    return torch.stack([first, second, sign], dim=1)[decided]
+    return torch.stack([first, second, sign], dim=1)[sign != 0]
 
 
 def step_winners(scores: Tensor, *, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,20 +190,15 @@ def adversary_loss(
     return DiscriminatorOutput(loss, float(right) / 2.0)
 
 
-def preference_loss(reference: Tensor, generated: Tensor, *, ties: bool = False) -> Tensor:
+def preference_loss(reference: Tensor, generated: Tensor) -> Tensor:
     """`-log softmax over (s_ref, s_gen)` of the reference, [B]: what a CLIP reward is trained by.
 
     The Bradley-Terry loss of a reward model (arXiv 2305.18290, eq. 2).
 
     The reference image is to be preferred to the sample for its prompt. Scores [B] are `exp(logit scale) <text, image>`
-    of unit features. ties: neither is preferred, the cross-entropy with (1/2, 1/2) less log 2, so that it is 0 where
-    both score the same.
+    of unit features.
     """
-    log_prob = torch.stack([reference, generated], dim=1).log_softmax(dim=1)
-    if not ties:
-        return -log_prob[:, 0]
-    half = torch.full_like(log_prob, 0.5)
-    return (half * (half.log() - log_prob)).sum(dim=1)
+    return -torch.stack([reference, generated], dim=1).log_softmax(dim=1)[:, 0]
 
 
 def reward_model_lags(reference_rewards: Tensor, rewards: Tensor) -> bool:

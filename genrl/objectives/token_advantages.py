@@ -144,22 +144,17 @@ def with_virtual_reward(
     return advantage[: len(rewards)]
 
 
-def normalise_then_sum(
-    components: Tensor, weights: Sequence[float], group: Tensor, *, eps: float = 1e-4, rewhiten: bool = True
-) -> Tensor:
+def normalise_then_sum(components: Tensor, weights: Sequence[float], group: Tensor, *, eps: float = 1e-4) -> Tensor:
     """Each reward a z-score in its group, then their weighted sum, then a z-score over the batch: GDPO as in TRL, [N].
 
     components [N, K]; NaN = does not apply to this sample, and adds nothing. Sample std, `std + eps` throughout.
-    rewhiten: False leaves out the last step (Jigsaw-R1 with equal weights 1 / K).
-    `advantages.gdpo_advantages` is Flow-Factory's form, with population std, a floor, and no missing parts.
+    `groups.gdpo_advantages` is Flow-Factory's form, with population std, a floor, and no missing parts.
     """
     if components.dim() != 2 or components.shape[1] != len(weights):
         raise ValueError(f"components [N, K] need K weights, got {list(components.shape)} and {len(weights)}")
     total = torch.zeros(len(components), dtype=torch.float64, device=components.device)
     for part, weight in zip(components.unbind(dim=1), weights, strict=True):
         total += weight * group_advantages(part, group, scale="group", eps=eps, ddof=1)
-    if not rewhiten:
-        return total
     # Not the 0 of an empty sum, which would count in mean and std of the batch.
     total[components.isnan().all(dim=1)] = torch.nan
     return batch_normalised(total, eps=eps)

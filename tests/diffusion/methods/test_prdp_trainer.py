@@ -46,8 +46,7 @@ def by_hand(config: Config, rollouts: Rollouts, weights: Given) -> tuple[Given, 
             steps.append(torch.stack([log_prob(one, i), reference, old]))
         rows |= zip(one.slots, torch.stack(steps, 1).unbind(-1), strict=True)
     table = torch.stack([rows[slot] for slot in range(rollouts.num_samples)]).view(-1, 3, 3, 2)  # prompts, samples
-    options = {"beta": 1e-3, "clip": 1e-3, "reduction": "mean", "pairs": "all"}
-    loss = prdp_loss(*table.double().unbind(2), rollouts.total.view(-1, 3), **options).loss
+    loss = prdp_loss(*table.double().unbind(2), rollouts.total.view(-1, 3), beta=1e-3, clip=1e-3).loss
     return bare.gradient(loss), float(loss)
 
 

@@ -32,13 +32,12 @@ def test_golden_d3po_and_spo(golden) -> None:
     (ranked,) = a.tags(r"(d3po_rewards\d*)")
     rewards = a.given(ranked)
     group = torch.zeros(len(rewards)).long()
-    a.check("d3po_pairs", preferences.preference_pairs(rewards, group, ties=True))
     a.check("d3po_pairs_used", preferences.preference_pairs(rewards, group))
     for tag in a.tags(r"(spo_k\d+_)scores"):
         threshold = a.number(f"{tag}threshold")
         win, lose, valid = preferences.step_winners(a.given(f"{tag}scores"), threshold=threshold)
         a.checks(tag.removesuffix("_"), valid=valid, win_lose=torch.stack([win, lose]))
-    a.all_used("(d3po|spo)_.*")
+    a.all_used("(d3po|spo)_.*", but="d3po_pairs")  # with ties
 
 
 def test_golden_trainers_dpo(golden) -> None:
@@ -64,8 +63,6 @@ def test_golden_trainers_dpo(golden) -> None:
 def test_pairs_are_all_decided_comparisons_within_groups() -> None:
     group, rewards = torch.tensor([5, 2, 5, 2, 5, 2]), torch.tensor([1.0, 3.0, NAN, 3.0, 2.0, 1.0])
     assert preferences.preference_pairs(rewards, group).tolist() == [[0, 4, -1], [1, 5, 1], [3, 5, 1]]
-    tied = preferences.preference_pairs(rewards, group, ties=True)
-    assert tied[:, :2].tolist() == [[0, 4], [1, 3], [1, 5], [3, 5]]
 
 
 PAIRS = ("sigmoid", "robust", "ipo", "hinge", "sigmoid_norm", "nca_pair", "apo_zero", "apo_down", "sppo_hard")
@@ -116,23 +113,20 @@ def test_odds_and_smoothed_or_robust_labels() -> None:
 
 
 # -- PRDP: golden pairwise_prdp, and properties
-CONVENTIONS = (("sum", "all"), ("mean", "positive"))
-
-
 def test_golden_losses_pairs_and_gradients(golden) -> None:
+    """Of sums over T steps: T^2 times the errors of means, with T times the beta."""
     a = Arrays(golden("pairwise_prdp"))
     for case in a.tags(r"(\w+)_logp_ref"):
         beta, clip = a.given(f"{case}_beta_eps").tolist()
         inputs = [a.given(f"{case}_{name}") for name in ("logp", "logp_ref", "logp_old", "reward")]
-        for reduction, pairs in CONVENTIONS:
-            options = {"beta": beta, "clip": clip, "reduction": reduction, "pairs": pairs}
-            errors = pair_errors(*inputs, **options)
-            output, gradient = prdp_gradient(*inputs, **options)
-            table = torch.cat([errors.pairs.double(), errors.unclipped[:, None], errors.clipped[:, None]], dim=1)
-            name = f"{case}_{reduction}_{pairs}"
-            a.checks(name, loss=output.loss, pairs_n_i_j_unclipped_clipped=table)
-            a.checks(name, grad_logp=gradient, frac_clipped_branch=output.clipped)
-    a.all_used(but="opt_.*")
+        steps = inputs[0].shape[2]
+        errors = pair_errors(*inputs, beta=beta * steps, clip=clip)
+        output, gradient = prdp_gradient(*inputs, beta=beta * steps, clip=clip)
+        squares = steps**2 * torch.stack([errors.unclipped, errors.clipped], 1)
+        table, name = torch.cat([errors.pairs.double(), squares], dim=1), f"{case}_sum_all"
+        a.checks(name, loss=steps**2 * output.loss, pairs_n_i_j_unclipped_clipped=table)
+        a.checks(name, grad_logp=steps**2 * gradient, frac_clipped_branch=output.clipped)
+    a.all_used(but="opt_.*|.*_mean_positive_.*")
 
 
 def test_golden_optimum(golden) -> None:
@@ -147,13 +141,11 @@ def test_golden_optimum(golden) -> None:
     assert output.loss < 1e-25 and a.number("opt_loss") < 1e-25 and gradient.abs().max() < 1e-12
 
 
-def test_missing_scores_and_ties_make_no_pair() -> None:
+def test_missing_scores_make_no_pair() -> None:
     new, ref, old = (0.1 * noise.keyed_noise((2, 4, 3), name).double() for name in ("new", "ref", "old"))
     scores = torch.tensor([[1.0, NAN, 1.0, 2.0], [NAN, NAN, NAN, 3.0]])
     every = pair_errors(new, ref, old, scores, beta=1.0, clip=0.1)
     assert every.pairs.tolist() == [[0, 0, 2], [0, 0, 3], [0, 2, 3]]
-    positive = pair_errors(new, ref, old, scores, beta=1.0, clip=0.1, pairs="positive")
-    assert positive.pairs.tolist() == [[0, 0, 3], [0, 2, 3]]
     leaf = new.clone().requires_grad_()
     nothing = prdp_loss(leaf, ref, old, torch.full((2, 4), NAN), beta=1.0, clip=0.1)
     nothing.loss.backward()

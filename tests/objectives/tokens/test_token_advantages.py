@@ -64,8 +64,8 @@ def test_components_that_do_not_apply_add_nothing_and_visits_are_counted_in_orde
     """Visits are not changed in place."""
     components = torch.tensor([[1.0, torch.nan], [0.0, torch.nan], [2.0, 4.0], [1.0, 2.0]])
     group = torch.tensor([0, 0, 1, 1])
-    result = ta.normalise_then_sum(components, [1.0, 1.0], group, eps=0.0, rewhiten=False)
-    half = math.sqrt(0.5)
+    result = ta.normalise_then_sum(components, [1.0, 1.0], group, eps=0.0)
+    half = math.sqrt(0.5) / math.sqrt(5 / 3)  # of the sums' own standard deviation
     assert torch.allclose(result, torch.tensor([half, -half, 2 * half, -2 * half]).double())
     before = {"a": (1, 0.0, 1.0)}
     same = ta.smoothed_advantages(torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([0, 0, 1, 1]), ["a", "a"], before)

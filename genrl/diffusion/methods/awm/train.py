@@ -95,10 +95,10 @@ def loss(settings: AWM, policy: Policy, given: Recorded) -> Tensors:
     """The loss of each sample, [B], and metrics."""
     velocity = policy.velocity(given.batch, given["noisy"], given["sigma"])
     target, sigma, advantage = given["target"], given["sigma"], given["advantage"]
-    log_prob = awm_log_prob(velocity, target, sigma, "ghuber")
+    log_prob = awm_log_prob(velocity, target, sigma)
     old = log_prob.detach()
     if "old" in given:
-        old = awm_log_prob(given["old"], target, sigma, "ghuber")
+        old = awm_log_prob(given["old"], target, sigma)
     surrogate = clipped_surrogate(log_prob, old, advantage, settings.clip_range, settings.clip_range)
     value, terms = surrogate.loss, {}
     for name, metric, weight in (("reference", "kl", settings.kl_weight), ("ema", "kl/ema", settings.ema_kl_weight)):

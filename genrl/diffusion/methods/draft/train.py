@@ -112,25 +112,22 @@ def last_steps(num_steps: int, truncation: int) -> range:
     return range(num_steps - truncation, num_steps)
 
 
-def random_truncation(num_steps: int, *, low: int = 1, high: int | None = None, seed: int, update: int) -> range:
-    """The last K steps, K uniform in low .. high (None: num_steps): AlignProp (arXiv 2310.03739).
+def random_truncation(num_steps: int, *, high: int, seed: int, update: int) -> range:
+    """The last K steps, K uniform in 1 .. high: AlignProp (arXiv 2310.03739).
 
-    Raises ValueError unless 1 <= low <= high <= num_steps.
+    Raises ValueError unless 1 <= high <= num_steps.
     """
-    top = num_steps if high is None else high
-    if not 1 <= low <= top <= num_steps:
-        raise ValueError(f"the truncation must be chosen from 1 .. {num_steps}, got {low} .. {top}")
-    length = low + int(torch.randint(top - low + 1, (1,), generator=generator(seed, "truncation", update)))
-    return last_steps(num_steps, length)
+    if not 1 <= high <= num_steps:
+        raise ValueError(f"the truncation must be chosen from 1 .. {num_steps}, got 1 .. {high}")
+    return last_steps(num_steps, 1 + int(torch.randint(high, (1,), generator=generator(seed, "truncation", update))))
 
 
-def random_late_step(num_steps: int, *, low: int, high: int | None = None, seed: int, update: int) -> int:
-    """One step, uniform in low .. high - 1 (None: num_steps), whose prediction of the data is scored: ReFL
-    (arXiv 2304.05977, alg. 1; published range 30 .. 39 of 40 steps).
+def random_late_step(num_steps: int, *, low: int, seed: int, update: int) -> int:
+    """One step, uniform in low .. num_steps - 1, whose prediction of the data is scored: ReFL (arXiv 2304.05977,
+    alg. 1; published range 30 .. 39 of 40 steps).
 
-    Raises ValueError unless 0 <= low < high <= num_steps.
+    Raises ValueError unless 0 <= low < num_steps.
     """
-    top = num_steps if high is None else high
-    if not 0 <= low < top <= num_steps:
-        raise ValueError(f"the step must be chosen from 0 .. {num_steps - 1}, got {low} .. {top - 1}")
-    return low + int(torch.randint(top - low, (1,), generator=generator(seed, "late step", update)))
+    if not 0 <= low < num_steps:
+        raise ValueError(f"the step must be chosen from 0 .. {num_steps - 1}, got {low} .. {num_steps - 1}")
+    return low + int(torch.randint(num_steps - low, (1,), generator=generator(seed, "late step", update)))

@@ -54,7 +54,6 @@ def advantages_of(settings: PaCoGRPO, rollouts: Rollouts) -> Tensor:
 # nothing.
 
 LogTame = Literal["paper", "released"]
-Threshold = Literal["mean", "median"] | float
 
 
 def coefficient_of_variation(reward: Tensor, *, eps: float = 1e-6) -> float:
@@ -63,31 +62,22 @@ def coefficient_of_variation(reward: Tensor, *, eps: float = 1e-6) -> float:
     return float(scores.std(unbiased=False) / (scores.mean() + eps))
 
 
-def log_tame(rewards: Sequence[Tensor], weights: Sequence[float], *, threshold: Threshold = "mean") -> Tensor:
-    """`sum_k w_k t(r_k)`, t(r) = ln(1 + r) for a reward whose h exceeds the threshold, else r: one *reward*, [N].
+def log_tame(rewards: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """`sum_k w_k t(r_k)`, t(r) = ln(1 + r) for a reward whose h exceeds the mean of all h, else r: one *reward*, [N].
 
-    threshold: the mean or median of all h (with one reward, and for the median of equals, nothing is tamed), or a
-    number. Raises ValueError where a reward to be tamed is -1 or less.
+    Raises ValueError where a reward to be tamed is -1 or less.
     """
     parts = complete_rewards(rewards, weights)
     trained = [k for k, weight in enumerate(weights) if weight != 0]
     variation = torch.tensor([coefficient_of_variation(parts[k]) for k in trained], dtype=torch.float64)
-    if threshold == "mean":
-        limit = float(variation.mean())
-    elif threshold == "median":
-        limit = float(variation.quantile(0.5))  # of an even number the mean of the middle two
-    elif isinstance(threshold, str):
-        raise ValueError(f"threshold must be 'mean', 'median' or a number, got {threshold!r}")
-    else:
-        limit = float(threshold)
-    total = torch.zeros_like(parts[0])
+    limit, total = float(variation.mean()), torch.zeros_like(parts[0])
     for k, h in zip(trained, variation.tolist(), strict=True):
         part = parts[k]
         if h > limit:
             if bool((part <= -1).any()):
                 raise ValueError(
                     f"reward {k} varies enough to be tamed (h = {h:.3g} > {limit:.3g}), but ln(1 + r) needs r > -1 and "
-                    f"its smallest score is {float(part[~part.isnan()].min()):.3g}: shift it, or raise the threshold"
+                    f"its smallest score is {float(part[~part.isnan()].min()):.3g}: shift it"
                 )
             part = part.log1p()
         total += weights[k] * part
@@ -100,7 +90,6 @@ def log_tame_advantages(
     group: Tensor,
     *,
     variant: LogTame = "paper",
-    threshold: Threshold = "mean",
     scale: Scale = "group",
     eps: float = 1e-6,
 ) -> Tensor:
@@ -109,7 +98,7 @@ def log_tame_advantages(
     "released" is what its tracker does with the function: the aggregated rewards *are* the advantages, without mean or
     std, so that rewards that are never negative reinforce every sample. Without a score: 0.
     """
-    tamed = log_tame(rewards, weights, threshold=threshold)
+    tamed = log_tame(rewards, weights)
     if variant == "paper":
         return group_advantages(tamed, group, scale=scale, eps=eps, eps_mode="floor")
     if variant == "released":

@@ -18,7 +18,7 @@ again with its coefficient. docs/prdp.md has metrics and figures.
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,9 +62,7 @@ def learn(run: DiffusionRun, settings: PRDP, rollouts: Rollouts, *, num_steps: i
     for epoch in range(settings.inner_epochs):
         new = old if epoch == 0 else evaluated(run, rollouts, empty)
         now, start, before = (table.T.reshape(*rewards.shape, num_steps) for table in (new, reference, old))
-        out, gradient = prdp_gradient(
-            now, start, before, rewards, beta=settings.beta, clip=settings.clip_range, reduction="mean"
-        )
+        out, gradient = prdp_gradient(now, start, before, rewards, beta=settings.beta, clip=settings.clip_range)
         coefficients = gradient.flatten(0, 1).T.float()
         parts = [(m, i) for m in rollouts.mine.values() for i in m.pieces[0].trajectory.log_probs]
         # The coefficients are of a mean over the pairs of all processes, so nothing is left to divide by.
@@ -128,9 +126,6 @@ def evaluated(run: DiffusionRun, rollouts: Rollouts, table: Tensor) -> Tensor:
 # difference, on the right one. Shapes: log-probabilities [N, B, T] (prompts, samples of each, steps), rewards [N, B].
 # Computed in float64 on the host, where results are.
 
-Reduction = Literal["sum", "mean"]
-Pairs = Literal["all", "positive"]
-
 
 class PairErrors(NamedTuple):
     """Per pair (a, b) of samples of one prompt: where it stands, and its squared errors."""
@@ -159,16 +154,13 @@ def pair_errors(
     *,
     beta: float,
     clip: float,
-    reduction: Reduction = "sum",
-    pairs: Pairs = "all",
 ) -> PairErrors:
     """The squared prediction errors of every pair, plain and proximal.
 
     Per step the log-ratio `log p_theta / p_ref` is kept within clip of the old policy's (the snapshot that sampled);
-    the proximal error uses those. reduction: log-ratios are summed over the steps (the paper's equations) or averaged
-    (its listing, appendix; beta is then in units of 1 / T, and of 1 / D where log-probabilities are element means:
-    its table's 3e-5 belongs to that). pairs (a < b): all, or those with a positive difference of rewards one way round
-    (the listing: ties teach nothing there). Samples without a score (NaN) are in no pair.
+    the proximal error uses those. Log-ratios are averaged over the steps (the listing in the paper's appendix; its
+    equations have the sum): beta is in units of 1 / T, and of 1 / D where log-probabilities are element means: its
+    table's 3e-5 belongs to that. Pairs are all a < b, ties too; samples without a score (NaN) are in none.
     Gradient through `log_prob` only.
     Raises ValueError for shapes that do not belong together, beta <= 0 or clip < 0.
     """
@@ -184,18 +176,18 @@ def pair_errors(
             "new, reference and old log-probabilities must have one shape; got "
             f"{list(log_prob.shape)}, {list(ref_log_prob.shape)} and {list(old_log_prob.shape)}"
         )
-    if reduction not in ("sum", "mean"):
-        raise ValueError(f"reduction must be 'sum' or 'mean', got {reduction!r}")
     new, reference, old = (value.cpu().double() for value in (log_prob, ref_log_prob.detach(), old_log_prob.detach()))
     scores = rewards.detach().cpu().double()
-    index = _pairs(scores, pairs)
+    missing = scores.isnan()
+    mates = ~missing[:, :, None] & ~missing[:, None, :]
+    index = mates.triu(diagonal=1).nonzero()  # in the order (prompt, a, b)
     prompt, a, b = index.unbind(dim=1)
     target = (scores[prompt, a] - scores[prompt, b]) / beta
     drift = new - old
     proximal = (old - reference) + drift.clamp(-clip, clip)
     errors = []
     for log_ratio in ((old - reference) + drift, proximal):
-        total = log_ratio.sum(dim=2) if reduction == "sum" else log_ratio.mean(dim=2)
+        total = log_ratio.mean(dim=2)
         errors.append((total[prompt, a] - total[prompt, b] - target).square())
     return PairErrors(index, errors[0], errors[1])
 
@@ -208,14 +200,10 @@ def prdp_loss(
     *,
     beta: float,
     clip: float,
-    reduction: Reduction = "sum",
-    pairs: Pairs = "all",
 ) -> PRDPOutput:
     """Mean over pairs of `max(l, l_clip)`; 0, with a gradient of 0, where there is no pair. Arguments as `pair_errors`:
     log-probabilities [N, B, T], rewards [N, B]."""
-    errors = pair_errors(
-        log_prob, ref_log_prob, old_log_prob, rewards, beta=beta, clip=clip, reduction=reduction, pairs=pairs
-    )
+    errors = pair_errors(log_prob, ref_log_prob, old_log_prob, rewards, beta=beta, clip=clip)
     count = errors.pairs.shape[0]
     loss = torch.maximum(errors.unclipped, errors.clipped).sum() / max(count, 1)
     clipped = int((errors.clipped > errors.unclipped).sum()) / max(count, 1)
@@ -230,8 +218,6 @@ def prdp_gradient(
     *,
     beta: float,
     clip: float,
-    reduction: Reduction = "sum",
-    pairs: Pairs = "all",
 ) -> tuple[PRDPOutput, Tensor]:
     """The loss, and its derivative c = d loss / d log_prob, float64 [N, B, T], without a graph.
 
@@ -241,18 +227,6 @@ def prdp_gradient(
     """
     with torch.enable_grad():
         leaf = log_prob.detach().cpu().double().requires_grad_()
-        output = prdp_loss(
-            leaf, ref_log_prob, old_log_prob, rewards, beta=beta, clip=clip, reduction=reduction, pairs=pairs
-        )
+        output = prdp_loss(leaf, ref_log_prob, old_log_prob, rewards, beta=beta, clip=clip)
         (gradient,) = torch.autograd.grad(output.loss, leaf)
     return output._replace(loss=output.loss.detach()), gradient
-
-
-def _pairs(scores: Tensor, kind: Pairs) -> Tensor:
-    """int64 [P, 3] in the order (prompt, a, b)."""
-    if kind not in ("all", "positive"):
-        raise ValueError(f"pairs must be 'all' or 'positive', got {kind!r}")
-    first, second = scores[:, :, None], scores[:, None, :]
-    size = scores.shape[1]
-    pairs = torch.ones(size, size, dtype=torch.bool).triu(diagonal=1) & ~first.isnan() & ~second.isnan()
-    return (pairs if kind == "all" else pairs & (first != second)).nonzero()

@@ -190,10 +190,8 @@ def pictures(run: DiffusionRun, prompt: Prompt) -> list[Image]:
     return [picture for (picture,) in batch_inputs(run.config.sampling.inputs, [prompt]).values()]
 
 
-def joint_rewards(
-    generation: Tensor, format_refined: Tensor, *, generation_weight: float = 1.0, format_weight: float = 1.0
-) -> Tensor:
-    """`R = weight R_generation + weight R_format`, [P, n] from the pictures' [P, n] and the refinements' [P, n - m].
+def joint_rewards(generation: Tensor, format_refined: Tensor) -> Tensor:
+    """`R = R_generation + R_format`, [P, n] from the pictures' [P, n] and the refinements' [P, n - m].
 
     A retained prompt has no format of its own: it counts as the mean of its group's, so that it is neither helped nor
     harmed by it (without any refinement: 0). Raises ValueError for more refinements than pictures.
@@ -207,7 +205,7 @@ def joint_rewards(
         )
     mean = format_refined.mean(dim=1, keepdim=True) if refined else generation.new_zeros(prompts, 1)
     complete = torch.cat([format_refined, mean.expand(-1, size - refined)], dim=1)
-    return generation_weight * generation + format_weight * complete
+    return generation + complete
 
 
 def rewriter_loss(
