@@ -10,8 +10,7 @@ float32, float64 if clean or noise is.
 
 Their levels are draws over (0, 1) or over the steps of a grid, float32 on the CPU, functions of the generator's state
 (see `noise.generator`). Stratified draws fall into one of `count` equal parts each, which lowers the variance of the
-loss and changes no mean. A draw u of (0, 1) becomes a level by `sigma = low + (high - low) u`. AWM takes six per
-iteration, shared by a micro-batch (arXiv 2509.25050; code).
+loss and changes no mean. AWM takes six per iteration, shared by a micro-batch (arXiv 2509.25050; code).
 """
 
 from __future__ import annotations
@@ -22,17 +21,6 @@ from torch import Tensor
 from genrl.mdp.kernels import PredictionType, compute_dtype, per_sample
 
 Scalar = Tensor | float
-
-
-def shift(sigmas: Tensor, factor: float) -> Tensor:
-    """`s u / (1 + (s - 1) u)`: the resolution shift of Stable Diffusion 3 (arXiv 2403.03206, eq. 23), s = factor > 0.
-
-    sigmas: any shape, in [0, 1]. Raises ValueError for a factor that is not positive.
-    The dynamic shifts of FLUX and Qwen-Image are the same map: "exponential" has s = exp(mu), "linear" s = mu.
-    """
-    if factor <= 0:
-        raise ValueError(f"the shift must be positive, got {factor} (a dynamic shift's factor is exp(mu), not mu)")
-    return factor * sigmas / (1.0 + (factor - 1.0) * sigmas)
 
 
 def linspace_grid(steps: int) -> Tensor:
@@ -46,12 +34,12 @@ def linspace_grid(steps: int) -> Tensor:
     return torch.cat([sigmas, sigmas.new_zeros(1)]).float()
 
 
-def compressed_tail(sigmas: Tensor, start: int, steps: int, *, factor: float | None = None) -> Tensor:
+def compressed_tail(sigmas: Tensor, start: int, steps: int) -> Tensor:
     """`steps` + 1 levels from sigmas[start] down to 0 in place of the grid's own: MixGRPO-Flash's tail.
 
-    factor: the grid's shift, undone before the tail is spaced evenly and done again (arXiv 2507.21802, code); None =
-    evenly spaced places in the grid, linear between its values, for a grid of any kind. Float32 [steps + 1].
-    (The released code counts the points, not the steps, and with one point stops at sigmas[start], never denoised.)
+    Evenly spaced places in the grid, linear between its values, for a grid of any kind; the released code (arXiv
+    2507.21802) undoes the shift of its grid, spaces evenly, and does it again. Float32 [steps + 1].
+    (It counts the points, not the steps, and with one point stops at sigmas[start], never denoised.)
     Raises ValueError unless 1 <= steps <= the number that they replace.
     """
     replaces = len(sigmas) - 1 - start
@@ -60,14 +48,10 @@ def compressed_tail(sigmas: Tensor, start: int, steps: int, *, factor: float | N
             f"a tail of {steps} steps cannot replace the {replaces} steps from step {start} on; use 1 or more"
         )
     grid = sigmas.double()
-    if factor is None:
-        place = torch.linspace(start, len(grid) - 1, steps + 1, dtype=torch.float64)
-        # The last place has no value of the grid to its right.
-        left = place.floor().long().clamp(max=len(grid) - 2)
-        tail = grid[left] + (place - left) * (grid[left + 1] - grid[left])
-    else:
-        even = torch.linspace(float(shift(grid[start], 1.0 / factor)), 0.0, steps + 1, dtype=torch.float64)
-        tail = shift(even, factor)
+    place = torch.linspace(start, len(grid) - 1, steps + 1, dtype=torch.float64)
+    # The last place has no value of the grid to its right.
+    left = place.floor().long().clamp(max=len(grid) - 2)
+    tail = grid[left] + (place - left) * (grid[left + 1] - grid[left])
     # The ends to the bit: the states are at the first level, and a last one of 1e-17 would divide by it.
     tail[0], tail[-1] = grid[start], 0.0
     return tail.float()
@@ -121,22 +105,10 @@ def flow_times(count: int, rng: torch.Generator) -> Tensor:
     return 0.999 * torch.rand(count, generator=rng) ** (1.0 / 1.5) + 0.001
 
 
-def logit_normal_draws(
-    count: int, generator: torch.Generator, *, factor: float = 1.0, stratified: bool = True
-) -> Tensor:
-    """`shift(sigmoid(z), factor)`, z standard normal, [count] in (.01, 1): Stable Diffusion 3's training levels.
-
-    (arXiv 2403.03206, eq. 19 with the shift of its eq. 23.) factor > 1 moves draws towards 1. Stratified draws
-    come in random order. Source of the floor of .01: Flow-Factory.
-    """
-    if stratified:
-        # At 0 and 1 the quantile function is infinite.
-        even = _stratified(count, generator).clamp(1e-7, 1.0 - 1e-7)
-        # In random order: strata come ascending, and the k-th draw would always be the k-th level.
-        normal = torch.special.ndtri(even)[torch.randperm(count, generator=generator)]
-    else:
-        normal = torch.randn(count, generator=generator)
-    return shift(normal.sigmoid(), factor).clamp(0.01, 1.0 - 1e-6)
+def logit_normal_level(generator: torch.Generator) -> Tensor:
+    """`sigmoid(z)`, z standard normal, [] in [.01, 1): Stable Diffusion 3's training levels (arXiv 2403.03206, eq. 19),
+    with Flow-Factory's floor of .01."""
+    return torch.randn(1, generator=generator)[0].sigmoid().clamp(0.01, 1.0 - 1e-6)
 
 
 def stratified_steps(count: int, first: int, last: int, generator: torch.Generator) -> Tensor:
@@ -150,9 +122,3 @@ def stratified_steps(count: int, first: int, last: int, generator: torch.Generat
     edges = torch.linspace(first, last, count + 1)
     lower, upper = edges[:-1].long(), edges[1:].long()
     return lower + (torch.rand(count, generator=generator) * (upper - lower)).long()
-
-
-def _stratified(count: int, generator: torch.Generator) -> Tensor:
-    if count < 1:
-        raise ValueError(f"at least one draw is needed, got {count}")
-    return (torch.arange(count) + torch.rand(count, generator=generator)) / count

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from genrl.mdp.levels import shift
-
 
 def shifted_grid(steps: int, factor: float) -> Tensor:
-    """`shift(1, (N-1)/N, ..., 1/N), 0`: FLUX, Qwen-Image, Flow-Factory, DanceGRPO, MixGRPO. factor: see `shift`."""
-    sigmas = shift(torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64), factor)
+    """`s u / (1 + (s - 1) u)` of 1, (N-1)/N, ..., 1/N, then 0, s = factor (arXiv 2403.03206, eq. 23): FLUX, Qwen-Image,
+    Flow-Factory, DanceGRPO, MixGRPO."""
+    even = torch.linspace(1.0, 1.0 / steps, steps, dtype=torch.float64)
+    sigmas = factor * even / (1.0 + (factor - 1.0) * even)
     return torch.cat([sigmas, sigmas.new_zeros(1)]).float()
 
 

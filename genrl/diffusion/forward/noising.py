@@ -23,7 +23,7 @@ from genrl.diffusion.rollout.forest import Samples, independent
 from genrl.diffusion.rollout.rollout import MicroBatch, Rollouts, batch_inputs, call_arguments, micro_batches, to_bytes
 from genrl.diffusion.rollout.scoring import Scored
 from genrl.diffusion.run import DiffusionRun
-from genrl.mdp.levels import diffusion_sample, diffusion_target, flow_sample, flow_target, logit_normal_draws
+from genrl.mdp.levels import diffusion_sample, diffusion_target, flow_sample, flow_target, logit_normal_level
 from genrl.mdp.noise import keyed_noise
 from genrl.objectives.groups import group_advantages, group_statistics
 from genrl.runtime.loop.recorded import Recorded
@@ -58,7 +58,7 @@ def random_level(policy: Policy, rng: torch.Generator) -> Tensor:
     if policy.head.parametrisation == "flow":
         # How SD3 was trained (arXiv 2403.03206), and most flows since: levels in the middle, where a prediction is
         # hardest.
-        return logit_normal_draws(1, rng, stratified=False)[0]
+        return logit_normal_level(rng)
     return torch.randint(len(policy.head.alphas_cumprod), (), generator=rng)
 
 
