@@ -111,10 +111,12 @@ def run_config(run: Path) -> Path:
     raise typer.BadParameter(f"{run} is not a run folder: it has no config.yaml{runs_in(around)}", param_hint="RUN")
 
 
-def best_of(run: Path | str) -> int:
-    """The step of a run's best evaluation, which is said. Raises BadParameter where it has none, or is no run."""
+def best_of(run: Path | str, lora: str | None = None) -> int:
+    """The step of a run's best evaluation, which is said. Raises BadParameter where it has none, or is no run, and for
+    another adapter beside it."""
     from genrl.runtime.folder import checkpoint
 
+    refuse({"--lora": lora}, "--best, which is a run's own")
     run_config(Path(run))
     try:
         step = checkpoint.best_step(Path(run) / "checkpoints")

@@ -148,7 +148,7 @@ def _evaluate_pipeline(name: str, options: Options) -> None:
 
     metrics = judge_pipeline(
         name, options.prompts, [{"name": reward} for reward in options.reward], options.call_arguments(),
-        lora=adapter_of(Path(name), best_of(name)) if options.best else options.lora, dtype=options.dtype,
+        lora=adapter_of(Path(name), best_of(name, options.lora)) if options.best else options.lora, dtype=options.dtype,
         num_prompts=options.num_prompts, batch_size=options.batch_size, seed=options.seed,
     )  # fmt: skip
 

@@ -76,7 +76,7 @@ def sample(
     from genrl.interface.using import sample as generate
 
     arguments = call_arguments(num_inference_steps, guidance_scale, height, width, pipeline_args)
-    lora = adapter_of(Path(model), best_of(model)) if best else lora
+    lora = adapter_of(Path(model), best_of(model, lora)) if best else lora
     pictures = generate(
         model, prompts or prompt, lora=lora, out=out, seed=seed, arguments=arguments, dtype=dtype, rewriter=rewriter
     )

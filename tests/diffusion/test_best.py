@@ -61,5 +61,7 @@ def test_the_best_is_kept_written_beside_the_last_and_taken_by_commands(folder: 
     assert out.exit_code == 0 and "the best evaluation's checkpoint, after 1 iterations" in out.output
     assert equal(adapter(folder / "out"), best)
     assert adapter_of(ended, 1) == str(Run(ended).checkpoints / "step-000001" / "lora")
+    two = CliRunner().invoke(app, ["sample", str(ended), "--best", "--lora", "another", "--prompt", "p"])
+    assert two.exit_code == 2 and "--lora is not for --best" in two.output
     lost = CliRunner().invoke(app, ["sample", str(folder), "--best", "--prompt", "p"])
     assert lost.exit_code == 2 and "no config.yaml" in " ".join(lost.output.replace("│", "").split())

@@ -85,7 +85,7 @@ def test_a_full_folder_needs_no_text_encoder_and_tells_models_apart(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`genrl encode`, then a run that does not load them and draws the same; with guidance in evaluation alone. Other
-    precision, other encodings; and a prompt more is encoded alone."""
+    precision or encoders, other encodings; and a prompt more is encoded alone."""
     common = {"evaluation": {"every": 2, "num_prompts": 2, "guidance_scale": 3.0}}
     plain = train(runs.config(folder, model, **common))
     kept = {"offload": AHEAD, "encodings": str(folder / "encodings")}
@@ -93,7 +93,7 @@ def test_a_full_folder_needs_no_text_encoder_and_tells_models_apart(
     count, new, written = encode(config, "cpu", quiet)
     assert (count, new) == (6, 6) and written > 0  # 4 prompts to train on, 2 held-out ones
     assert encode(config, "cpu", quiet) == (6, 0, 0)
-    for changes in ({"dtype": "bfloat16"}, {"quantize": "int8"}):
+    for changes in ({"dtype": "bfloat16"}, {"quantize": "int8"}, {"without": ["text_encoder_3", "tokenizer_3"]}):
         assert encode(runs.config(folder, model, **common, model=kept | changes), "cpu", quiet)[1] == 6
     (folder / "more.txt").write_text("\n".join([*runs.HELD_OUT, "six cats"]))
     more = {"evaluation": common["evaluation"] | {"num_prompts": 3}, "prompts": {"eval": str(folder / "more.txt")}}

@@ -109,6 +109,9 @@ class TestMusicRL:
             for _ in run.loop.iterations():
                 answers, _ = run.draw()
                 reward = totals(run.config, answers.scores).float()
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(music_rl, "totals", lambda *_, r=reward: torch.full_like(r, torch.nan))
+                    assert "kl" not in music_rl.learn(run, run.config.trainer, answers)  # a tune without a score
                 given = music_rl.recorded(run, answers, torch.arange(len(reward)), reward, 1.0)
                 found = music_rl.loss(run.config.trainer, Headed(run.policy, run.heads), given)
                 found["value_loss"].backward()

@@ -20,12 +20,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from genrl.config.folders import is_single_file
 from genrl.diffusion.config.files import model_folder
 from genrl.diffusion.config.model_rules import is_text_encoder, quantized
 from genrl.diffusion.config.schema import Config
 
 MOST_BYTES = 20 * 10**9
 """Of a folder."""
+TELLS = {"path", "config", "pipeline", "revision", "variant", "use_safetensors", "without", "dtype", "autocast"}
+"""Keys of the section `model` that say which encoders there are, and how they compute."""
 
 
 class Store:
@@ -112,8 +115,9 @@ def open_store(config: Config, device: torch.device) -> Store | None:
         return None
     # All that may change an encoding by more than nothing: one left out here would hand out another model's texts in
     # silence.
-    parts = [diffusers.__version__, transformers.__version__, model.path, str(model.revision), model.dtype]
-    parts += [str(model.autocast), device.type, json.dumps(_kinds(config), sort_keys=True)]
+    parts = [diffusers.__version__, transformers.__version__, json.dumps(model.model_dump(mode="json", include=TELLS))]
+    parts += [device.type, json.dumps(_kinds(config), sort_keys=True)]
+    parts += [_stamped(Path(model.path).expanduser())] if is_single_file(model.path) else []
     folder = model_folder(config)
     parts += [] if folder is None else list(_files_of(folder))
     return Store(Path(model.encodings).expanduser(), "\n".join(parts), MOST_BYTES)
@@ -131,10 +135,14 @@ def _files_of(folder: Path) -> list[str]:
     files = []
     for path in sorted(folder.glob("*/*")):
         if path.parent.name.startswith(("text_encoder", "tokenizer", "processor")) and path.is_file():
-            real = path.resolve()
-            stamp = real.name if real.parent.name == "blobs" else str(real.stat().st_mtime_ns)
-            files.append(f"{path.parent.name}/{path.name} {real.stat().st_size} {stamp}")
+            files.append(_stamped(path))
     return files
+
+
+def _stamped(path: Path) -> str:
+    real = path.resolve()
+    stamp = real.name if real.parent.name == "blobs" else str(real.stat().st_mtime_ns)
+    return f"{path.parent.name}/{path.name} {real.stat().st_size} {stamp}"
 
 
 def _felled(value: Any, tensors: dict[str, Tensor]) -> Any:

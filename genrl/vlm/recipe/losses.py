@@ -117,7 +117,7 @@ class EntropyBand(Added):
         if self.bounds != "quantile":
             return {}
         chosen = batch.read("entropy", self.name)[self.tokens(batch)].double()
-        ends = chosen.quantile(chosen.new_tensor(self.band))
+        ends = tokens.quantiles(chosen, self.band)
         return {"entropy_bounds": ends.expand(len(batch.mask), 2)}
 
     def tokens(self, batch: TokenBatch) -> Tensor:

@@ -151,6 +151,9 @@ def test_two_processes_collect_what_one_does(tmp_path: Path) -> None:
             run.first_slot = first
             parts.append(dagger.visit(run, 0.5, 0))
     whole, joined = dagger.in_order(parts[:1]), dagger.in_order(parts[1:])
+    frames, slot, decision, *others = parts[0]
+    lost = dagger.Visit({name: value[:0] for name, value in frames.items()}, slot[:0], decision[:0], *others)
+    assert len(dagger.in_order([lost])[TOKENS]) == 0  # every episode before its first decision
     assert torch.equal(whole[TOKENS], joined[TOKENS]) and len(whole[TOKENS]) > 12
     for name in (STATE, ENVIRONMENT, ACTION):
         torch.testing.assert_close(whole[name], joined[name], atol=1e-4, rtol=0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from genrl.objectives import token_advantages, token_regularisers
 from genrl.objectives.groups import group_advantages
-from genrl.objectives.tokens import token_count
+from genrl.objectives.tokens import quantiles, token_count
 from genrl.vlm.methods.policy_loss import estimate, policy_loss
 from genrl.vlm.recipe import shaping
 from genrl.vlm.recipe.advantages import GroupAdvantage, RankQuantiles, WhitenedGroups, WhitenedReturns
@@ -141,6 +141,9 @@ def test_the_bands_quantiles_are_of_the_tokens_that_are_weighted() -> None:
     entropy = -batch.log_prob[ready.weight.bool()].mean()
     wanted = (entropy - high).clamp(min=0) + (low - entropy).clamp(min=0)
     assert torch.allclose(part(preset, batch, "entropy_band"), wanted)
+    large = torch.arange(2.0**24 + 2, dtype=torch.float64)
+    assert quantiles(large, (0.25, 1.0)).tolist() == [0.25 * (2**24 + 1), 2**24 + 1]
+    assert quantiles(large[:0], (0.1, 0.9)).tolist() == [0.0, 0.0]
 
 
 def test_rows_without_a_degraded_twin_are_left_out_of_the_perception_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,8 @@ def visit(run: VLARun, beta: float, iteration: int) -> Visit:
 def in_order(parts: list[Visit]) -> Batch:
     """The frames of all processes by decision and slot: the same, however many there are."""
     slot, decision = torch.cat([part.slot for part in parts]), torch.cat([part.decision for part in parts])
-    order = (decision * (int(slot.max()) + 1) + slot).argsort()
+    order = slot.argsort()
+    order = order[decision[order].argsort(stable=True)]
     return rows(joined_batches([part.frames for part in parts], torch.cat), order)
 
 

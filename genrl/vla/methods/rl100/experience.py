@@ -22,6 +22,7 @@ from genrl.mdp.noise import derive_seed, generator, seeded
 from genrl.vla.config.names import WORLDS
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import recorded, world_of
+from genrl.vla.evaluate import success_rates
 from genrl.vla.methods.rl100.settings import RL100
 from genrl.vla.offline.critics import Critics
 from genrl.vla.offline.imitation import mean_of_last, step_beside
@@ -253,4 +254,4 @@ def distilled(run: VLARun, settings: RL100, observations: Batch) -> dict[str, fl
     save_policy(student, loop.process.run.folder / "one_step")
     # one Euler step of a flow policy: nothing of the sampler's noise is used without exploration
     judged = run.play(Acting(student, LearnedNoise(steps=1)), range(config.evaluation.episodes))
-    return {"distil/error": error, "distil/success_mean": sum(judged.success) / len(judged.success)}
+    return {"distil/error": error, "distil/success_mean": success_rates(judged)["eval/success_mean"]}

@@ -93,7 +93,7 @@ def learn(run: AnswersRun, settings: MusicRL, answers: Answers) -> dict[str, flo
 
     def agree() -> None:
         means.update(summed(sums))
-        if loop.iteration == 0:
+        if loop.iteration == 0 and means:  # no piece may have a score
             check_gap(means["sampler/gap_mean"])
 
     parts = [rows[~reward[rows].isnan()] for rows in update.passes]
