@@ -22,7 +22,7 @@ from tests.diffusion import families, runs
 from tests.runtime.show.compare import pages
 
 ARGUMENTS: dict[str, Any] = {**runs.CALL, "num_inference_steps": 2}
-ROWS = [Prompt("a red star"), Prompt("two blue circles"), Prompt("a cat")]
+ROWS = [Prompt("a red star", size={"height": 32}), Prompt("two blue circles"), Prompt("a cat")]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_both_start_from_the_noise_of_plain_diffusers_and_rewards_score_what_peo
         pipe = DiffusionPipeline.from_pretrained(path)
         for k, row in enumerate(ROWS):
             generators = [torch.Generator().manual_seed(seed) for seed in (7 + 2 * k, 8 + 2 * k)]
-            drawn = [pipe(prompt=row.text, generator=one, **ARGUMENTS).images[0] for one in generators]
+            drawn = [pipe(prompt=row.text, generator=one, **{**ARGUMENTS, **row.size}).images[0] for one in generators]
             wanted = sorted((np.asarray(picture) for picture in drawn), key=lambda p: p.sum())
             assert all(np.array_equal(*two) for two in zip(found[row.text, name], wanted, strict=True))
     categories = {pair["prompt"]: pair["category"] for pair in key}
