@@ -114,7 +114,7 @@ def compare(
         return _make_of_answers(a, b, comparison, steps)
     from genrl.diffusion.compare import sides
 
-    _make(*sides(a, b, model, dtype, arguments, steps), comparison)
+    _make(*sides(a, b, model, dtype, arguments, steps), comparison, arguments)
 
 
 def is_answering(name: str) -> bool:
@@ -141,12 +141,12 @@ def _make_of_answers(a: str, b: str, asked: Asked, steps: Mapping[str, int]) -> 
     _finish(page, {"a": {"name": a}, "b": {"name": b}})
 
 
-def _make(first: Side, second: Side, asked: Asked) -> None:
-    """Write the page and its key."""
-    from genrl.data.prompts import load
+def _make(first: Side, second: Side, asked: Asked, given: Mapping[str, Any]) -> None:
+    """Write the page and its key. given: the pipeline arguments that the user wrote."""
     from genrl.diffusion.compare import compare as fill
     from genrl.diffusion.evaluate import spread
     from genrl.diffusion.rollout.rollout import check_inputs
+    from genrl.interface.using import sized_rows
     from genrl.runtime.loop.progress import Progress
     from genrl.runtime.show.compare.page import Page, check_pairs
 
@@ -154,7 +154,7 @@ def _make(first: Side, second: Side, asked: Asked) -> None:
     source = asked.prompts or (run.prompts.eval if run else None)
     if source is None:
         raise typer.BadParameter("give --prompts FILE (a run with prompts.eval has its own)", param_hint="--prompts")
-    rows = load(source, run.prompts.column if run else "prompt")
+    rows = sized_rows(source, run, given)
     rows = [rows[k] for k in spread(asked.num_prompts or len(rows), len(rows))]
     check_pairs(len(rows) * asked.per_prompt)
     column = _category(rows, asked.category, source)

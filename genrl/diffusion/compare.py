@@ -157,7 +157,7 @@ def compare(
     advance: Callable[[int], None] = lambda samples: None,
 ) -> None:
     """Put a pair for every prompt, `per_prompt` of them, into the page; sample j of prompt k starts, for both, from
-    `torch.Generator().manual_seed(seed + k * per_prompt + j)`, alone.
+    `torch.Generator().manual_seed(seed + k * per_prompt + j)`, alone, in the prompt's own size where it has one.
 
     scorers: rewards that score both samples; a pair is a group for those that compare. column: of the category of a
     prompt. begin: told the number of samples; advance: how many more there are. Raises ValueError where the page would
@@ -194,10 +194,12 @@ def compare(
 def _made(side: Side, rows: Sequence[Prompt], seeds: Sequence[int]) -> Iterator[tuple[Tensor, int | None]]:
     """The samples of one model, which is in memory only meanwhile, and the rate of those that are sounds."""
     pipe = load(side.chosen.model, side.chosen.adapter)
-    check_call_arguments(pipe, [*side.chosen.arguments, *side.chosen.inputs], section=None)
+    texts, sizes = [row.text for row in rows], [row.size for row in rows]
+    names = [*side.chosen.arguments, *side.chosen.inputs, *(name for size in sizes for name in size)]
+    check_call_arguments(pipe, names, section=None)
     inputs = batch_inputs(side.chosen.inputs, rows)
     rate = _rate(pipe)
-    for sample in samples(pipe, [row.text for row in rows], seeds, side.chosen.arguments, inputs):
+    for sample in samples(pipe, texts, seeds, side.chosen.arguments, inputs, sizes):
         yield sample, rate
     del pipe
     empty_cache(torch.device(default_device()))

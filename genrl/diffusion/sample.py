@@ -65,22 +65,20 @@ def sample(
     seed: int = 0,
     arguments: Mapping[str, Any] | None = None,
     inputs: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    sizes: Sequence[Mapping[str, int]] = (),
     rewriter: Rewriter | None = None,
 ) -> list[Path]:
     """Draw one picture per prompt into `out` (00000.png, ..., prompts.json, grid.png); returns the pictures' paths.
 
     The pictures of an earlier call, which its prompts.json lists, are removed; no other files are. arguments: of the
-    pipeline call (num_inference_steps, guidance_scale, height, ...); inputs: those with a value per prompt. rewriter:
-    prompt k is drawn as this model, shown its pictures where it sees, rewrites it by the key (seed + k,). Raises
-    ValueError for an argument that the pipeline does not take, and RuntimeError, when all are written, where one is not
-    finite: it is a black file.
+    pipeline call (num_inference_steps, guidance_scale, height, ...); inputs: those with a value per prompt; sizes: each
+    prompt's own. rewriter: what is drawn are the texts of `rewritten`. Raises ValueError for an argument that the
+    pipeline does not take, and RuntimeError, when all are written, where one is not finite: it is a black file.
     """
     check_call_arguments(pipe, arguments or (), section=None)
     texts = list(prompts)
     if rewriter is not None:
-        fits = TextRoom(pipe, arguments or {})
-        inputs_of = [[values[k] for values in inputs.values()] for k in range(len(prompts))]
-        texts = [rewriter.rewrite(prompt, (seed + k,), fits, inputs_of[k]) for k, prompt in enumerate(prompts)]
+        texts = rewritten(rewriter, pipe, prompts, seed, arguments or {}, inputs)
     out.mkdir(parents=True, exist_ok=True)
     for old in sampled_pictures(out):
         old.unlink(missing_ok=True)
@@ -91,7 +89,7 @@ def sample(
     write_atomic(out / SAMPLE_LIST, json.dumps(record, indent=1, ensure_ascii=False))
     paths, pictures = [], []
     try:
-        for k, picture in enumerate(pictures_of(pipe, texts, seed, arguments or {}, inputs)):
+        for k, picture in enumerate(pictures_of(pipe, texts, seed, arguments or {}, inputs, sizes)):
             paths.append(save_png(picture, out / f"{k:05d}.png"))
             pictures.append(picture)
     finally:
@@ -100,17 +98,33 @@ def sample(
     return paths
 
 
+def rewritten(
+    rewriter: Rewriter,
+    pipe: Pipeline,
+    prompts: Sequence[str],
+    seed: int,
+    arguments: Mapping[str, Any],
+    inputs: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+) -> list[str]:
+    """The prompts as a language model rewrites them for the pipeline, prompt k by the key (seed + k,), shown its
+    pictures where the model sees."""
+    fits = TextRoom(pipe, arguments)
+    inputs_of = [[values[k] for values in inputs.values()] for k in range(len(prompts))]
+    return [rewriter.rewrite(prompt, (seed + k,), fits, inputs_of[k]) for k, prompt in enumerate(prompts)]
+
+
 def pictures_of(
     pipe: Pipeline,
     texts: Sequence[str],
     seed: int,
     arguments: Mapping[str, Any],
     inputs: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    sizes: Sequence[Mapping[str, int]] = (),
 ) -> Iterator[Image]:
     """One picture per text, each alone, text k from the noise of seed + k; of a video its frames side by side. Raises
     RuntimeError after the last where one was not finite: it is black."""
     broken = 0
-    for sample in samples(pipe, texts, range(seed, seed + len(texts)), arguments, inputs):
+    for sample in samples(pipe, texts, range(seed, seed + len(texts)), arguments, inputs, sizes):
         broken += not bool(sample.isfinite().all())
         yield to_pil(sample)
     if broken:
@@ -123,14 +137,15 @@ def samples(
     seeds: Sequence[int],
     arguments: Mapping[str, Any],
     inputs: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    sizes: Sequence[Mapping[str, int]] = (),
 ) -> Iterator[Tensor]:
     """What the pipeline makes of each text, alone, from the noise of its seed, on the CPU: a picture [3, H, W] or video
-    [F, 3, H, W] in [0, 1], or a sound [channels, S] in [-1, 1]."""
+    [F, 3, H, W] in [0, 1], or a sound [channels, S] in [-1, 1]. sizes: of each, which win over `arguments`."""
     settings = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(disable=True)  # one for each picture tells nothing
     for k, (text, seed) in enumerate(zip(texts, seeds, strict=True)):
         generator = torch.Generator().manual_seed(seed)
-        call = {**arguments, **{name: values[k] for name, values in inputs.items()}}
+        call = {**arguments, **{name: values[k] for name, values in inputs.items()}, **(sizes[k] if sizes else {})}
         pictures = pipe(prompt=text, generator=generator, output_type="pt", return_dict=False, **call)[0][0]
         yield pictures.cpu()
     pipe.set_progress_bar_config(**settings)

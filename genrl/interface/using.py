@@ -47,39 +47,38 @@ def sample(
     model: a loaded pipeline, a hub id, a folder, or the run folder of one, which is then called as it was evaluated.
     prompts: texts, rows, a `datasets.Dataset` or a file. lora: a folder or hub id. out: also write them there, with
     prompts.json and grid.png. arguments: further ones of the pipeline's call. dtype: float32, bfloat16 or float16; that
-    of the run by default. rewriter: folder of a run's language model, which rewrites the prompts, with `out`. Raises
-    ValueError for what does not fit.
+    of the run by default. rewriter: folder of a run's language model, which rewrites the prompts. Raises ValueError for
+    what does not fit.
 
     >>> pictures = genrl.sample("assets/tiny-t2i", ["a red cube", "two blue stars"], num_inference_steps=2)
     >>> [picture.size for picture in pictures]
     [(64, 64), (64, 64)]
     """
-    from genrl.data.prompts import load as load_prompts
+    from genrl.diffusion.chosen import config_of
 
-    lent = Lent()
+    lent, call = Lent(), _call(num_inference_steps, guidance_scale, height, width, arguments)
     name, source = _name(model, lent), rows_name(prompts, "prompts", lent)
     with lending(lent.objects):
-        rows = load_prompts(source)
-        chosen = _chosen(name, lora, _call(num_inference_steps, guidance_scale, height, width, arguments), dtype)
+        rows = sized_rows(source, None if is_given(name) else config_of(name), call)
+        chosen = _chosen(name, lora, call, dtype)
 
+        from genrl.diffusion import sample as drawing
         from genrl.diffusion.policy.loading import check_call_arguments
         from genrl.diffusion.policy.rewriter import load_rewriter
         from genrl.diffusion.rollout.rollout import batch_inputs, check_inputs
-        from genrl.diffusion.sample import load as load_pipeline
-        from genrl.diffusion.sample import pictures_of
-        from genrl.diffusion.sample import sample as write
 
         check_inputs(chosen.inputs, rows, source)
-        texts, inputs = [row.text for row in rows], batch_inputs(chosen.inputs, rows)
-        pipe = load_pipeline(chosen.model, chosen.adapter)
-    check_call_arguments(pipe, chosen.arguments, section=None)
+        texts, inputs, sizes = [row.text for row in rows], batch_inputs(chosen.inputs, rows), [row.size for row in rows]
+        pipe = drawing.load(chosen.model, chosen.adapter)
+    check_call_arguments(pipe, [name for given in (chosen.arguments, *sizes) for name in given], section=None)
+    writer, call = None if rewriter is None else load_rewriter(Path(rewriter)), chosen.arguments
     if out is None:
-        return list(pictures_of(pipe, texts, seed, chosen.arguments, inputs))
+        texts = texts if writer is None else drawing.rewritten(writer, pipe, texts, seed, call, inputs)
+        return list(drawing.pictures_of(pipe, texts, seed, call, inputs, sizes))
     from PIL.Image import open as open_image
 
-    writer = None if rewriter is None else load_rewriter(Path(rewriter))
-    paths = write(pipe, texts, Path(out), seed=seed, arguments=chosen.arguments, inputs=inputs, rewriter=writer)
-    return [open_image(path) for path in paths]
+    given = {"arguments": call, "inputs": inputs, "sizes": sizes, "rewriter": writer}
+    return [open_image(path) for path in drawing.sample(pipe, texts, Path(out), seed=seed, **given)]
 
 
 def evaluate(
@@ -202,7 +201,7 @@ def judge_pipeline(
         raise ValueError("give prompts (--prompts FILE); a run with prompts.eval has its own")
     if not rewards and config is None:
         raise ValueError("give rewards (--reward NAME; `genrl rewards` lists them); a run has its own")
-    rows = _sized_rows(source, config, given)[:num_prompts]  # before torch is loaded
+    rows = sized_rows(source, config, given)[:num_prompts]  # before torch is loaded
     chosen = _chosen(name, lora, given, dtype)
 
     from genrl.diffusion.config.sections import Evaluation
@@ -231,7 +230,7 @@ def judge_pipeline(
     return Judged(evaluated.metrics, chosen, source, len(rows), seed, fault)
 
 
-def _sized_rows(source: str, config: Config | None, given: Mapping[str, Any]) -> list[Prompt]:
+def sized_rows(source: str, config: Config | None, given: Mapping[str, Any]) -> list[Prompt]:
     """The prompts in the sizes that the run draws them in; of a plain pipeline, those that their columns say. One size
     for all where the user gives it."""
     from genrl.data.prompts import load

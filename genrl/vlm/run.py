@@ -140,7 +140,7 @@ class AnswersRun(VLMRun):
                 # All answers are measured, those too that the filter leaves out, else figures would flatter the model.
                 all_answers.append(answers_here)
                 spent += seconds
-                answers_here = self._augmented(answers_here, first, memory)
+                answers_here = self._augmented(all_answers, first, memory)
                 answers_here = self._rescued(answers_here, first, helped)
                 if self.synthesis is not None:
                     pictured = [self.synthesis.described(number) for number in numbers[-1:]]
@@ -167,13 +167,13 @@ class AnswersRun(VLMRun):
             answers, row = joined([answers, *paid]), row | figures
         return answers, row
 
-    def _augmented(self, answers: Answers, first: int, memory: dict[str, Any]) -> Answers:
-        """The answers, of which some are to changed questions (`augmentation`); what it goes by next is put into
-        `memory`."""
-        config, loop = self.config, self.loop
+    def _augmented(self, rounds: Sequence[Answers], first: int, memory: dict[str, Any]) -> Answers:
+        """The answers of the last of the iteration's rounds, of which some are to changed questions (`augmentation`);
+        what it goes by next is put into `memory`."""
+        config, loop, answers = self.config, self.loop, rounds[-1]
         if config.augmentation is None:
             return answers
-        gap, changed = gaps(config, loop, answers)
+        gap, changed = gaps(config, loop, rounds)
         memory.update(changed)
         if gap is None:
             return answers

@@ -1,6 +1,5 @@
 """Two models on one page: the same noise, which side is which, what rewards say, and what cannot be compared."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -17,12 +16,11 @@ from genrl.data.prompts import Prompt
 from genrl.diffusion.compare import compare, is_lora, sides
 from genrl.diffusion.rollout.scoring import plain
 from genrl.runtime.show.compare.page import Page, key_path
-from genrl.runtime.show.mp4 import import_av
 from tests.diffusion import families, runs
 from tests.runtime.show.compare import pages
 
 ARGUMENTS: dict[str, Any] = {**runs.CALL, "num_inference_steps": 2}
-ROWS = [Prompt("a red star"), Prompt("two blue circles"), Prompt("a cat")]
+ROWS = [Prompt("a red star", size={"height": 32}), Prompt("two blue circles"), Prompt("a cat")]
 
 
 @pytest.fixture
@@ -68,7 +66,7 @@ def test_both_start_from_the_noise_of_plain_diffusers_and_rewards_score_what_peo
         pipe = DiffusionPipeline.from_pretrained(path)
         for k, row in enumerate(ROWS):
             generators = [torch.Generator().manual_seed(seed) for seed in (7 + 2 * k, 8 + 2 * k)]
-            drawn = [pipe(prompt=row.text, generator=one, **ARGUMENTS).images[0] for one in generators]
+            drawn = [pipe(prompt=row.text, generator=one, **{**ARGUMENTS, **row.size}).images[0] for one in generators]
             wanted = sorted((np.asarray(picture) for picture in drawn), key=lambda p: p.sum())
             assert all(np.array_equal(*two) for two in zip(found[row.text, name], wanted, strict=True))
     categories = {pair["prompt"]: pair["category"] for pair in key}
@@ -81,27 +79,6 @@ def test_both_start_from_the_noise_of_plain_diffusers_and_rewards_score_what_peo
             scores = sorted(pair["rewards"]["bright"][side] for pair in key if pair["prompt"] == row.text)
             means = [float(picture.mean()) / 255 for picture in found[row.text, name]]
             assert scores == pytest.approx(means, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_videos(tmp_path: Path) -> None:
-    """Sounds: tests/runtime/show/compare/test_page.py."""
-    tiny = families.FAMILIES["wan_t2v"]()
-    tiny.pipe.save_pretrained(tmp_path / "a")
-    with torch.no_grad():
-        for parameter in tiny.pipe.transformer.parameters():
-            parameter.mul_(1.3)
-    tiny.pipe.save_pretrained(tmp_path / "b")
-    out = tmp_path / "compare.html"
-    page = Page(out, question="", beside=True)
-    call = {**tiny.call, "num_inference_steps": 2}
-    compare(*sides(str(tmp_path / "a"), str(tmp_path / "b"), None, None, call), ROWS[:1], page, fps=8)
-    page.write({})
-    (pair,) = pages.data(out)["pairs"]
-    assert pair["left"]["kind"] == pair["right"]["kind"] == "video"
-    raw = (tmp_path / pair["left"]["url"]).read_bytes()
-    with import_av().open(io.BytesIO(raw)) as container:
-        assert container.streams.video[0].frames == call["num_frames"]
 
 
 def test_a_run_a_lora_and_their_base(finished: Path, model: Path, tmp_path: Path) -> None:

@@ -254,6 +254,8 @@ def test_evaluate_leaves_a_pipeline_alone_and_knows_a_run(trained: Any, pipe: An
     written = genrl.sample(trained, PROMPTS, out=tmp_path / "pictures")
     assert len(written) == 3 and json.loads((tmp_path / "pictures" / "prompts.json").read_text())[0]["seed"] == 0
     assert np.array_equal(written[1], genrl.sample(trained, PROMPTS)[1])
+    own = [{"prompt": "a cat", "height": 32}, {"prompt": "a dog"}]
+    assert [drawn.size for drawn in genrl.sample(pipe, own, num_inference_steps=1)] == [(64, 32), (64, 64)]
 
 
 def test_evaluate_knows_questions_and_simulators(root: Path) -> None:

@@ -45,16 +45,17 @@ def noisy(level: float) -> Change:
     return change
 
 
-def gaps(config: VLMConfig, loop: Loop, answers: Answers) -> tuple[Tensor | None, dict[str, list[float]]]:
-    """d of each question, float64 [P], None in the first iteration, which has nothing before it; and what the loop's
-    memory is to hold from now on, with the mean reward of the answers of all processes."""
+def gaps(config: VLMConfig, loop: Loop, rounds: Sequence[Answers]) -> tuple[Tensor | None, dict[str, list[float]]]:
+    """d of each question of the last of an iteration's rounds so far, float64 [P], None in the first iteration, which
+    has nothing before it; and what the loop's memory is to hold from now on, with the mean reward of the answers of all
+    rounds and processes."""
     assert config.augmentation is not None
-    means = totals(config, answers.scores).nan_to_num(nan=0.0).view(len(answers.rows), -1).mean(1)
+    means = [totals(config, each.scores).nan_to_num(nan=0.0).view(len(each.rows), -1).mean(1) for each in rounds]
     recent: list[float] = loop.memory.get(RECENT, [])
-    every = torch.cat(gather_object([means]))
+    every = torch.cat(gather_object([torch.cat(means)]))
     # A new list: an iteration that is undone puts the old one back.
     memory = {RECENT: [*recent, float(every.mean())][-config.augmentation.window :]}
-    return (sum(recent) / len(recent) - means if recent else None), memory
+    return (sum(recent) / len(recent) - means[-1] if recent else None), memory
 
 
 def hint(completion: str, share: float) -> str:

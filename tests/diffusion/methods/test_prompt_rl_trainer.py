@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+import genrl
 from genrl.config import ConfigError, check_files, load_located
 from genrl.config import load as load_config
 from genrl.diffusion.config.sections import Model
@@ -140,9 +141,10 @@ def test_pictures_are_drawn_of_rewritten_prompts(model: Path, tmp_path: Path) ->
     fits = TextRoom(pipe, arguments)
     drawn = [rewriter.rewrite(prompt, (7 + k,), fits) for k, prompt in enumerate(prompts)]
     assert [row["drawn"] for row in record] == drawn != prompts
+    unwritten = genrl.sample(model, prompts, seed=7, arguments=arguments, rewriter=tmp_path / "rewriter")
     for k, path in enumerate(paths):
         wanted = pipe(prompt=drawn[k], generator=torch.Generator().manual_seed(7 + k), **arguments).images[0]
-        assert np.array_equal(np.asarray(Image.open(path)), np.asarray(wanted))
+        assert np.array_equal(Image.open(path), wanted) and np.array_equal(unwritten[k], wanted)
 
 
 def test_what_is_compared_and_texts_are_measured_by_the_longest_encoder(folder: Path, model: Path) -> None:

@@ -90,19 +90,21 @@ class TestAugmentation:
         noise = pixels(changed.rows[1]).astype(int) - pixels(found.rows[1])
         assert 9 < np.abs(noise).mean() < 32 and changed.rows[1].prompt.parts[-1] == found.rows[1].prompt.parts[-1]
         for k in (0, 3):  # as hard as others: the answers stay
-            assert (
-                changed.rows[k] is found.rows[k] and changed.texts[4 * k : 4 * k + 4] == found.texts[4 * k : 4 * k + 4]
-            )
+            texts = [answers.texts[4 * k : 4 * k + 4] for answers in (changed, found)]
+            assert changed.rows[k] is found.rows[k] and texts[0] == texts[1]
 
     def test_a_run_compares_with_recent_iterations(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Augmentation, "window", 2)
-        settings = {"truth": "{question} list {answer}"}
-        with vlm_runs.opened(vlm_runs.config(tmp_path, augmentation=settings)) as run:
+        """By all answers of them, those of further rounds of sampling too."""
+        trainer = {"preset": "dapo", "filter": "spread", "resample": 4}
+        settings = {"augmentation": {"truth": "{question} list {answer}"}, "trainer": trainer}
+        with vlm_runs.opened(vlm_runs.config(tmp_path, **settings)) as run:
             means = []
             for iteration in range(3):
                 run.loop.iteration = iteration
                 _, row = run.draw()
                 means.append(row["reward/total_mean"])
+            assert row["rollout/rounds"] > 1
             assert run.loop.memory[augment.RECENT] == pytest.approx(means[1:])
 
 

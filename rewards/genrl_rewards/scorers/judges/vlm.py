@@ -252,4 +252,9 @@ class ProcessorInputs:
         texts = [self.processor.apply_chat_template(messages(q), add_generation_prompt=True) for q in questions]
         own = [pictures_of([question]) for question in questions]
         pictures = own if any(own) else None
-        return dict(self.processor(text=texts, images=pictures, padding=True, return_tensors="pt"))
+        # Gemma's templates write the token that begins a text, which their tokenizers add; LLaVA's leave it to them.
+        begin = self.processor.tokenizer.bos_token
+        adds = not (begin and all(text.startswith(begin) for text in texts))
+        return dict(
+            self.processor(text=texts, images=pictures, padding=True, return_tensors="pt", add_special_tokens=adds)
+        )

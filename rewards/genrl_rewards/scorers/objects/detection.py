@@ -121,6 +121,8 @@ class Detector:
         outputs, size = self.model(**inputs), [(picture.height, picture.width)]
         rows: dict[str, list[Thing]] = {name: [] for name in names}
         if self.kind in MASKED:
+            for name in ("class_queries_logits", "masks_queries_logits"):  # transformers makes the map on the CPU
+                setattr(outputs, name, getattr(outputs, name).cpu())
             (segments,) = self.processor.post_process_instance_segmentation(
                 outputs, threshold=threshold, target_sizes=size, return_binary_maps=True
             )

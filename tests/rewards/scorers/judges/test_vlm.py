@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 
 from genrl_rewards.scorers.judges.chat import ChatServer, Server, ServerFailed
 from genrl_rewards.scorers.judges.vlm import LocalVLM, QwenInputs, pictures_of, yes_or_no
@@ -120,6 +121,11 @@ def test_a_model_that_is_not_qwens_is_asked_through_its_own_processor(tmp_path: 
     assert together[0].yes == pytest.approx(own.yes, abs=1e-5)
     assert vlm.answers(questions, 2) == [vlm.answers([q], 2)[0] for q in questions]
     assert 0 < vlm.yes_no([["no picture at all"]])[0].yes < 1
+    # A tokenizer that adds the token by which the template begins, as Gemma's: it stands there once.
+    begin = vlm.tokenizer.bos_token = "<|im_start|>"
+    added = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, processor.tokenizer.vocab[begin])])
+    vlm.tokenizer.backend_tokenizer.post_processor = added
+    assert vlm.tokenizer.decode(vlm.inputs([["Hi"]])["input_ids"][0]).count(begin) == 2
 
 
 # -- The client of OpenAI-compatible judges, against a real server on loopback
