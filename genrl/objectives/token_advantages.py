@@ -96,7 +96,9 @@ def asymmetric(advantage: Tensor, right: Tensor, group: Tensor, *, alpha: float 
     """`(1 - M) A / 2 / (1 - sqrt(m) + eps) + M A / 2 / (sqrt(m) + eps)`, positive ones times min(1, M / alpha): A-GRAE
     (arXiv 2602.05548), m the share of right answers [N] of the group, M the mean of m over groups.
 
-    advantage [N] or [N, T]. right: 1, 0, NaN = no score.
+    advantage [N] or [N, T]. right: 1, 0, NaN = no score. A group that is all wrong or all right keeps its advantages,
+    but for the praise: in the paper they are 0, and here they come from other rewards, which eps would make a million
+    times as large.
     """
     index = torch.unique(group, return_inverse=True)[1].to(right.device)
     zero = torch.zeros(len(group), dtype=torch.float64, device=right.device)
@@ -105,6 +107,7 @@ def asymmetric(advantage: Tensor, right: Tensor, group: Tensor, *, alpha: float 
     mean = share[number > 0].mean() if bool((number > 0).any()) else share.sum()
     root = share.sqrt()[index]
     factor = 0.5 * ((1 - mean) / (1 - root + eps) + mean / (root + eps))
+    factor = torch.where((root > 0) & (root < 1), factor, 1.0)
     praise = (mean / alpha).clamp(max=1.0)
     factor = factor if advantage.dim() == 1 else factor[:, None]
     changed = advantage.double() * factor
