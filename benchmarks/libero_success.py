@@ -104,9 +104,9 @@ def by_lerobot(who: Acting, config: VLAConfig, size: int, given: Namespace) -> C
     def same(value: Any) -> Any:
         return value
 
-    found = eval_policy(vector, policy, before, same, same, same, n_episodes=given.episodes, start_seed=SEED)
+    judged = eval_policy(vector, policy, before, same, same, same, n_episodes=given.episodes, start_seed=SEED)
     vector.close()
-    return [bool(episode["success"]) for episode in found["per_episode"]], policy.steps, policy.shown
+    return [bool(episode["success"]) for episode in judged["per_episode"]], policy.steps, policy.shown
 
 
 def by_ours(who: Acting, config: VLAConfig, given: Namespace) -> Course:
@@ -149,19 +149,19 @@ def compared(run: Path, given: Namespace) -> dict[str, Any]:
     }
     (here, steps_here, shown_here), (there, steps_there, shown_there) = courses.values()
     starts = zip(shown_there, shown_here, strict=True)
-    found: dict[str, Any] = {"run": str(run), "task": config.environment.tasks[0]}
+    row: dict[str, Any] = {"run": str(run), "task": config.environment.tasks[0]}
     for name, (success, steps, _) in courses.items():
         limit = own.environment.max_steps or max(steps)
         within = [flag and count <= limit for flag, count in zip(success, steps, strict=True)]
-        found[name] = rate(success) | {f"within_{limit}": rate(within), "actions": steps}
-    found["first_numbers_apart"] = max(float((a[0] - b[0]).abs().max()) for a, b in starts)
-    found["other_outcome"] = [k for k in range(len(there)) if there[k] != here[k]]
-    found["other_length"] = [k for k in range(len(there)) if steps_there[k] != steps_here[k]]
-    found["parted_at_decision"] = {
+        row[name] = rate(success) | {f"within_{limit}": rate(within), "actions": steps}
+    row["first_numbers_apart"] = max(float((a[0] - b[0]).abs().max()) for a, b in starts)
+    row["other_outcome"] = [k for k in range(len(there)) if there[k] != here[k]]
+    row["other_length"] = [k for k in range(len(there)) if steps_there[k] != steps_here[k]]
+    row["parted_at_decision"] = {
         k: decision for k in range(len(there)) if (decision := parted(shown_there[k], shown_here[k])) is not None
     }
-    print(found, flush=True)
-    return found
+    print(row, flush=True)
+    return row
 
 
 def main() -> None:
