@@ -11,6 +11,7 @@ import torch
 from genrl.config import load
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.files import export
+from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.train import train
 from genrl.kernels import blocks
 from genrl.runtime.folder.run import Run
@@ -33,6 +34,18 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     blocks._compiled.cache_clear()
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """SD3 in float32. Its weights are not changed by any test."""
+    return Policy(FAMILIES["sd3"]().pipe)
 
 
 @pytest.fixture(scope="session")

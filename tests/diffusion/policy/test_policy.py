@@ -1,6 +1,6 @@
 """A pipeline as a policy: what is recorded, what is replayed, and from which random numbers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from genrl.mdp.noise import keyed_noise
 from tests.diffusion import runs
 from tests.diffusion.families import FAMILIES
 
+pytestmark = pytest.mark.usefixtures("no_grad")
 STEPS = 4
 PROMPTS = ["a red star", "two blue dogs", "one green square", "a cat"]
 SAMPLING = {**runs.CALL, "num_inference_steps": STEPS, "max_sequence_length": 16, "guidance_scale": 4.5}
@@ -24,18 +25,6 @@ DDIM_SAMPLING = {"num_inference_steps": STEPS, "height": 16, "width": 16, "guida
 LEVELS = {"flow_sde": 0.7, "dance_sde": 0.3, "wan_sde": 1.0, "flow_cps": 0.8, "flow_ddim": 1.0}
 FLOW_KERNELS = {name: Kernel(name, level) for name, level in LEVELS.items()}
 ACTIONS = (0, 1, 2)  # as trainers have it: the last step is deterministic
-
-
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    """SD3, guided, in float32. Its weights are not changed by any test."""
-    return Policy(FAMILIES["sd3"]().pipe)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def batch(rows: list[int], *, iteration: int = 0, **sampling: object) -> Batch:

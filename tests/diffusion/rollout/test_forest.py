@@ -1,7 +1,6 @@
 """Trees in the running policy: what spec and closed forms promise, on a tiny SD3, and on pipelines of six families."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,19 +24,9 @@ from tests.diffusion.families import FAMILIES
 from tests.diffusion.tiny_parts import Family
 from tests.run_folders import tiered
 
+pytestmark = pytest.mark.usefixtures("no_grad")
 SD3 = Family("sd3", DiffusionPipeline(), runs.CALL)
 """How the policy of most tests is called: unguided."""
-
-
-@pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy(FAMILIES["sd3"]().pipe)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @st.composite

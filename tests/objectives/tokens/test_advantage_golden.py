@@ -248,16 +248,15 @@ def test_a_grae(golden: Any) -> None:
     plain = group_advantages(right, group, scale="group", eps=1e-6, ddof=1)
     data.near("agrae_off", plain)
     data.near("agrae_on", token_advantages.asymmetric(plain, right, group))
-    # groups whose spread is of other rewards: (0 + 1) / 2 of all are right
-    spread = torch.tensor([1.0, -1, 2, -2])
-    kept = token_advantages.asymmetric(spread, torch.tensor([0.0, 0, 1, 1]), torch.tensor([0, 0, 1, 1]))
-    assert kept.tolist() == [0.5, -1, 1, -2]
     # half of all right, in a group of half: (1/2 + 1/2) / 2 / sqrt(1/2) or its complement, and praise counts in full
     right, group = torch.tensor([1.0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
     found = token_advantages.asymmetric(torch.tensor([1.0, -1, -1, 1]), right, group, alpha=0.5)
     root = 0.5**0.5
     wanted = torch.full((4,), 0.25 / (1 - root) + 0.25 / root).double()
     torch.testing.assert_close(found.abs(), wanted, rtol=1e-5, atol=0)
+    # groups of one outcome, whose spread is of other rewards: half of all are right
+    kept = token_advantages.asymmetric(torch.tensor([1.0, -1, 2, -2]), group.float(), group)
+    assert kept.tolist() == [0.5, -1, 1, -2]
     assert token_advantages.asymmetric(right[:0], right[:0], group[:0]).shape == (0,)  # no row has a score
 
 

@@ -75,7 +75,7 @@ def test_misuse_is_told(cluster: Any) -> None:
 
 
 def test_a_node_that_goes(cluster: Any) -> None:
-    """Its actors are started again on what is left."""
+    """Its actors are started again on what is left; twice where the first successor is put on the node that goes."""
     env = open_environment(Simulation(FRAIL, **HOW))
     env.reset(seed=3)
     assert len(nodes_of(env)) == 2, "spread over both nodes"
@@ -85,7 +85,7 @@ def test_a_node_that_goes(cluster: Any) -> None:
     while not env.restarts and time.monotonic() - begun < 60:  # the actor goes a little after its node
         info = env.step(actions(*[FINE] * 4))[4]
         time.sleep(0.1)
-    assert env.restarts == 1 and env.dropped == info["dropped"].sum() <= 2
+    assert env.restarts in (1, 2) and env.dropped == info["dropped"].sum() <= 2
     env.step(actions(*[FINE] * 4))
     assert (env.step(actions(*[FINE] * 4))[4]["n_executed"] > 0).any() and len(nodes_of(env)) == 1
     env.close()
