@@ -77,8 +77,10 @@ def sample(
         return list(drawing.pictures_of(pipe, texts, seed, call, inputs, sizes))
     from PIL.Image import open as open_image
 
-    given = {"arguments": call, "inputs": inputs, "sizes": sizes, "rewriter": writer}
-    return [open_image(path) for path in drawing.sample(pipe, texts, Path(out), seed=seed, **given)]
+    paths = drawing.sample(
+        pipe, texts, Path(out), seed=seed, arguments=call, inputs=inputs, sizes=sizes, rewriter=writer
+    )
+    return [open_image(path) for path in paths]
 
 
 def evaluate(
