@@ -145,9 +145,9 @@ def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor])
 
 
 def with_own_heads(config: VLAConfig, policy: Any) -> Any:
-    """The policy with the heads that the trainer needs."""
+    """The policy with the heads that the trainer needs, in evaluation mode: a replay is to see what was acted on."""
     noise_head = "none" if config.trainer.imitates == "always" else config.sampler.noise_head
-    return policy.with_heads(critic=critic_values(config, policy), noise_head=noise_head, seed=config.seed)
+    return policy.with_heads(critic=critic_values(config, policy), noise_head=noise_head, seed=config.seed).eval()
 
 
 def policy_folder(path: Path) -> Path:
