@@ -91,6 +91,7 @@ def test_chat_rows(tmp_path: Path) -> None:
 def test_a_model_that_does_not_look_is_asked_by_messages_and_never_without_a_rows_picture(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Two ?"}]
     blind = {"vlm": {"path": "assets/tiny-dllm", "output": "masked_text", "lora": None}}
+    shades(tmp_path, 1)
     found = asked(tmp_path, {"prompt": chat}, blind)
     assert (found.system, found.parts) == ("Short.", ("Two ?",))
     with pytest.raises(ValueError, match=r"a.jsonl:1: .*output: masked_text looks at nothing.*task.image: null"):
