@@ -49,7 +49,8 @@ from genrl.diffusion.rollout.rollout import call_arguments
 from genrl.diffusion.steps.plans import Steps
 from genrl.diffusion.steps.settings import PolicyGradient
 from genrl.runtime.folder import checkpoint
-from genrl.runtime.folder.run import Run, lock, read_metrics, write_atomic
+from genrl.runtime.folder.run import Run, read_metrics, write_atomic
+from genrl.runtime.loop.process import lock
 from genrl.runtime.show.curves import chart
 
 BASE = "configs/flow_grpo.yaml"

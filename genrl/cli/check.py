@@ -383,7 +383,7 @@ def _questions(config: VLMConfig) -> Iterator[Finding]:
             row = questions.row(number)
             problem: str | None = row.prompt.broken or None
             try:
-                for part in without_clips(row.prompt).parts if problem is None else ():
+                for part in without_clips(row.prompt).pieces if problem is None else ():
                     if not isinstance(part, str):
                         open_image(part, row.name)  # type: ignore[arg-type]
             except ValueError as error:

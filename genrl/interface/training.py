@@ -209,7 +209,7 @@ def resume(
         "model.path": model,
         "vlm.path": None if vlm is None else _loaded(vlm, processor),
         "policy.path": policy,
-        "environment.name": environment,
+        "environment.name": environment.get("name") if isinstance(environment, Mapping) else environment,
         "prompts.train": prompts,
         "prompts.eval": eval_prompts,
         "task.name": tasks,
@@ -269,19 +269,20 @@ def _run(config: RunConfig, folder: Path | None, script: Script) -> Result:
 
 def _kind(config: Any, **given: Any) -> Kind:
     """Kind of the run. Raises ValueError where it is none or several."""
-    kinds: dict[str, Kind] = {"model": "diffusion", "vlm": "vlm", "policy": "vla", "environment": "vla"}
-    candidates = {kinds[name] for name, thing in given.items() if thing is not None}
-    if "vlm" in candidates:
-        candidates -= {"vla"}  # an agent acts in an environment, too
-    if len(candidates) > 1:
+    kinds: dict[str, Kind] = {"model": "diffusion", "vlm": "vlm", "policy": "vla"}
+    trained = {kind for name, kind in kinds.items() if given[name] is not None}
+    if len(trained) > 1:
         raise ValueError("genrl.train: give one of model, vlm and policy, found several")
-    if candidates:
-        return candidates.pop()
-    if isinstance(config, (str, Path)):
-        return kind_of(config)
+    if trained:
+        return trained.pop()
+    held = None
     if config is not None:
-        return kind_of_data(config)
-    raise ValueError("genrl.train: say what is trained: model (a diffusers pipeline), vlm, or policy")
+        held = kind_of(config) if isinstance(config, (str, Path)) else kind_of_data(config)
+    if given["environment"] is not None:  # an agent acts in one, too
+        return "vlm" if held == "vlm" else "vla"
+    if held is None:
+        raise ValueError("genrl.train: say what is trained: model (a diffusers pipeline), vlm, or policy")
+    return held
 
 
 def _composed(config: Any, sections: dict[str, Any], kind: Kind) -> tuple[RunConfig, Origins]:
@@ -290,34 +291,35 @@ def _composed(config: Any, sections: dict[str, Any], kind: Kind) -> tuple[RunCon
         return load_given(config, sections, "genrl.train")
     base = dict(config or {})
     source = {"diffusion": "prompts", "vlm": "task", "vla": "environment"}[kind]
-    held = {**(base.get(source) or {}), **sections.get(source, {})}
+    sources = [keys for keys in (base.get(source), sections.get(source)) if isinstance(keys, Mapping)]
+    judged = any(keys.get("eval") or keys.get("name") for keys in sources)
     # A script that gives no held-out prompts means no evaluation; in a file the same is more likely forgotten.
-    if kind != "vla" and "evaluation" not in {**base, **sections} and not (held.get("eval") or held.get("name")):
+    if kind != "vla" and "evaluation" not in {**base, **sections} and not judged:
         sections["evaluation"] = {"every": 0}
     if "output" not in {**base, **sections}:
         # Each process would name a folder after its own clock.
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("output: name the run folder, which all processes have to agree on")
-        trainer = sections.get("trainer") or base.get("trainer") or {}
+        trainer = sections.get("trainer") or base.get("trainer")
+        trainer = trainer if isinstance(trainer, Mapping) else {}  # what else it may be is refused with the rest
         name = str(trainer.get("algorithm") or trainer.get("preset") or kind).rpartition(":")[2]
         sections["output"] = f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}"
     return load_given(config, sections, "genrl.train")
 
 
 def _environment(environment: Any, lent: Lent) -> dict[str, Any]:
-    if isinstance(environment, Mapping):
-        keys = dict(environment)
-        if callable(keys.get("name")):
-            keys["name"] = lent.name(keys["name"], source_of_factory(keys["name"]))
-        return keys
-    if callable(environment):
-        return {"name": lent.name(environment, source_of_factory(environment))}
-    return {"name": str(environment)}
-
-
-def source_of_factory(make: Any) -> str:
-    """The name of a function or class that makes environments."""
-    return str(getattr(make, "__name__", type(make).__name__)).strip("<>")
+    """The section `environment`. Raises ValueError for an environment that is made already."""
+    keys = dict(environment) if isinstance(environment, Mapping) else {"name": environment}
+    name = keys.get("name", "")
+    if not callable(name) and not isinstance(name, (str, Path)):
+        text = f"give a function that makes it, since every slot has its own, or its name, not a {type(name).__name__}"
+        raise ValueError(f"environment: {text}")
+    if callable(name):
+        label = str(getattr(name, "__name__", type(name).__name__)).strip("<>")
+        keys["name"] = lent.name(name, label)
+    elif name:
+        keys["name"] = str(name)
+    return keys
 
 
 def _loaded(model: Any, processor: Any) -> Any:

@@ -138,6 +138,8 @@ def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor])
         text = "is not what the run began with, and its checkpoints hold adapters alone; put back what was there"
         raise ValueError(f"{run}: policy.path: {config.policy.path} {text}")
     put_back({name: p for name, p in policy.named_parameters() if p.requires_grad}, adapters, run)
+    for parameter in trained:  # in float32, whatever `policy.dtype`: half precision loses what adapters add
+        parameter.data = parameter.data.float()
     merge(policy)
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -145,9 +147,9 @@ def _merged(run: Path, saved: checkpoint.Loaded, adapters: Mapping[str, Tensor])
 
 
 def with_own_heads(config: VLAConfig, policy: Any) -> Any:
-    """The policy with the heads that the trainer needs."""
+    """The policy with the heads that the trainer needs, in evaluation mode: a replay is to see what was acted on."""
     noise_head = "none" if config.trainer.imitates == "always" else config.sampler.noise_head
-    return policy.with_heads(critic=critic_values(config, policy), noise_head=noise_head, seed=config.seed)
+    return policy.with_heads(critic=critic_values(config, policy), noise_head=noise_head, seed=config.seed).eval()
 
 
 def policy_folder(path: Path) -> Path:

@@ -84,7 +84,7 @@ class Shown:
 
 def shows_pictures(questions: Questions) -> bool:
     """Whether there is anything to make black."""
-    return any(not isinstance(part, str) for part in questions[0].prompt.parts)
+    return any(not isinstance(part, str) for part in questions[0].prompt.pieces)
 
 
 def in_the_dark(rows: Sequence[Row]) -> list[Row]:
@@ -371,7 +371,7 @@ def sheet_of(
             if read := read_as(reward, {**row.columns, "prompts": text_of(row)}):
                 facts[f"{label} expects"] = read
         facts |= {f"column {name}": f"{value!r:.200}" for name, value in row.columns.items()}
-        parts: Any = [part for part in without_clips(row.prompt).parts if not isinstance(part, str)]
+        parts: Any = [part for part in without_clips(row.prompt).pieces if not isinstance(part, str)]
         pictures = (
             [("shown to the model", open_image(part, row.name)) for part in parts] if not row.prompt.broken else []
         )

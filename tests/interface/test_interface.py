@@ -176,7 +176,8 @@ def test_an_environment_from_a_function_and_a_policy_from_a_run(tmp_path: Path, 
     tree: dict[str, Any] = {"policy": {"new": {"type": "tiny_flow_vla", "horizon": 4, "image_size": 32}}}
     tree |= {"demonstrations": {"dataset": str(tmp_path / "corners")}}
     tree |= {"trainer": {"steps_per_iteration": 2, "algorithm": "sft"}}
-    imitated = genrl.train(tree, output=tmp_path / "sft", **common)
+    assert genrl.train(tree, output=tmp_path / "sft", **common).complete
+    imitated = genrl.resume(tmp_path / "sft", environment=place, iterations=2)  # as it was given to `train`
     tree = {"sampler": {"kind": "flow_sde", "steps": 2}, "environment": {"name": "replaced", "num_envs": 4}}
     ppo = {"policy": imitated.policy, "method": genrl.PPO(epochs=1), "output": tmp_path / "ppo"}
     result = genrl.train(tree, **ppo, **common)
@@ -213,6 +214,8 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path: Path, r
         ({"method": "diffusion_ntf"}, "diffusion_nft"),
         ({"method": genrl.PPO()}, "PPO is a method for vla runs"),
         ({"model": None}, "say what is trained"),
+        ({"model": None, "environment": 3}, "environment: give a function that makes it, .* not a int"),
+        ({"config": {"prompts": "a.txt"}, "prompts": None}, "prompts"),
         ({"vlm": "assets/tiny-vlm"}, "give one of model, vlm and policy"),
         ({"config": {"distributed": {"fsdp": True}}}, "fsdp"),
     ):

@@ -110,7 +110,8 @@ def test_a_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
 
 
 def test_adapters_are_merged_into_an_exported_folder(tmp_path: Path) -> None:
-    changes = {"policy": {"lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}, "optimizer": {"lr": 1e-2}}
+    lora = {"lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}, "dtype": "bfloat16"}
+    changes = {"policy": lora, "optimizer": {"lr": 1e-2}}
     run = train(config(tmp_path, **changes))
     names = vla_runs.last_state(run).tensors["weights"]
     assert {n.split(".")[0] for n in names if is_adapter(n)} == {"language_model"}

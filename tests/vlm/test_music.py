@@ -196,7 +196,7 @@ class TestRewardModel:
         sound = 0.5 * torch.randn(5 * tiny_musicgen.FRAME).clamp(-1, 1)
         (tmp_path / "a.wav").write_bytes(as_wav(sound, tiny_musicgen.RATE))
         kept, rate = read_wav(tmp_path / "a.wav")
-        assert rate == tiny_musicgen.RATE and torch.allclose(kept, sound, atol=1 / 32767)
+        assert rate == tiny_musicgen.RATE and torch.allclose(kept, sound, rtol=0, atol=0.51 / 32767)
         line = {"prompt": "a tune", "preferred_path": "a.wav", "other": [[1] * 5] * 4}
         for split in ("train", "eval"):
             (tmp_path / f"{split}.jsonl").write_text("\n".join([json.dumps(line)] * 8), encoding="utf-8")

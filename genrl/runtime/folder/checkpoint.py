@@ -41,7 +41,8 @@ SHARDS = "shards"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _STEP = re.compile(r"step-(\d{6,})")
-_LEFTOVER = re.compile(r"step-\d{6,}\.tmp-\d+")
+_REPLACED = re.compile(r"(step-\d{6,})\.replaced-\d+")
+_LEFTOVER = re.compile(r"step-\d{6,}(\.replaced-\d+)?\.tmp-\d+")
 
 logger = logging.getLogger(__name__)
 
@@ -198,11 +199,13 @@ def _warn(skipped: Mapping[Path, str]) -> None:
 
 
 def to_resume(folder: Path) -> Path | None:
-    """The checkpoint that a run goes on from: the newest complete one, or None where none was ever saved.
+    """The checkpoint that a run goes on from: the newest complete one, or None where none was ever saved. One that made
+    way for another of its step, which its process did not live to see, is under its name again.
 
     Raises ValueError, and nothing is changed, where there are some and none can be read, or another version of genrl
     wrote the newest: it would be lost by going on from an older one.
     """
+    _put_back(folder)
     candidates = steps(folder)
     if candidates and (newer := _other_version(candidates[0])) is not None:
         raise ValueError(
@@ -218,6 +221,16 @@ def to_resume(folder: Path) -> Path | None:
         )
     _warn(skipped)
     return best
+
+
+def _put_back(folder: Path) -> None:
+    for path in list(folder.glob("step-*.replaced-*")):
+        if match := _REPLACED.fullmatch(path.name):
+            final = folder / match[1]
+            if final.exists():
+                _remove(path)
+            else:
+                _rename(path, final)
 
 
 def problem(path: Path, *, hashes: bool = True) -> str | None:

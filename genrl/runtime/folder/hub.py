@@ -35,8 +35,10 @@ def whole_folder(final: Path) -> Iterator[Path]:
     is_empty = final.is_dir() and not any(final.iterdir())  # it may be where somebody works, or another disk
     beside = final if is_empty else final.parent
     temporary, old = (beside / f".{final.name}{end}.tmp-{os.getpid()}" for end in ("", "-old"))
-    for path in list(beside.iterdir()) if beside.is_dir() else []:
-        if path.name.startswith((f".{final.name}.tmp-", f".{final.name}-old.tmp-")):  # of a process that was killed
+    for path in sorted(beside.iterdir()) if beside.is_dir() else []:  # of a process that was killed
+        if path.name.startswith(f".{final.name}-old.tmp-") and not final.exists():  # between the two renames below
+            path.rename(final)
+        elif path.name.startswith((f".{final.name}.tmp-", f".{final.name}-old.tmp-")):
             shutil.rmtree(path, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:

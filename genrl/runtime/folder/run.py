@@ -1,4 +1,4 @@
-"""The run folder: what is in it, who may write into it, and how it is read back.
+"""The run folder: what is in it, and how it is written and read back.
 
     runs/<name>/config.yaml     the resolved configuration
                 run.json        versions, git commit, command, seed, times
@@ -25,8 +25,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from genrl.config import ConfigError, dump, load
 from genrl.config.errors import command
@@ -308,40 +306,6 @@ def unchanged_where_refused(run: Run, *, resumes: bool) -> Iterator[None]:
             if file.read_bytes() != content:
                 write_atomic(file, content)
         raise
-
-
-def lock(folder: Path) -> FileLock:
-    """Hold the run for this process until the returned lock is released, or as a context ends. The system frees it even
-    after kill -9.
-
-    Raises ValueError where another live process holds it, or nothing can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # A lock of the system's, not a file that is there or not: it goes with its process, however that ends.
-        held = FileLock(folder / "run.lock", timeout=0)
-        held.acquire()
-    except Timeout:
-        raise ValueError(
-            f"another process is training in {folder}{_holder(folder)}: wait for it, or choose another output=FOLDER. "
-            f"It holds {folder / 'run.lock'}: delete that file only if its machine is gone."
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"the run folder {folder} cannot be written to: {error.strerror}. Make it writable, or choose another one "
-            "with output=FOLDER."
-        ) from None
-    return held
-
-
-def _holder(folder: Path) -> str:
-    """Which process, as far as its heartbeat tells."""
-    try:
-        heartbeat = json.loads((folder / "heartbeat" / "rank-0.json").read_text(encoding="utf-8"))
-        when = datetime.fromtimestamp(heartbeat["time"], UTC).isoformat(timespec="seconds")
-        return f" (process {heartbeat['pid']} on {heartbeat['host']}, which last made progress at {when})"
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
-        return ""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -11,13 +11,14 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
 
 from genrl.config import RunConfig, dump
 from genrl.runtime.folder import checkpoint
@@ -25,7 +26,7 @@ from genrl.runtime.folder import run as run_folder
 from genrl.runtime.folder.metrics import MetricLogger, logged_by
 from genrl.runtime.folder.run import Run, Script
 from genrl.runtime.loop.progress import Progress
-from genrl.runtime.loop.signals import PATIENCE, Stop, Watchdog, catch_stop
+from genrl.runtime.loop.signals import PATIENCE, Stop, Watchdog, catch_stop, read_heartbeat
 from genrl.runtime.weights.devices import default_device, peak_bytes, resident_peak_bytes, without_cudnn_attention
 
 logger = logging.getLogger(__name__)
@@ -119,8 +120,41 @@ def claim(stack: ExitStack, output: str, resume: Path | None, accelerator: Accel
     run = Run((resume or Path(output)).absolute())  # a reward may go to another folder
     # One lock for all processes, which share the folder and end together.
     if accelerator.is_main_process:
-        stack.callback(run_folder.lock(run.folder).release)
+        stack.callback(lock(run.folder).release)
     return Claim(run, _to_resume(run, accelerator) if resume else None, resume is not None)
+
+
+def lock(folder: Path) -> FileLock:
+    """Hold the run for this process until the returned lock is released, or as a context ends. The system frees it even
+    after kill -9.
+
+    Raises ValueError where another live process holds it, or nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A lock of the system's, not a file that is there or not: it goes with its process, however that ends.
+        held = FileLock(folder / "run.lock", timeout=0)
+        held.acquire()
+    except Timeout:
+        raise ValueError(
+            f"another process is training in {folder}{_holder(folder)}: wait for it, or choose another output=FOLDER. "
+            f"It holds {folder / 'run.lock'}: delete that file only if its machine is gone."
+        ) from None
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {folder} cannot be written to: {error.strerror}. Make it writable, or choose another one "
+            "with output=FOLDER."
+        ) from None
+    return held
+
+
+def _holder(folder: Path) -> str:
+    """Which process, as far as its heartbeat tells."""
+    heartbeat = read_heartbeat(folder / "heartbeat" / "rank-0.json")
+    if heartbeat is None:
+        return ""
+    when = datetime.fromtimestamp(heartbeat.time, UTC).isoformat(timespec="seconds")
+    return f" (process {heartbeat.pid} on {heartbeat.host}, which last made progress at {when})"
 
 
 def _to_resume(run: Run, accelerator: Accelerator) -> Path | None:

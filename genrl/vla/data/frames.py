@@ -60,7 +60,8 @@ def episode_frames(
     repeats the last action, and `ACTION_IS_PAD` bool [F, horizon] says so (LeRobot's delta_timestamps); with rest, the
     action that stands still, it goes on with that as if it had been demonstrated, and there is no mask.
 
-    All of it is in memory: F H W 3 bytes for each camera. Raises ValueError for a rest of another width.
+    All of it is in memory: F H W 3 bytes for each camera. Raises ValueError for a rest of another width, and for a
+    column of several shapes.
     """
     columns = [name for name in inputs if name != TOKENS]
     columns_of: dict[str, list[NDArray[Any]]] = {name: [] for name in (*columns, ACTION, ACTION_IS_PAD)}
@@ -76,7 +77,7 @@ def episode_frames(
     if rest is not None:
         del columns_of[ACTION_IS_PAD]
     # Popped one by one, so that pictures are in memory twice only a column at a time.
-    frames = {name: _tensor(np.concatenate(columns_of.pop(name))) for name in list(columns_of)}
+    frames = {name: _tensor(_joined(columns_of.pop(name), name)) for name in list(columns_of)}
     if TOKENS in inputs:
         # A tokenizer reads each sentence once, not once for every frame.
         texts = list(dict.fromkeys(instructions))
@@ -123,6 +124,15 @@ def frame_statistics(frames: Batch) -> Statistics:
     for name in stats.keys() - {ACTION}:
         stats[name]["std"] = stats[name]["std"].clamp(min=STD_FLOOR)
     return stats
+
+
+def _joined(values: Sequence[NDArray[Any]], name: str) -> NDArray[Any]:
+    """One after the other. Raises ValueError where a frame of one is not of the shape of another's."""
+    shapes = sorted({part.shape[1:] for part in values})
+    if len(shapes) > 1:
+        text = f"{name} is {list(shapes[0])} in one episode and {list(shapes[1])} in another"
+        raise ValueError(f"demonstrations: {text}; bring all episodes to one shape")
+    return np.concatenate(values)
 
 
 def _tensor(values: NDArray[Any]) -> Tensor:

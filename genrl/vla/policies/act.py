@@ -122,7 +122,8 @@ class ACT(PublishedPolicy):
         # Row 0 of the table is the latent's place, which `_act` puts in front.
         places = [model.encoder_1d_feature_pos_embed.weight[1:]]
         for name in self.robot.pictures:
-            maps = model.encoder_img_feat_input_proj(model.backbone(self.robot.picture(observation, name, device)))
+            pixels = self.robot.picture_of_own_size(observation, name, device)
+            maps = model.encoder_img_feat_input_proj(model.backbone(pixels))
             tokens.append(maps.flatten(2).mT)
             places.append(_cells(maps.shape[2], maps.shape[3], self.config.dim_model).to(device))
         tokens_seen = torch.cat(tokens, 1)

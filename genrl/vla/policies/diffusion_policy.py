@@ -79,7 +79,10 @@ class DiffusionPolicy(PublishedPolicy):
         """picture: height and width of a camera's picture, before resizing and cropping."""
         super().__init__(robot, config.horizon, robot.action_dim)
         self.config = config
-        cameras, size = len(robot.pictures), config.crop_shape or config.resize_shape or picture
+        cameras, whole = len(robot.pictures), config.resize_shape or picture
+        size = config.crop_shape or whole
+        if cameras and any(part > side for part, side in zip(size, whole, strict=True)):
+            raise ValueError(f"crop_shape {list(size)} is larger than the pictures, {list(whole)} (height x width)")
         with torch.device("meta"):
             self.diffusion = nn.ModuleDict()
             if cameras:
@@ -111,9 +114,8 @@ class DiffusionPolicy(PublishedPolicy):
         device, steps = next(self.parameters()).device, self.config.n_obs_steps
         order = sorted(self.robot.vectors.items(), key=lambda pair: pair[1] != STATE)
         vectors = [self._history(self.robot.vector(observation, name, device), 1, name) for name, _ in order]
-        pictures = [
-            self._history(self.robot.picture(observation, name, device), 3, name) for name in self.robot.pictures
-        ]
+        read = self.robot.picture if self.config.resize_shape is not None else self.robot.picture_of_own_size
+        pictures = [self._history(read(observation, name, device), 3, name) for name in self.robot.pictures]
         if pictures:
             encoder: Any = self.diffusion["rgb_encoder"]
             encoders = encoder if isinstance(encoder, nn.ModuleList) else [encoder] * len(pictures)

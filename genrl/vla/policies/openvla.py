@@ -313,11 +313,15 @@ def _text_config(source: Source) -> Any:
     from transformers import LlamaConfig
 
     settings, where = dict(source.config["text_config"]), f"{source.path}/config.json"
-    if settings.pop("model_type", "llama") != "llama" or settings.get("rope_theta", ROTARY_BASE) != ROTARY_BASE:
-        raise ValueError(f"{where}: text_config must be a llama's with a rope_theta of {ROTARY_BASE:g}")
+    if (kind := settings.pop("model_type", "llama")) != "llama":
+        raise ValueError(f"{where}: text_config must be a llama's, found {kind!r}")
+    text = LlamaConfig(**settings)
+    if text.rope_parameters != {"rope_type": "default", "rope_theta": ROTARY_BASE}:
+        wanted = f"a rope_theta of {ROTARY_BASE:g} and no rope_scaling"
+        raise ValueError(f"{where}: text_config must have {wanted}, found {text.rope_parameters}")
     if (bins := source.config.get("n_action_bins", BINS)) != BINS:
         raise ValueError(f"{where}: n_action_bins must be {BINS}, found {bins}")
-    return LlamaConfig(**settings)
+    return text
 
 
 def _llama(text: Any) -> nn.ModuleDict:

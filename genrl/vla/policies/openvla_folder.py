@@ -193,13 +193,16 @@ class Robot:
 
     def pictures(self, observation: Batch, device: torch.device) -> Tensor:
         """float32 [cameras B, 3, S, S] in [0, 1], camera by camera; resized (`lanczos`) and cropped."""
-        pixels = torch.cat([picture(entry(observation, name), name, device).movedim(-1, -3) for name in self.cameras])
-        size = (self.image_size, self.image_size)
-        if pixels.shape[-2:] != size:
-            pixels = lanczos(pixels, size)
-            # To whole levels between the two resizings, as the authors' program has a picture of bytes there.
-            pixels = (pixels.clamp(0.0, 1.0) * 255.0).round() / 255.0
+        shown = [picture(entry(observation, name), name, device).movedim(-1, -3) for name in self.cameras]
+        pixels = torch.cat([self._sized(pixels) for pixels in shown])
         return central(pixels) if self.crop else pixels
+
+    def _sized(self, pixels: Tensor) -> Tensor:
+        size = (self.image_size, self.image_size)
+        if pixels.shape[-2:] == size:
+            return pixels
+        # To whole levels between the two resizings, as the authors' program has a picture of bytes there.
+        return (lanczos(pixels, size).clamp(0.0, 1.0) * 255.0).round() / 255.0
 
     def _scaled(self, value: Tensor, what: str) -> Tensor:
         low, high, mask = (self.stats[what][name].to(value) for name in ("q01", "q99", "mask"))

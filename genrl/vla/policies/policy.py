@@ -102,7 +102,8 @@ class Policy(Protocol):
     """What every policy has. `inputs`: the entries of an observation that it reads, and a rollout must store.
 
     `critic`: how many values `value` gives, 0 without critic. `image_size`: side of the pictures it reads, 0 for none.
-    `encoder`: what sees and reads, which may be frozen. `stats`: what it normalises by.
+    `encoder`: what sees and reads, which may be frozen. `stats`: what it normalises by. It is in evaluation mode in
+    training, too; one that drops out as it imitates does so by itself, from its `loss_noise`.
     """
 
     @property

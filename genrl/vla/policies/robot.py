@@ -105,8 +105,9 @@ def _affine(stats: Mapping[str, Tensor], mode: Mode, like: Tensor) -> tuple[Tens
 class Robot:
     """What a folder says of observations and actions: names, widths, statistics, modes.
 
-    pictures: environment's name -> policy's name, in the policy's order, without empty cameras. Widths as in the
-    configuration. Raises ValueError where a feature that is to be normalised has no statistics.
+    pictures: environment's name -> policy's name, in the policy's order, without empty cameras. Widths, and shapes of
+    pictures (height, width), as in the configuration. Raises ValueError where a feature that is to be normalised has no
+    statistics.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -126,7 +127,8 @@ class Robot:
             back.get(name, name): name for name, feature in inputs.items() if feature["type"] in ("STATE", "ENV")
         }
         self.widths = {name: int(inputs[name]["shape"][0]) for name in self.vectors.values()}
-        self.image_size = int(inputs[cameras[0]]["shape"][-1]) if cameras else 0
+        self.shapes = {name: tuple(map(int, inputs[name]["shape"][-2:])) for name in cameras}
+        self.image_size = max(self.shapes[cameras[0]]) if cameras else 0
         self.action_dim = int(folder.config["output_features"][ACTION]["shape"][0])
         self.path = folder.path
         self._types = {name: feature["type"] for name, feature in inputs.items()} | {ACTION: "ACTION"}
@@ -158,6 +160,16 @@ class Robot:
         """A picture as LeRobot hands it to a policy, float32 [..., 3, H, W], [0, 1] unless it is normalised."""
         pixels = picture(entry(observation, name), name, device)
         return self.normalise(pixels, self.pictures[name]).movedim(-1, -3).contiguous()
+
+    def picture_of_own_size(self, observation: Batch, name: str, device: torch.device) -> Tensor:
+        """`picture`, for a policy that resizes none. Raises ValueError where it is not of the size that the folder
+        names: what it shows would be larger or smaller than in training."""
+        pixels, shape = self.picture(observation, name, device), self.shapes[self.pictures[name]]
+        if pixels.shape[-2:] != shape:
+            high, wide = pixels.shape[-2:]
+            text = f"is {high} x {wide} (height x width), and the policy of {self.path} reads {shape[0]} x {shape[1]}"
+            raise ValueError(f"{name} {text}, and resizes nothing: show it pictures of that size")
+        return pixels
 
     def normalise(self, value: Tensor, name: str) -> Tensor:
         """[..., D] by the folder's mode for the policy's feature `name`."""

@@ -139,16 +139,20 @@ def left_padded(prompts: Sequence[Encoded], pad_id: int) -> tuple[Tensor, Tensor
 
 
 def encode_text(tokenizer: Any, prompt: Prompt, refusal: str) -> Encoded:
-    """A prompt's tokens, by the chat template where there is one. ValueError (`refusal`) for one with pictures."""
-    if any(not isinstance(part, str) for part in prompt.parts):
+    """A prompt's tokens, by the chat template where there is one. ValueError (`refusal`) for one with pictures, and for
+    a conversation without a template."""
+    if any(not isinstance(part, str) for part in prompt.pieces):
         raise ValueError(f"{prompt.where}: {refusal}")
-    text = " ".join(str(part) for part in prompt.parts)
+    chat = [{"role": turn.role, "content": " ".join(map(str, turn.parts))} for turn in prompt.turns]
+    if prompt.system is not None:
+        chat.insert(0, {"role": "system", "content": prompt.system})
+    if not tokenizer.chat_template and len(chat) > 1:
+        text = "this model's tokenizer has no chat template: ask by one text, without task.system and other messages"
+        raise ValueError(f"{prompt.where}: {text}")
+    text = chat[0]["content"]
     if tokenizer.chat_template:
-        chat = [{"role": "user", "content": text}]
-        if prompt.system is not None:
-            chat.insert(0, {"role": "system", "content": prompt.system})
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
+    ids = tokenizer(text + prompt.begun, add_special_tokens=False, return_tensors="pt")["input_ids"][0]
     return Encoded(Tokens(ids, {}, {}), torch.arange(len(ids)), len(ids), prompt.where)
 
 

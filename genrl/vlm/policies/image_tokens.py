@@ -23,7 +23,7 @@ from genrl.vlm.policies.contract import Sampled, chosen, left_padded, uniforms
 from genrl.vlm.policies.loading import Adapted, with_lora
 from genrl.vlm.policies.log_probs import TokenScores
 from genrl.vlm.policies.policy import Encoded, dtype_of
-from genrl.vlm.policies.processor import Prompt, Tokens, load_processor
+from genrl.vlm.policies.processor import Prompt, Tokens, load_processor, written
 from genrl_rewards.models.checkpoints import pretrained
 
 TRAINED = ("language_model", "generation_embeddings", "generation_aligner", "generation_head")
@@ -93,13 +93,9 @@ class ImagePolicy(Adapted):
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A caption's tokens, the mark at which a picture begins included. ValueError for a prompt with pictures."""
-        if any(not isinstance(part, str) for part in prompt.parts):
+        if any(not isinstance(part, str) for part in prompt.pieces):
             raise ValueError(f"{prompt.where}: a caption is text; this one has a picture")
-        content = [{"type": "text", "text": part} for part in prompt.parts]
-        chat = [{"role": "user", "content": content}]
-        if prompt.system is not None:
-            chat.insert(0, {"role": "system", "content": [{"type": "text", "text": prompt.system}]})
-        text = self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        text = written(prompt, self.processor)
         ids = self.processor(text=text, generation_mode="image", return_tensors="pt")["input_ids"][0]
         return Encoded(Tokens(ids, {}, {}), torch.arange(len(ids)), len(ids), prompt.where)
 

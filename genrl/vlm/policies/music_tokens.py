@@ -110,8 +110,8 @@ class MusicPolicy(Adapted):
 
     def encode(self, prompt: Prompt) -> Encoded:
         """A text's tokens with the end token, as the model's processor makes them. ValueError for one with pictures."""
-        if any(not isinstance(part, str) for part in prompt.parts) or prompt.system is not None:
-            raise ValueError(f"{prompt.where}: MusicGen reads a text, no picture and no system message")
+        if any(not isinstance(part, str) for part in prompt.pieces) or prompt.system is not None or prompt.before:
+            raise ValueError(f"{prompt.where}: MusicGen reads one text, no picture, system message or conversation")
         text = " ".join(str(part) for part in prompt.parts)
         ids = self.tokenizer(text, return_tensors="pt")["input_ids"][0]
         return Encoded(Tokens(ids, {}, {}), torch.arange(len(ids)), len(ids), prompt.where)

@@ -63,6 +63,16 @@ class Prompt:
     begun: str = ""
     broken: str = ""
 
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All of the conversation, this one included."""
+        return (*self.before, Turn("user", self.parts))
+
+    @property
+    def pieces(self) -> Parts:
+        """The parts of all of its turns."""
+        return tuple(part for turn in self.turns for part in turn.parts)
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -238,8 +248,7 @@ def tokenize(
         raise Unreadable(prompt.broken)
     if not videos:
         prompt = without_clips(prompt)
-    parts = [part for turn in [*prompt.before, Turn("user", prompt.parts)] for part in turn.parts]
-    placeholders = placeholder_tokens(processor)
+    parts, placeholders = prompt.pieces, placeholder_tokens(processor)
     for text in [prompt.system or "", *(part for part in parts if isinstance(part, str))]:
         held = [token for token in placeholders if token in text]
         if held:
@@ -253,7 +262,7 @@ def tokenize(
     pictures = [opened(part) for part in parts if not isinstance(part, str | Clip)]
     clips = [part for part in parts if isinstance(part, Clip)]
     frames = [[opened(frame) for frame in clip.frames] for clip in clips]
-    text = _written(prompt, processor)
+    text = written(prompt, processor)
     tensors = processor(
         text=[text],
         images=[pictures] if pictures else None,
@@ -276,9 +285,9 @@ def unexpanded(tokens: Tokens, processor: Any) -> list[int]:
     return ids
 
 
-def _written(prompt: Prompt, processor: Any, answer: str | None = None) -> str:
+def written(prompt: Prompt, processor: Any, answer: str | None = None) -> str:
     """A prompt as the chat template writes it, ready for the answer; or with it, and what ends it."""
-    turns = [*prompt.before, Turn("user", prompt.parts), *([] if answer is None else [Turn("assistant", (answer,))])]
+    turns = [*prompt.turns, *([] if answer is None else [Turn("assistant", (answer,))])]
     chat: list[dict[str, Any]] = [{"role": turn.role, "content": _content(turn.parts)} for turn in turns]
     if prompt.system is not None:
         chat.insert(0, {"role": "system", "content": [{"type": "text", "text": prompt.system}]})
@@ -317,9 +326,9 @@ def answer_ids(prompt: Prompt, text: str, processor: Any, stop_ids: Sequence[int
     if held:
         raise ValueError(f"{prompt.where}: the answer holds {held[0]!r}, which stands for an image")
     prompt = without_clips(prompt)  # what stands before the answer does not change it
-    prompt_text = _written(prompt, processor)
+    prompt_text = written(prompt, processor)
     text = without_opened(prompt_text, text)
-    full_text = _written(prompt, processor, text)
+    full_text = written(prompt, processor, text)
     special, tokenizer = _adds_special(prompt_text, processor), processor.tokenizer
     before: list[int] = tokenizer(prompt_text, add_special_tokens=special)["input_ids"]
     ids: list[int] = tokenizer(full_text, add_special_tokens=special)["input_ids"]

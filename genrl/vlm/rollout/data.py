@@ -164,8 +164,9 @@ class Questions:
         if self.sees and task.image is not None and columns.keys().isdisjoint({task.image, task.video}):
             _require_none_unnamed(columns, task.image, where)
         media = {"image": self._cells(columns, task.image, where), "video": self._cells(columns, task.video, where)}
-        if not self.sees:  # what is asked for is made, not looked at
-            return Row(where, Prompt((question,), system=task.system, where=where), columns)
+        if not self.sees and (held := [kind for kind, cells in media.items() if cells]):
+            text = f"a model of vlm.output: {self.config.vlm.output} looks at nothing, and the row has a {held[0]}"
+            raise ValueError(f"{where}: {text}: write task.{held[0]}: null to ask without")
         named = {kind: partial(open_one, where) for kind, open_one in opened.items()}
         prompt, answer = prompt_of(question, media, named, task.system, where)
         if answer is not None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,6 +105,24 @@ def test_going_on_from_an_earlier_step_drops_the_given_up_future(tmp_path: Path)
     save_step(tmp_path, 5, keep=9)
     save_step(tmp_path, 3, keep=1)
     assert names(tmp_path) == ["step-000004", "step-000003"]  # the damaged one stays
+
+
+@pytest.mark.parametrize("ending", [r"rename:step-000003", r"rename:step-000003\.replaced-1\.tmp-\d+"])
+def test_a_checkpoint_that_made_way_for_one_that_never_came_is_there_again(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(tmp_path, 3)
+
+    def end(point: str) -> None:
+        if re.fullmatch(ending, point):
+            raise KeyboardInterrupt  # nothing is tidied up, as after a kill
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "_fault", end)
+        save(tmp_path, 3, tensors=weights(3), state={"step": 3, "lr": 0.1}, keep=1, replace=True)
+    assert (tmp_path / "step-000003.replaced-1").is_dir()
+    assert_is_step(to_resume(tmp_path), 3)
+    assert not list(tmp_path.glob("*.replaced-1*"))
 
 
 def flip_a_bit(path: Path) -> None:

@@ -180,6 +180,10 @@ def test_the_old_survives_a_rename_that_fails_and_leftovers_go(tmp_path: Path, m
         (place / "x").write_text("new")
     assert content(tmp_path) == {"lora/x": "old"}
     monkeypatch.undo()
+    final.rename(tmp_path / ".lora-old.tmp-1")  # killed between the two renames
+    with pytest.raises(KeyboardInterrupt), whole_folder(final):
+        raise KeyboardInterrupt
+    assert content(tmp_path) == {"lora/x": "old"}
     for name in (".lora.tmp-1", ".lora-old.tmp-1", ".lora2.tmp-1"):
         (tmp_path / name).mkdir()
     with whole_folder(tmp_path / "lora") as place:

@@ -15,6 +15,7 @@ from genrl.config import dump, load
 from genrl.runtime.folder import run as runs
 from genrl.runtime.folder.contents import config_edits
 from genrl.runtime.folder.run import Run, json_line, read_metrics, truncate_metrics, write_atomic
+from genrl.runtime.loop.process import lock
 
 WRITTEN = """
 model: {path: a/b, lora: {rank: 32, alpha: 64}}
@@ -58,7 +59,7 @@ def test_a_new_run_says_where_it_came_from_and_layout_is_no_edit(tmp_path: Path)
 
 def test_a_start_that_failed_before_training_may_be_repeated(tmp_path: Path) -> None:
     start(tmp_path)
-    runs.lock(tmp_path).release()
+    lock(tmp_path).release()
     (tmp_path / ".config.yaml.tmp-123").write_text("killed while wri")
     for name in ("dumps", "heartbeat", "tensorboard"):
         (tmp_path / name).mkdir()
@@ -139,7 +140,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "open", read_only)  # root may write anywhere
     with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to: Read-only file system.*output=FOLDER"):
-        runs.lock(tmp_path)
+        lock(tmp_path)
 
 
 ROWS = [json_line({"step": step}) for step in range(22)]
@@ -218,12 +219,13 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pyte
 
 def test_one_process_per_run(tmp_path: Path) -> None:
     (tmp_path / "heartbeat").mkdir()
-    (tmp_path / "heartbeat" / "rank-0.json").write_text('{"pid": 7, "host": "gone", "time": 0}')
-    held = runs.lock(tmp_path)
-    with ThreadPoolExecutor(1) as other, pytest.raises(ValueError, match="another process is training in"):
-        other.submit(runs.lock, tmp_path).result()
+    heartbeat = {"ended": False, "phase": "training", "step": 3, "pid": 7, "host": "gone", "time": 0.0}
+    (tmp_path / "heartbeat" / "rank-0.json").write_text(json.dumps(heartbeat))
+    held = lock(tmp_path)
+    with ThreadPoolExecutor(1) as other, pytest.raises(ValueError, match="process 7 on gone, .* 1970-01-01"):
+        other.submit(lock, tmp_path).result()
     held.release()
-    runs.lock(tmp_path).release()
+    lock(tmp_path).release()
 
 
 def test_a_damaged_config_is_seen_by_the_checkpoints_own(tmp_path: Path) -> None:

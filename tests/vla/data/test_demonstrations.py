@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from genrl.vla.config.schema import VLAConfig
 from genrl.vla.data.demonstrations import frames_of
+from genrl.vla.data.frames import episode_frames
 from genrl.vla.data.lerobot_dataset import Episode, write_dataset
 from genrl.vla.policies.policy import ACTION, IMAGE, STATE
 from genrl.vla.setup import new_policy
@@ -41,6 +43,14 @@ def test_columns_of_openpi_are_those_of_lerobot(names: tuple[str, ...], tmp_path
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"demonstrations.dataset: .* has no column 'action'; it has .*moves"):
         frames_of(config(tmp_path, (STATE, "moves")), None)
+
+
+def test_episodes_of_different_pictures_are_refused_by_name() -> None:
+    sizes = ((8, 8), (8, 12))
+    columns = [{IMAGE: np.zeros((2, *size, 3), dtype=np.uint8), ACTION: np.zeros((2, 3))} for size in sizes]
+    episodes = [Episode(["do it"] * 2, each) for each in columns]
+    with pytest.raises(ValueError, match=r"image is \[8, 8, 3\] in one episode and \[8, 12, 3\] in another"):
+        episode_frames(episodes, lambda texts: torch.zeros(0), inputs=[IMAGE], horizon=2)
 
 
 def test_a_new_policy_sees_square_pictures(tmp_path: Path) -> None:

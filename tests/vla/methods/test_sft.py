@@ -101,6 +101,7 @@ def test_a_loaded_policy_goes_on_with_its_own_words_and_statistics(tmp_path: Pat
 def test_the_frames_and_the_new_policy_are_those_of_the_seed_and_hold_no_points(tmp_path: Path) -> None:
     one, other = (open_policy(config(tmp_path, seed=seed)) for seed in (1, 2))
     again = open_policy(config(tmp_path, seed=1))
+    assert not again[0].training
     assert vla_runs.moved(one[0], vla_runs.weights(again[0])) == set()
     assert torch.equal(one[1][ACTION], again[1][ACTION])
     assert vla_runs.moved(one[0], vla_runs.weights(other[0])) and len(one[1][ACTION]) != len(other[1][ACTION])

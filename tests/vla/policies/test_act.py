@@ -269,3 +269,16 @@ def test_one_observation_stands_for_the_history_and_what_does_not_fit_is_refused
     assert not torch.equal(policy.encode(one)["features"], policy.encode(moved)["features"])
     with pytest.raises(ValueError, match="reads 2 observations"):
         policy.encode({name: value[:, :1] for name, value in twice.items()})
+
+
+def test_what_resizes_nothing_sees_pictures_of_its_own_size_alone(act, folder, tmp_path) -> None:
+    """The second camera shows larger ones; so does the only one; and there is nothing to crop from."""
+    larger = published.observed(("camera0", "camera1"), (40, 40), 3)
+    text = r"camera. is 40 x 40 \(height x width\), and the policy of .* reads 36 x 40, and resizes nothing"
+    with pytest.raises(ValueError, match=text.replace("camera.", "camera1")):
+        load_policy(act).encode(published.act_observation() | {"observation.images.camera1": larger[CAMERA]})
+    with pytest.raises(ValueError, match=text):
+        load_policy(folder).encode(observation() | {CAMERA: larger[CAMERA][:, None].expand(-1, 2, -1, -1, -1)})
+    published.diffusion_folder(tmp_path, crop_shape=[50, 36])
+    with pytest.raises(ValueError, match=r"crop_shape \[50, 36\] is larger than the pictures, \[36, 40\]"):
+        load_policy(tmp_path)

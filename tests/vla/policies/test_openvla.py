@@ -211,7 +211,9 @@ def test_a_state_is_clipped_to_its_range_and_pictures_of_another_size_are_resize
     assert found.tolist() == [[0.5, -1.0, 0.5]] and units.stats.keys() == {"action", "observation.state"}
     assert units.inputs == ("observation.state", "observation.image")
     units = robot(tmp_path / "other", {"a": openvla_folders.TABLE}, centre_crop=False)
-    given = {"observation.image": torch.full((2, 64, 64, 3), 51, dtype=torch.uint8)}
+    units.cameras = ("top", "wrist")
+    sizes = {"top": (64, 64), "wrist": (48, 36)}
+    given = {name: torch.full((1, *size, 3), 51, dtype=torch.uint8) for name, size in sizes.items()}
     found = units.pictures(given, torch.device("cpu"))
     assert found.shape == (2, 3, 32, 32) and torch.equal(found, torch.full_like(found, 0.2))
 

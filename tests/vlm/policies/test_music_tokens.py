@@ -132,7 +132,7 @@ def test_what_cannot_be_is_refused(folders: dict[str, str], tmp_path: Path) -> N
             MusicPolicy(folders["mono"], steps)
     with pytest.raises(ValueError, match="it is a 'llama' model; vlm.output: music takes a MusicGen"):
         MusicPolicy(str(Path(__file__).resolve().parents[3] / "assets" / "tiny-tunes"), STEPS)
-    with pytest.raises(ValueError, match="row 3: MusicGen reads a text"):
+    with pytest.raises(ValueError, match="row 3: MusicGen reads one text"):
         MusicPolicy(folders["mono"], STEPS).encode(Prompt(("a",), system="be", where="row 3"))
     model = transformers.MusicgenForConditionalGeneration.from_pretrained(folders["mono"])
     kept = {name: value for name, value in model.state_dict().items() if "lm_heads.2" not in name}

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from genrl.vlm.policies.codes import BEGIN, CODE, DONE, END, WORD, CodePolicy
 from genrl.vlm.policies.image_tokens import TRAINED, ImagePolicy
 from genrl.vlm.policies.masked_formats import open_masked
 from genrl.vlm.policies.masked_text import MaskedPolicy
-from genrl.vlm.policies.processor import Prompt
+from genrl.vlm.policies.processor import Prompt, Turn
 from genrl.vlm.tasks import row
 from genrl.vlm.train import train
 from genrl_rewards.scorers.objects.shapes import BACKGROUND, COLOURS, PALETTE
@@ -222,6 +223,18 @@ def test_what_a_policy_cannot_do_is_refused(janus: ImagePolicy) -> None:
         dllm().encode(Prompt((Path("a.png"), "what is it ?"), where="row 3"))
     with pytest.raises(ValueError, match="codec"):
         CodePolicy(str(ASSETS / "tiny-lm"))
+
+
+def test_a_conversation_is_read_whole_or_refused(janus: ImagePolicy, shapes: CodePolicy) -> None:
+    turns = (Turn("user", ("what is 3 plus 4 ?",)), Turn("assistant", ("7",)))
+    whole, policy = Prompt(("what is 9 plus 9 ?",), system="plus", where="row 3", before=turns), dllm()
+    ids = policy.encode(whole).tokens.ids
+    text = "<|system|> plus <|end|> <|user|> what is 3 plus 4 ? <|end|> <|assistant|> 7 <|end|> <|user|> what is "
+    assert ids.tolist() == policy.tokenizer(f"{text}9 plus 9 ? <|end|> <|assistant|>").input_ids
+    caption = replace(prompts(CAPTIONS)[0], before=turns)
+    assert janus.encode(caption).length > janus.encode(prompts(CAPTIONS)[0]).length
+    with pytest.raises(ValueError, match=r"row 3: .*no chat template: ask by one text, without task\.system"):
+        shapes.encode(whole)
 
 
 # -- LLaDA's and Dream's checkpoints are read by their own names, look both ways, and are written as they were

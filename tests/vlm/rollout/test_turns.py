@@ -26,17 +26,16 @@ def shades(folder: Path, number: int) -> list[str]:
     return [f"{k}.png" for k in range(number)]
 
 
-def asked(folder: Path, row: dict[str, Any], **task: Any) -> Prompt:
+def asked(folder: Path, row: dict[str, Any], run: dict[str, Any] | None = None, **task: Any) -> Prompt:
     """The question of a row of a .jsonl file."""
     (folder / "a.jsonl").write_text(json.dumps(row))
-    config = vlm_runs.config(folder, task={"name": None, "train": str(folder / "a.jsonl"), **task})
+    config = vlm_runs.config(folder, **(run or {}), task={"name": None, "train": str(folder / "a.jsonl"), **task})
     return Questions(config, "train")[0].prompt
 
 
 def seen(prompt: Prompt) -> list[tuple[str, list[str]]]:
     """Roles, texts and names of pictures, and of frames of clips, of all turns."""
-    shown = without_clips(prompt)
-    turns = [*((turn.role, turn.parts) for turn in shown.before), ("user", shown.parts)]
+    turns = without_clips(prompt).turns
     return [(role, [part if isinstance(part, str) else part.name for part in parts]) for role, parts in turns]
 
 
@@ -86,6 +85,17 @@ def test_chat_rows(tmp_path: Path) -> None:
         ("assistant", ["I see."]),
         ("user", ["1.png", "Darker ?", "2.png"]),
     ]
+    assert [part.name for part in row.prompt.pieces if isinstance(part, Path)] == ["0.png", "1.png", "2.png"]
+
+
+def test_a_model_that_does_not_look_is_asked_by_messages_and_never_without_a_rows_picture(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Two ?"}]
+    blind = {"vlm": {"path": "assets/tiny-dllm", "output": "masked_text", "lora": None}}
+    shades(tmp_path, 1)
+    found = asked(tmp_path, {"prompt": chat}, blind)
+    assert (found.system, found.parts) == ("Short.", ("Two ?",))
+    with pytest.raises(ValueError, match=r"a.jsonl:1: .*output: masked_text looks at nothing.*task.image: null"):
+        asked(tmp_path, {"prompt": chat, "image": "0.png"}, blind)
 
 
 def test_chat_rows_of_a_data_set(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def as_wav(sound: Tensor, rate: int) -> bytes:
     stream = io.BytesIO()
     with wave.open(stream, "wb") as file:
         file.setparams((len(channels), 2, rate, channels.shape[1], "NONE", "not compressed"))
-        file.writeframes((channels.float().clamp(-1, 1) * 32767).short().T.contiguous().numpy().tobytes())
+        file.writeframes((channels.float().clamp(-1, 1) * 32767).round().short().T.contiguous().numpy().tobytes())
     return stream.getvalue()
 
 

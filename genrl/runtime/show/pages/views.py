@@ -181,7 +181,7 @@ def facts(run: Followed) -> list[str]:
         rows.append(duration(seconds))
     if "started" in info:
         rows.append(f"started {info['started'][:16].replace('T', ' ')} UTC")
-    if "seed" in info:
+    if {"seed", "processes"} <= info.keys():  # another program's run.json may have one of them
         rows.append(f"seed {info['seed']}, {info['processes']} process{'es' if info['processes'] != 1 else ''}")
     if info.get("git_commit"):
         rows.append(f"commit {info['git_commit'][:10]}{'+' if info['git_commit'].endswith('+') else ''}")
