@@ -10,17 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as every
-from benchmarks import (
-    common,
-    end_to_end,
-    kernels,
-    memory,
-    model_calls,
-    one_step,
-    overhead,
-    peer_flow_grpo,
-    scaling,
-)
+from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, peer_flow_grpo, scaling
 from benchmarks.common import Parts, Seconds
 from genrl.config import load
 

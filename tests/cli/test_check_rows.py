@@ -61,13 +61,7 @@ def test_lists_and_videos_are_no_picture_of_a_row(folder: Path) -> None:
     (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     changes = ["prompts.train=a.jsonl", "prompts.eval=null", "evaluation.every=0", "sampling.inputs={image: seen}"]
     lines, failing = report(load(folder / "small.yaml", changes))
-    not_pictures = (
-        (2, "seen: is a list"),
-        (3, "is a video"),
-        (4, "is a list"),
-        (5, "is a number"),
-        (6, "no picture"),
-    )
+    not_pictures = ((2, "seen: is a list"), (3, "is a video"), (4, "is a list"), (5, "is a number"), (6, "no picture"))
     lines_of(lines, *not_pictures)
     assert failing == len(not_pictures)
 

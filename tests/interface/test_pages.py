@@ -34,8 +34,7 @@ def test_the_script_for_trl_and_ours_learn_from_the_same_data(root: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("page", "metric"),
-    [("README.md", "colourful"), pytest.param("docs/index.md", "warm", marks=pytest.mark.slow)],
+    ("page", "metric"), [("README.md", "colourful"), pytest.param("docs/index.md", "warm", marks=pytest.mark.slow)]
 )
 def test_the_call_on_a_page_trains(page: str, metric: str, root: Path) -> None:
     """With few, short samples: the defaults draw 64 pictures an iteration of 10 steps."""

@@ -108,10 +108,7 @@ def test_a_compressed_tail_begins_where_it_is_told_and_ends_at_0(steps: int, dat
         (lambda: plan.geometric_start_probabilities(0, 0.5), "at least one start"),
         (lambda: plan.geometric_start_probabilities(3, 0.0), "at least one start"),
         (lambda: plan.geometric_start_probabilities(3, 1.1), "at least one start"),
-        (
-            lambda: plan.backward_interval(10, shortest=4, longest=11, stages=5, stage=0),
-            "1 <= shortest <= longest",
-        ),
+        (lambda: plan.backward_interval(10, shortest=4, longest=11, stages=5, stage=0), "1 <= shortest <= longest"),
         (lambda: levels.stratified_steps(2, 3, 1, torch.Generator()), "2 steps cannot be chosen from 3 .. 1"),
         *(
             (lambda times=times: dpm_step(ZERO, ZERO, *times), "smaller sigma_next")

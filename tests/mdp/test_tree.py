@@ -13,15 +13,7 @@ from genrl.diffusion.methods.draft import train as truncation
 from genrl.diffusion.methods.talk2move import train as early_exit
 from genrl.mdp.levels import linspace_grid
 from genrl.mdp.noise import derive_seed, keyed_noise
-from genrl.mdp.plan import (
-    SamplingPlan,
-    Tail,
-    caterpillar,
-    compress_tail,
-    make_plan,
-    sliding_depths,
-    unpruned_steps,
-)
+from genrl.mdp.plan import SamplingPlan, Tail, caterpillar, compress_tail, make_plan, sliding_depths, unpruned_steps
 from genrl.mdp.tree import Tree, edge_noise, from_parents, grow
 from tests.golden_cases import Arrays
 from tests.reference.grids import shifted_grid

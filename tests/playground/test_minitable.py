@@ -9,11 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genrl.playground.minitable import INSTRUCTIONS, PUT, TOUCH, MiniTable, State, demonstrate, expert_chunk, task
-from genrl.playground.minitable.demonstrations import (
-    expert_demonstrations,
-    minitable_rest,
-    write_minitable,
-)
+from genrl.playground.minitable.demonstrations import expert_demonstrations, minitable_rest, write_minitable
 from genrl.playground.minitable.env import THINGS, cloud, render
 from genrl.vla.data.frames import ACTION_IS_PAD, chunks, dataset_frames, frame_statistics
 from genrl.vla.data.lerobot_dataset import open_dataset

@@ -73,8 +73,7 @@ def changes(name: str, staleness: int, **environment: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "staleness"),
-    [("ppo", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("dppo", "grpo"))],
+    ("name", "staleness"), [("ppo", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("dppo", "grpo"))]
 )
 def test_one_run_whoever_acts_and_wherever_it_ends(tmp_path: Path, name: str, staleness: int, monkeypatch: Any) -> None:
     here = train(vla_runs.config(tmp_path, output=str(tmp_path / "here"), **changes(name, staleness)))
