@@ -44,9 +44,14 @@ def read(given: str, reward: str, *, holding: str = "") -> str:
 
 
 def put(text: str, place: str, prompt: str) -> str:
-    """The text with the prompt in its place. What may be a control token of some model in the prompt (`<|im_end|>`,
-    `</s>`, `<image>`, `[INST]`) is split behind its bracket, so that it is read as text."""
-    return text.replace(place, CONTROL.sub(r"\g<0> ", prompt))
+    """The text with the prompt in its place, as `plain` text."""
+    return text.replace(place, plain(prompt))
+
+
+def plain(text: str) -> str:
+    """What may be a control token of some model in it (`<|im_end|>`, `</s>`, `<image>`, `[INST]`) is split behind its
+    bracket, so that it is read as text."""
+    return CONTROL.sub(r"\g<0> ", text)
 
 
 def _read(path: str, reward: str) -> str:
