@@ -50,7 +50,7 @@ def put(text: str, place: str, prompt: str) -> str:
 
 def plain(text: str) -> str:
     """What may be a control token of some model in it (`<|im_end|>`, `</s>`, `<image>`, `[INST]`) is split behind its
-    bracket, so that it is read as text."""
+    bracket, so that it is read as text. The tags of an answer, `<think>` and `<answer>`, stay."""
     return CONTROL.sub(r"\g<0> ", text)
 
 
@@ -72,7 +72,7 @@ def _constant(source: str, path: str, name: str, reward: str) -> str:
     return texts[name]
 
 
-CONTROL = re.compile(r"<(?=[|｜]|/?[\w.-]+>)|\[(?=/?\w*[A-Z]{2}\w*\])")
+CONTROL = re.compile(r"<(?=[|｜]|(?!/?(?:think|answer)>)/?[\w.-]+>)|\[(?=/?\w*[A-Z]{2}\w*\])")
 MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 MODES = ("yes_no", "score")
 NUMBER = r"(-?\d+(?:\.\d+)?)"
