@@ -17,13 +17,13 @@ from genrl.data import prompts as prompt_files
 from genrl.data.sizes import short_bucket, sized
 from genrl.diffusion.before import MEMORY_HINT, Tell, batches, encode_ahead, place, require_apart, text_encoders
 from genrl.diffusion.config.combinations import processes_problem
-from genrl.diffusion.config.model_rules import detaches_unconditional, experts_problem
+from genrl.diffusion.config.model_rules import detaches_unconditional, experts_problem, is_text_encoder
 from genrl.diffusion.config.pipeline_classes import strength_problem
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Kernels, Offload
 from genrl.diffusion.evaluate import evaluation_arguments
 from genrl.diffusion.files.export import probe_of
-from genrl.diffusion.policy.adapters import trainable
+from genrl.diffusion.policy.adapters import adapted_parts, trainable
 from genrl.diffusion.policy.blocks import install
 from genrl.diffusion.policy.compiling import divide
 from genrl.diffusion.policy.decoding import spare_vae
@@ -303,6 +303,12 @@ def trainable_weights(config: Config, policy: Policy, sharding: Sharding | None 
         pipe=policy.pipe,
         refers_to_base=config.trainer.reference == "base",
     )
+    encoders = [name for name in adapted_parts(policy.pipe) if is_text_encoder(name)]
+    if encoders and policy.memo.store is not None:
+        raise ValueError(
+            f"model.encodings: a LoRA of model.lora.frozen adapts the {encoders[0]}, and the folder keeps what plain "
+            "encoders make of prompts; write null"
+        )
     policy.singly = weights.in_step
     # Full fine-tuning has no adapter to switch off: the starting weights are copied while they are still those.
     if weights.refers_to_snapshot and config.trainer.reference is not None:

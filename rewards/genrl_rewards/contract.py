@@ -13,7 +13,8 @@ A reward is a function, or an object with `__call__`. **Its parameter names are 
 
 A parameter with another name *and* a default gets the column of that name where there is one, else it is an option, set
 by `args:` in the configuration; those of the rewards of this package are options only. `images` annotated as Pillow
-pictures (`list[Image.Image]`) are `pil_images`. An `async def` is waited for.
+pictures (`list[Image.Image]`) are `pil_images`. Where these are annotated so, a video of several frames is refused.
+An `async def` is waited for.
 A reward returns one number per sample (list, tensor or array), or `(scores, {part name: N numbers})`. A part name
 consists of words of letters, digits and `. _ -`, separated by single spaces, since each part becomes the metric
 `reward/<name>/<part>_mean`. `None` or NaN means "no score for this sample": it is left out of the statistics and never
@@ -64,6 +65,7 @@ IMAGE_COLUMNS = {"reference_images": "reference_image", "source_images": "source
 LARGEST = 3.4028234663852886e38
 """Of a score, which is a float32 number: more, in size, is none."""
 FROM_SAMPLER = ("images", "pil_images", "prompts", "group", "pairs", *IMAGE_COLUMNS)
+_PICTURES = re.compile(r"(list|List|Sequence)\[(\w+\.)*Image\]")
 _PART_NAME = re.compile(r"[\w.-]+( [\w.-]+)*")
 
 
@@ -209,9 +211,10 @@ def _annotated(reward: Reward, name: str) -> str:
     """The annotation of a parameter as text; "" without one."""
     call = reward.__call__ if inspect.isclass(reward) else reward
     parameter = inspect.signature(call).parameters.get(name)
-    if parameter is None or parameter.annotation is parameter.empty:
-        return ""
-    annotation = parameter.annotation
+    if parameter is not None and parameter.annotation is not parameter.empty:
+        annotation = parameter.annotation
+    else:  # a signature that was declared has none
+        annotation = getattr(type(reward).__call__, "__annotations__", {}).get(name, "")
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
@@ -440,14 +443,13 @@ def _arguments(
     makers: dict[str, Callable[[], Any]] = {
         # A copy, since a reward may edit what it gets. One memory layout: the last bits of a sum depend on it.
         "images": lambda: images.to(torch.float32, memory_format=torch.contiguous_format, copy=True),
-        "pil_images": lambda: to_pil(images),
+        "pil_images": lambda: _pillow(reward, images, name),
         "prompts": lambda: list(prompts),
         "group": lambda: list(group or ()),
         "pairs": lambda: pairs_of(group or ()),
     }
     arguments: dict[str, Any] = {}
-    # As text: annotations of a file with `from __future__ import annotations` are no objects, and may not resolve.
-    if re.search(r"\bImage\b", annotation := _annotated(reward, "images")) and "Tensor" not in annotation:
+    if takes_pillow(reward):
         makers["images"] = makers["pil_images"]
     for taken in (*needed.names, *optional):
         if taken in IMAGE_COLUMNS:
@@ -455,6 +457,26 @@ def _arguments(
         else:
             arguments[taken] = makers[taken]() if taken in makers else of_its_own(columns[taken])
     return arguments
+
+
+def takes_pillow(reward: Reward) -> bool:
+    """Whether its `images` are Pillow pictures, as their annotation says."""
+    # As text: annotations of a file with `from __future__ import annotations` are no objects, and may not resolve.
+    annotation = _annotated(reward, "images")
+    return re.search(r"\bImage\b", annotation) is not None and "Tensor" not in annotation
+
+
+def _pillow(reward: Reward, images: torch.Tensor, name: str) -> list[Any]:
+    """Pictures, or lists of a video's frames; where it says that it takes pictures, they must be that."""
+    annotation = _annotated(reward, "pil_images") or _annotated(reward, "images")
+    if images.ndim == 4 or not _PICTURES.fullmatch(annotation):
+        return to_pil(images)
+    if images.shape[1] > 1:
+        raise ValueError(
+            f"reward {name!r} takes pictures ({annotation}), and these are videos of {images.shape[1]} frames: give it "
+            "some of their frames by the reward `per_frame`, or annotate what takes frames as list[list[Image]]"
+        )
+    return to_pil(images[:, 0])
 
 
 def of_its_own(values: Sequence[Any]) -> list[Any]:

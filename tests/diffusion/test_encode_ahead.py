@@ -1,5 +1,6 @@
 """Prompts encoded before training: what is drawn is the same, the encoders are gone, and the disk serves other runs."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from genrl.diffusion import before
 from genrl.diffusion.policy.encoding import NotEncoded
-from genrl.diffusion.policy.encoding_store import Store
+from genrl.diffusion.policy.encoding_store import Store, open_store
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch
 from genrl.diffusion.train import encode, open_policy, train
@@ -100,6 +101,19 @@ def test_a_full_folder_needs_no_text_encoder_and_tells_models_apart(
     assert encode(runs.config(folder, model, **more, model=kept), "cpu", quiet)[:2] == (7, 1)
     monkeypatch.setattr(before, "load_components", lambda *_: pytest.fail("a text encoder was loaded"))
     assert runs.differences(plain, train(config)) == []
+
+
+def test_a_pipelines_files_are_known_but_for_its_denoisers(folder: Path, model: Path) -> None:
+    code, own, found = folder / "own.py", folder / "own", set()
+    shutil.copytree(model, own)
+    kept = {"path": str(own), "pipeline": f"{code}:Mine", "encodings": str(folder / "encodings")}
+    config = runs.config(folder, model, model=kept)
+    for file in (code, *(own / name for name in ("model_index.json", "vae/a/more.json", "transformer/config.json"))):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"{file.read_text() if file.exists() else '{}'} ")
+        store = open_store(config, torch.device("cpu"))
+        found.add(store and store.identity)
+    assert len(found) == 3
 
 
 def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +21,7 @@ def next_token(**log_probabilities: float) -> tuple[int, bytes]:
 
 
 @contextmanager
-def serve(reply: Reply, drip_s: float = 0.0) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def serve(reply: Reply) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The server's URL and the requests it has got. `reply` gets the request and how many came before."""
     requests: list[dict[str, Any]] = []
     lock = threading.Lock()
@@ -37,15 +36,7 @@ def serve(reply: Reply, drip_s: float = 0.0) -> Iterator[tuple[str, list[dict[st
             self.send_response(status)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
-            try:
-                for byte in range(len(answer)) if drip_s else ():
-                    self.wfile.write(answer[byte : byte + 1])
-                    self.wfile.flush()
-                    time.sleep(drip_s)
-                if not drip_s:
-                    self.wfile.write(answer)
-            except OSError:
-                pass  # the client has gone, which is what some tests are about
+            self.wfile.write(answer)
 
         def log_message(self, format: str, *args: object) -> None:
             pass

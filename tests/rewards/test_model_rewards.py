@@ -83,6 +83,13 @@ def test_gradients_batches_and_videos(arguments: dict[str, dict[str, str]], name
         assert value == pytest.approx(sum(frames) / 2, abs=1e-5)
 
 
+def test_no_gradients_through_another_preparation(arguments: dict[str, dict[str, str]]) -> None:
+    reward = genrl_rewards.load("clipscore", arguments["clipscore"])
+    reward.scorer.image_processor.size = {"shortest_edge": 64}
+    with pytest.raises(ValueError, match="clipscore: no gradients through a preparation other than bicubic"):
+        assert_gradients_agree(reward, torch.rand(2, 3, 41, 33), PROMPTS, within=1)
+
+
 def test_the_logit_scale_is_not_rounded(arguments: dict[str, dict[str, str]]) -> None:
     """In bfloat16 ln 100 would give a scale of 98.9."""
     scale = {

@@ -49,24 +49,6 @@ def test_parameter_names_are_the_declaration(reward: Any) -> None:
             genrl_rewards.needs(unsaid)
 
 
-def test_functions_are_rewards_and_their_options_are_no_columns() -> None:
-    def reward(prompts: list[str], strict: bool = False) -> list[float]:
-        return [float(strict)] * len(prompts)
-
-    strict = functools.partial(reward, strict=True)
-    assert genrl_rewards.needs(reward).columns == genrl_rewards.needs(strict).columns == ()
-    assert score(strict).values == [1.0] * 3
-    needed = genrl_rewards.needs(brightness)
-    assert needed == genrl_rewards.Needs(("images",)) and needed.kind == "pointwise"
-    assert genrl_rewards.needs(lambda images, group: []).kind == "groupwise"
-    assert genrl_rewards.needs(lambda images, pairs: []).kind == "pairwise"
-    scores = score(brightness)
-    assert scores.values == pytest.approx(IMAGES.mean((1, 2, 3)).tolist())
-    assert scores.parts == {} and scores.failed == 0 and scores.unscored == 0
-    genrl_rewards.move(brightness, "meta")  # which it need not know
-    genrl_rewards.close(brightness)
-
-
 def test_a_class_gets_what_it_declares() -> None:
     reward = Everything(bonus=0.5)
     columns = {"style": ["a", "b", "c"], "weight": [1, 2, 3], "unused": [0, 0, 0]}
@@ -255,6 +237,7 @@ def test_an_annotation_says_which_pictures_are_wanted() -> None:
     rows = TWO | {"images": torch.full((2, 3, 4, 6), 0.5)}
     assert genrl_rewards.score(sizes, **rows).values == genrl_rewards.score(by_name, **rows).values == [6.0, 6.0]
     assert genrl_rewards.score(Calls(sizes, batch_size=1, cache=4), **rows).values == [6.0, 6.0]
+    assert genrl_rewards.score(sizes, **rows | {"images": rows["images"][:, None]}).values == [6.0, 6.0]  # of one frame
     assert genrl_rewards.score(tensors, **rows).values == [0.5, 0.5]
     assert "`pil_images` gets Pillow" in genrl_rewards.score(unsaid, **rows).failures[0].error
     with pytest.raises(ValueError, match="annotates `images` as list.*ndarray.*or take `pil_images`"):
@@ -267,7 +250,9 @@ def test_a_default_is_replaced_by_the_column_of_its_name() -> None:
 
     columns = {"style": ["x", "xyz"], "scale": [7, 7]}
     fixed = functools.partial(style, scale=2.0)
-    assert genrl_rewards.score(style, **TWO).values == [0.0, 0.0]
+    assert genrl_rewards.score(style, **TWO).values == [0.0, 0.0] and genrl_rewards.needs(style).columns == ()
+    genrl_rewards.move(style, "meta")  # which it need not know
+    genrl_rewards.close(style)
     assert genrl_rewards.score(fixed, **TWO, columns=columns).values == [2.0, 6.0]
     assert genrl_rewards.score(Calls(fixed, cache=4), **TWO, columns=columns).values == [2.0, 6.0]
 
@@ -347,25 +332,16 @@ def test_what_a_reward_edits_in_place_is_its_own() -> None:
     def by_torch(images: torch.Tensor) -> list[float]:
         return images.mul_(2).sub_(1).flatten(1).mean(1).tolist()
 
-    def by_numpy(images: torch.Tensor, pil_images: list[Any]) -> list[float]:
-        images.numpy()[:] = 0
+    def by_numpy(images: torch.Tensor, pil_images: list[Any], boxes: list[list[int]]) -> list[float]:
+        images.numpy()[:] = boxes[0].pop()
         for picture in pil_images:
             picture.paste((9, 9, 9), (0, 0, 2, 2))
         return [0.0] * len(images)
 
-    before = IMAGES.clone()
+    before, boxes = IMAGES.clone(), [[1], [2], [3]]
     for reward in (by_torch, by_numpy):
-        assert not score(reward).failures and torch.equal(IMAGES, before)
-
-
-def test_lists_of_a_row_are_the_reward_s_own() -> None:
-    def spoils(prompts: list[str], boxes: list[list[int]]) -> list[float]:
-        return [float(box.pop()) for box in boxes]
-
-    boxes = [[1, 2], [3, 4]]
-    for _ in range(2):
-        assert genrl_rewards.score(spoils, **TWO, columns={"boxes": boxes}).values == [2.0, 4.0]
-    assert boxes == [[1, 2], [3, 4]]
+        assert not score(reward, columns={"boxes": boxes}).failures and torch.equal(IMAGES, before)
+    assert boxes == [[1], [2], [3]]
 
 
 def test_a_picture_that_is_not_finite_has_no_score_alone_or_in_pairs() -> None:

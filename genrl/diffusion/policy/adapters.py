@@ -184,7 +184,7 @@ def encoders_of(pipe: Pipeline) -> dict[str, nn.Module]:
 def begin_with(pipe: Pipeline, denoisers: Mapping[str, nn.Module], source: str) -> None:
     """Load the LoRA that training goes on with. Raises ValueError where it is not one of every denoiser alone."""
     load_lora(pipe, source, ADAPTER)
-    for name in _adapted(pipe):
+    for name in adapted_parts(pipe):
         if name not in denoisers:
             raise ValueError(
                 f"model.lora.from: {source} adapts the {name}, too, which is not trained: prompts are encoded once. "
@@ -212,7 +212,7 @@ def activate(denoiser: AdaptedDenoiser, adapter: str = ADAPTER) -> None:
 
 def activate_all(pipe: Pipeline) -> None:
     """Let a pipeline that is not trained run with every adapter that is loaded."""
-    for part in _adapted(pipe).values():
+    for part in adapted_parts(pipe).values():
         part.set_adapter(list(part.peft_config))
 
 
@@ -277,7 +277,8 @@ def _ending(target: str, keys: set[str]) -> list[str]:
     return sorted(key for key in keys if matches(key, (target,)))
 
 
-def _adapted(pipe: Pipeline) -> dict[str, Any]:
+def adapted_parts(pipe: Pipeline) -> dict[str, Any]:
+    """Components that have adapters."""
     return {name: part for name, part in pipe.components.items() if isinstance(part, Adapted) and part.peft_config}
 
 
@@ -387,4 +388,4 @@ def keys_of(file: Path) -> list[str]:
 
 
 def _names(pipe: Pipeline) -> set[tuple[str, str]]:
-    return {(name, adapter) for name, part in _adapted(pipe).items() for adapter in part.peft_config}
+    return {(name, adapter) for name, part in adapted_parts(pipe).items() for adapter in part.peft_config}

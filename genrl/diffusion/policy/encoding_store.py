@@ -20,13 +20,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from genrl.config.folders import is_single_file
+from genrl.config.folders import read_json
 from genrl.diffusion.config.files import model_folder
-from genrl.diffusion.config.model_rules import is_text_encoder, quantized
+from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder, quantized
 from genrl.diffusion.config.schema import Config
 
 MOST_BYTES = 20 * 10**9
 """Of a folder."""
+ONE_FILE = (".safetensors", ".gguf", ".py")
+"""Ends of names that mean a file, which may change under its name."""
 TELLS = {"path", "config", "pipeline", "revision", "variant", "use_safetensors", "without", "dtype", "autocast"}
 """Keys of the section `model` that say which encoders there are, and how they compute."""
 
@@ -117,7 +119,8 @@ def open_store(config: Config, device: torch.device) -> Store | None:
     # silence.
     parts = [diffusers.__version__, transformers.__version__, json.dumps(model.model_dump(mode="json", include=TELLS))]
     parts += [device.type, json.dumps(_kinds(config), sort_keys=True)]
-    parts += [_stamped(Path(model.path).expanduser())] if is_single_file(model.path) else []
+    code = (model.pipeline or "").rpartition(":")[0]  # file.py of a class of one's own
+    parts += [_stamped(Path(file).expanduser()) for file in (model.path, code) if file.endswith(ONE_FILE)]
     folder = model_folder(config)
     parts += [] if folder is None else list(_files_of(folder))
     return Store(Path(model.encodings).expanduser(), "\n".join(parts), MOST_BYTES)
@@ -130,13 +133,12 @@ def _kinds(config: Config) -> dict[str, str]:
 
 
 def _files_of(folder: Path) -> list[str]:
-    """Encoders and tokenizers in a pipeline's folder: name and size of each file, with its hash where it lies in the
-    hub's cache, else the time of its last change."""
-    files = []
-    for path in sorted(folder.glob("*/*")):
-        if path.parent.name.startswith(("text_encoder", "tokenizer", "processor")) and path.is_file():
-            files.append(_stamped(path))
-    return files
+    """All of a pipeline's folder but its denoisers, since not every encoder is called one (`projection_model`): name
+    and size of each file, with its hash where it lies in the hub's cache, else the time of its last change."""
+    index = folder / "model_index.json"
+    parts = [folder / name for name, entry in read_json(index).items() if isinstance(entry, list)]
+    files = [path for part in sorted(parts) if part.name not in DENOISERS for path in sorted(part.rglob("*"))]
+    return [_stamped(path) for path in [index, *files] if path.is_file()]
 
 
 def _stamped(path: Path) -> str:

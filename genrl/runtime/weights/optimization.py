@@ -194,7 +194,8 @@ class Optimization:
             # Flattened into one: many small collectives cost a round trip each.
             flat = self.accelerator.reduce(torch.cat([summed[k].flatten() for k in replicated]), reduction="sum")
             for k, piece in zip(replicated, flat.split([summed[k].numel() for k in replicated]), strict=True):
-                summed[k] = piece.view_as(summed[k])
+                # In its own precision: beside a critic in float32 those of a policy in bfloat16 come back as that.
+                summed[k] = piece.view_as(summed[k]).to(summed[k].dtype)
         return summed
 
     def _require_finite(self, norms: Mapping[str, Tensor]) -> None:
@@ -233,8 +234,10 @@ def _given(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    # The norm of a shard is one process's part: `whole` adds the parts up, so that all clip alike.
-    norm: Tensor = torch.linalg.vector_norm(torch.stack([whole(torch.linalg.vector_norm(g)) for g in gradients]))
+    # In float32: bfloat16 would round it to 8 bits. The norm of a shard is one process's part: `whole` adds the parts
+    # up, so that all clip alike.
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([whole(norm) for norm in norms]))
     return norm
 
 

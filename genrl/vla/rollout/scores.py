@@ -201,17 +201,17 @@ def actor_loss(
     def total(values: Tensor) -> Tensor:
         return torch.where(counted, values, 0.0).sum()
 
+    # A level below the chunk has several ratios in a decision: the loss is the mean over them.
+    each, of_policy = scored.log_prob[0].numel(), total(loss * weight)
     sums = {
-        "loss/policy": total(loss * weight),
+        "loss/policy": of_policy / each,
         "ratio/mean": total(surrogate.ratio),
         "ratio/clipped": total(surrogate.clipped.float()),
         "kl/updates": total(actor_critic.approximate_kl(scored.log_prob, scored.old_log_prob)),
         "number": counted.sum(),
     }
-    # a level below the chunk has several ratios in a decision: the mean is over them
-    count, each = int(given["total"]), scored.log_prob[0].numel()
-    # A new tensor: the sum itself is kept for the figures.
-    share = torch.zeros((), device=loss.device) + sums["loss/policy"] / (count * each)
+    count = int(given["total"])
+    share = of_policy / (count * each)
     if settings.entropy_weight:
         sums["entropy"] = scored.entropy.sum()
         share = share - settings.entropy_weight * sums["entropy"] / count

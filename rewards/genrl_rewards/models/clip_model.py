@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import PIL
 import torch
+from PIL.Image import Resampling
 
 from genrl_rewards.extras import install
 from genrl_rewards.models import pixels
@@ -75,7 +76,7 @@ class ClipScorer:
         self.logit_scale = math.exp(clip.logit_scale.item())
         """exp of the checkpoint's logit scale; 100 in the published ones."""
         self.model = clip.to(device, torch_dtype(dtype, reward))
-        self.to = self.model.to
+        self.to, self.reward = self.model.to, reward
         self.width: int = clip.config.projection_dim
         """D, of the embeddings."""
         self.tokenizer = tokenizer_of(processor, "clip")
@@ -114,7 +115,15 @@ class ClipScorer:
         """The model's input for pictures [N, 3, H, W]: by Pillow, or on tensors where gradients are wanted."""
         processor = self.image_processor
         if pixels.wants_gradients(images):
-            square = pixels.crop_to(images, processor.crop_size["height"])
+            side = processor.crop_size["height"]
+            given = dict(processor.size), processor.crop_size["width"], processor.resample, processor.rescale_factor
+            steps = [getattr(processor, f"do_{step}") for step in ("resize", "center_crop", "rescale", "normalize")]
+            if given != ({"shortest_edge": side}, side, Resampling.BICUBIC, 1 / 255) or not all(steps):
+                raise ValueError(
+                    f"{self.reward}: no gradients through a preparation other than bicubic to the central square of "
+                    f"the shorter side: {processor}"
+                )
+            square = pixels.crop_to(images, side)
             return pixels.normalise(square, processor.image_mean, processor.image_std)
         prepared: torch.Tensor = processor(images=pil_list(images), return_tensors="pt")["pixel_values"]
         return prepared

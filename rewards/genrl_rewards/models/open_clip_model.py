@@ -86,7 +86,7 @@ class OpenClipScorer:
         if how.interpolation != "bicubic" or how.fill_color or not square:
             raise ValueError(f"open_clip: no gradients through a preparation other than bicubic to a square: {how}")
         if how.resize_mode == "shortest":
-            resized = pixels.crop_to(images, side)
+            resized = pixels.crop_to(images, side, round)  # as torchvision
         elif how.resize_mode == "longest":
             resized = pixels.pad_to(images, side)
         else:

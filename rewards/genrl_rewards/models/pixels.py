@@ -6,6 +6,7 @@ would change the model's input by up to 2 standard deviations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,13 +66,18 @@ def shortest_side(height: int, width: int, size: int) -> tuple[int, int]:
     return (size, int(size * width / height)) if height == short else (int(size * height / width), size)
 
 
-def crop_to(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Shorter side to `size`, then the central square: CLIP's own preparation, [N, 3, size, size]."""
+def central(images: torch.Tensor, size: int, half: Callable[[float], int] = math.floor) -> torch.Tensor:
+    """The central square, [N, 3, size, size]. half: rounds what is cut off above and on the left: transformers down,
+    torchvision (`round`) to the nearest even number."""
+    top, left = (half((side - size) / 2) for side in images.shape[-2:])
+    return images[..., top : top + size, left : left + size]
+
+
+def crop_to(images: torch.Tensor, size: int, half: Callable[[float], int] = math.floor) -> torch.Tensor:
+    """Shorter side to `size`, then the central square (`central`): CLIP's own preparation, [N, 3, size, size]."""
     height, width = images.shape[-2:]
     # Bicubic overshoots at edges; Pillow's result has 8 bits and cannot.
-    images = resize(images, *shortest_side(height, width, size)).clamp(0, 1)
-    top, left = (images.shape[-2] - size) // 2, (images.shape[-1] - size) // 2
-    return images[..., top : top + size, left : left + size]
+    return central(resize(images, *shortest_side(height, width, size)).clamp(0, 1), size, half)
 
 
 def longest_side(height: int, width: int, size: int) -> tuple[int, int]:

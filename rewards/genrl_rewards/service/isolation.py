@@ -75,23 +75,28 @@ class Isolated(Remote):
     @contextmanager
     def asked(self, among: Sequence[Server]) -> Iterator[str]:
         """Ask as a server is asked; the process is restarted first if it has died."""
-        code = self._process.poll()
-        if code is not None and self._end.alive:
-            failed: ValueError | None = None
-            while self._restarts < MAX_RESTARTS:
-                self._restarts += 1
-                logger.warning("the process of reward %r ended (status %s); restarting it", self._name, code)
-                self._end()
-                try:
-                    self._process, among[0].url = self._start(self._name)
-                    break
-                except ValueError as error:  # it may die while it starts, too: of memory, for one
-                    failed = error
-            else:
-                text = f"the process of reward {self._name!r} ended {MAX_RESTARTS + 1} times (status {code})"
-                raise RewardFailed(text) from failed
+        with self._lock:  # else a second thread that saw it dead would end the one that the first has started
+            self._restart(among[0])
         with super().asked(among) as url:
             yield url
+
+    def _restart(self, server: Server) -> None:
+        """Start the process again if it has died. Raises RewardFailed where that does not help."""
+        code = self._process.poll()
+        if code is None or not self._end.alive:
+            return
+        failed: ValueError | None = None
+        while self._restarts < MAX_RESTARTS:
+            self._restarts += 1
+            logger.warning("the process of reward %r ended (status %s); restarting it", self._name, code)
+            self._end()
+            try:
+                self._process, server.url = self._start(self._name)
+                return
+            except ValueError as error:  # it may die while it starts, too: of memory, for one
+                failed = error
+        text = f"the process of reward {self._name!r} ended {MAX_RESTARTS + 1} times (status {code})"
+        raise RewardFailed(text) from failed
 
     def _start(self, name: str) -> tuple[subprocess.Popen[str], str]:
         folder = tempfile.TemporaryDirectory(prefix="genrl-reward-")

@@ -12,6 +12,7 @@ from genrl.diffusion.files.export import export, save_lora
 from genrl.diffusion.policy.adapters import activate, load_lora, trainable
 from genrl.diffusion.policy.policy import Policy
 from genrl.diffusion.policy.trajectory import Batch, Kernel
+from genrl.diffusion.train import open_policy, trainable_weights
 from genrl.runtime.folder import checkpoint
 from genrl.runtime.weights.weights import REFERENCE, Weights
 from tests.diffusion import runs
@@ -147,6 +148,14 @@ def test_replay_gradients_reference_and_file(family: str, tmp_path: Path) -> Non
             assert torch.equal(policy.roll_out(batch).final, untouched)
         load_lora(plain, str(tmp_path))
         torch.testing.assert_close(Policy(plain).roll_out(batch).final, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_stored_encodings_are_refused_beside_a_frozen_one_of_an_encoder(folder: Path, model: Path) -> None:
+    policy, _, batch = moved("sd3")
+    save_lora(policy, folder / "lora", batch)
+    kept = {"encodings": str(folder / "kept"), "lora": {"frozen": [str(folder / "lora")]}}
+    with pytest.raises(ValueError, match=r"model.encodings: a LoRA of model.lora.frozen adapts the text_encoder"):
+        trainable_weights(config := runs.config(folder, model, model=kept), open_policy(config, "cpu"))
 
 
 @pytest.mark.slow

@@ -64,6 +64,9 @@ def test_gradients_reach_the_picture_through_the_same_preparation(images: Any, t
     model = tiny_open_clip.save_folder(tmp_path / mode, resize_mode=mode, mean=[0.5] * 3, std=[0.25] * 3)
     reward = genrl_rewards.load("clipscore", {"model": f"open_clip:{model}"})
     assert_gradients_agree(reward, images, PROMPTS, within=0.005)
+    tall = torch.nn.functional.pad(images, (0, 0, 0, 5))[..., :19, :16]  # 3 rows too many
+    prepared = reward.scorer.prepare(tall.clone().requires_grad_()).detach()
+    assert mode != "shortest" or torch.allclose(prepared, reward.scorer.prepare(tall), atol=4 / 255)
 
 
 def test_what_cannot_be_loaded_says_why(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """Backward passes and steps of named groups: rates, clipping, guards, schedule."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from genrl.config.sections import EMA, Optimizer
 from genrl.runtime.loop.guards import NonFiniteError, read_dump
 from genrl.runtime.loop.recorded import Recorded
-from genrl.runtime.weights.optimization import Schedule, scheduled
+from genrl.runtime.weights.optimization import Schedule, _norm, scheduled
 from tests.runtime.loop.loops import METHOD, RATES, Settings, backward, loop, model, moved, values
 
 
@@ -36,6 +38,14 @@ class TestStep:
         for name, value in start.items():
             wanted = 0.75 * (0.75 * value + 0.25 * ends[2][name]) + 0.25 * ends[5][name]
             torch.testing.assert_close(one.weights.snapshots["average"][name], wanted)
+
+    def test_norms_are_float32_and_sums_of_each_precision(self, tmp_path: Path) -> None:
+        """A policy in bfloat16 beside a critic in float32, of two equal processes."""
+        optimization, of_policy = loop(tmp_path).optimization, torch.ones(257, dtype=torch.bfloat16)
+        two: Any = SimpleNamespace(num_processes=2, reduce=lambda tensor, reduction: 2 * tensor)
+        summed = replace(optimization, accelerator=two)._summed([of_policy, torch.tensor([3.0])])
+        assert [g.dtype for g in summed] == [torch.bfloat16, torch.float32] and summed[1].item() == 6.0
+        assert float(_norm([of_policy])) == pytest.approx(math.sqrt(257), rel=1e-6)  # 16 in bfloat16
 
     def test_a_divisor_and_a_loss_scale_leave_the_gradient_of_the_mean(self, tmp_path: Path) -> None:
         one = loop(tmp_path)

@@ -143,7 +143,7 @@ def value_loss(settings: PPO, acting: Acting, scored: Scored, given: Recorded) -
     return (errors * weight).sum() / value.shape[1]
 
 
-PER_RATIO = ("loss/policy", "ratio/mean", "ratio/clipped", "kl/updates")
+PER_RATIO = ("ratio/mean", "ratio/clipped", "kl/updates")
 """Figures that are means over ratios; the others are over decisions."""
 
 
@@ -210,8 +210,8 @@ def update(
 
     def near() -> bool:
         # all processes name the same figures, also one that had no decision
-        names = [*PER_RATIO, *["loss/value"] * critic, *["entropy"] * (settings.entropy_weight > 0), "number"]
-        names += settings.measured
+        names = ["loss/policy", *PER_RATIO, *["loss/value"] * critic, *["entropy"] * (settings.entropy_weight > 0)]
+        names += ["number", *settings.measured]
         every = summed({name: float(sums.get(name, 0.0)) for name in names})
         number = max(1.0, every.pop("number"))
         means = {name: value / (number if name in PER_RATIO else total) for name, value in every.items()}

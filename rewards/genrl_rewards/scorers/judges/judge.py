@@ -44,8 +44,14 @@ def read(given: str, reward: str, *, holding: str = "") -> str:
 
 
 def put(text: str, place: str, prompt: str) -> str:
-    """The text with the prompt in its place; `<|` in the prompt is split, so that it cannot add a control token."""
-    return text.replace(place, prompt.replace("<|", "< |"))
+    """The text with the prompt in its place, as `plain` text."""
+    return text.replace(place, plain(prompt))
+
+
+def plain(text: str) -> str:
+    """What may be a control token of some model in it (`<|im_end|>`, `</s>`, `<image>`, `[INST]`) is split behind its
+    bracket, so that it is read as text. The tags of an answer, `<think>` and `<answer>`, stay."""
+    return CONTROL.sub(r"\g<0> ", text)
 
 
 def _read(path: str, reward: str) -> str:
@@ -66,6 +72,7 @@ def _constant(source: str, path: str, name: str, reward: str) -> str:
     return texts[name]
 
 
+CONTROL = re.compile(r"<(?=[|｜]|(?!/?(?:think|answer)>)/?[\w.-]+>)|\[(?=/?\w*[A-Z]{2}\w*\])")
 MODEL = "Qwen/Qwen2.5-VL-7B-Instruct"
 MODES = ("yes_no", "score")
 NUMBER = r"(-?\d+(?:\.\d+)?)"
@@ -258,7 +265,7 @@ class PreferenceJudge(AsksVLM):
         self.answer = read(self.answer, "preference_judge", holding=ANALYSIS)
         super().__post_init__()
 
-    def __call__(self, pil_images: list[Image], prompts: list[str], pairs: list[tuple[int, int]]) -> list[float]:
+    def __call__(self, pil_images: list[Any], prompts: list[str], pairs: list[tuple[int, int]]) -> list[float]:
         both = [[*shown(pil_images[i]), *shown(pil_images[j])] for i, j in pairs]
         goals = [prompts[i] for i, _ in pairs]
         first: list[Question] = [

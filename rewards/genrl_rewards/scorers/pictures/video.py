@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from genrl_rewards.contract import check_choice, declare, move, needs, read
+from genrl_rewards.contract import Scored, call, check_choice, needs, read, takes_pillow
 from genrl_rewards.loading import EMPTY, load
 from genrl_rewards.pictures import pil_list, to_uint8
 from genrl_rewards.scorers.pictures.dino import MODEL, DinoFeatures
@@ -37,7 +38,7 @@ class PerFrame:
     `reward` its name, `args` its arguments; `frames` how many (default 4); `reduce` `mean` (default) or `min`
 
     The frames are evenly spread and always the same, so that a score is a function of the video. Frames without a score
-    are left out.
+    are left out. Parts of its score are reduced alike, each by itself.
     """
 
     def __init__(
@@ -51,32 +52,37 @@ class PerFrame:
         check_choice("per_frame: unknown reduce", reduce, REDUCES)
         if frames < 1:
             raise ValueError(f"per_frame: frames is {frames}; it must be at least 1")
-        self.inner, self.name, self.frames, self.reduce = load(reward, args, device=device), reward, frames, reduce
-        needed = needs(self.inner)
+        self.reward, self.name, self.frames, self.reduce = load(reward, args, device=device), reward, frames, reduce
+        needed = needs(self.reward)
         if needed.kind != "pointwise":
             raise ValueError(f"per_frame: {reward!r} compares the samples of a group, which frames are not")
         self._takes = needed.names
-        self.__signature__ = declare(["images", *(n for n in needed.names if n not in ("images", "pil_images"))])
+        for method in ("to", "close", "check_row", "read_row", "read_value"):
+            if hasattr(self.reward, method):
+                setattr(self, method, getattr(self.reward, method))
+        taken = inspect.signature(self.reward).parameters.values()
+        others = [p.replace(kind=p.KEYWORD_ONLY) for p in taken if p.name not in ("images", "pil_images")]
+        self.__signature__ = inspect.Signature([inspect.Parameter("images", inspect.Parameter.KEYWORD_ONLY), *others])
 
-    def to(self, device: str) -> None:
-        """Move the model of the reward, if it has one."""
-        move(self.inner, device)
-
-    def __call__(self, images: torch.Tensor, **rows: Sequence[Any]) -> torch.Tensor:
+    def __call__(self, images: torch.Tensor, **rows: Sequence[Any]) -> Scored:
         check_video(images, f"per_frame of {self.name}")
         chosen = images[:, spread(self.frames, images.shape[1])]
         flat, each = chosen.flatten(0, 1), chosen.shape[1]
         per_frame: dict[str, Any] = {name: [v for value in row for v in [value] * each] for name, row in rows.items()}
         if "images" in self._takes:
-            per_frame["images"] = flat
+            per_frame["images"] = pil_list(flat) if takes_pillow(self.reward) else flat
         if "pil_images" in self._takes:
             per_frame["pil_images"] = pil_list(flat)
-        scores = torch.tensor(read(self.inner(**per_frame), len(flat), self.name).values, dtype=torch.float64)
-        table = scores.view(len(images), each)
-        if self.reduce == "min":
+        scores = read(call(self.reward, per_frame), len(flat), self.name)
+
+        def reduced(row: list[float]) -> list[float]:
+            table = torch.tensor(row, dtype=torch.float64).view(len(images), each)
+            if self.reduce == "mean":
+                return table.nanmean(1).tolist()
             lowest = table.nan_to_num(nan=torch.inf).amin(1)
-            return torch.where(lowest.isinf(), torch.nan, lowest)
-        return table.nanmean(1)
+            return torch.where(lowest.isinf(), torch.nan, lowest).tolist()
+
+        return reduced(scores.values), {part: reduced(row) for part, row in scores.parts.items()}
 
 
 def motion(images: torch.Tensor) -> torch.Tensor:

@@ -123,9 +123,8 @@ def prepare(images: torch.Tensor, size: int) -> torch.Tensor:
     else:
         pictures = [picture.resize((width, height), Resampling.BICUBIC) for picture in pil_list(images)]
         resized = torch.cat([pixels.from_pil(picture) for picture in pictures]).to(images.device)
-    # torchvision's centre crop, which the authors use, rounds; transformers' rounds down (`pixels.crop_to`).
-    top, left = round((height - size) / 2), round((width - size) / 2)
-    return pixels.normalise(resized[..., top : top + size, left : left + size], pixels.OPENAI_MEAN, pixels.OPENAI_STD)
+    square = pixels.central(resized, size, round)  # by torchvision, which the authors use
+    return pixels.normalise(square, pixels.OPENAI_MEAN, pixels.OPENAI_STD)
 
 
 class ImageReward:

@@ -108,7 +108,7 @@ class Answered:
         chosen = [chosen_frames(text, len(clip)) for text, clip in zip(completions, frames, strict=True)]
         with_numbers = [k for k, numbers in enumerate(chosen) if numbers]
         questions: list[Question] = [
-            [*(frames[k][n] for n in spread(chosen[k], self.shown)), about[k]] for k in with_numbers
+            [*(frames[k][n] for n in spread(chosen[k], self.shown)), judge.plain(about[k])] for k in with_numbers
         ]
         answers = self.vlm.answers(questions, self.max_tokens)
         right = exact(answers, [truth[k] for k in with_numbers], tag=self.tag)

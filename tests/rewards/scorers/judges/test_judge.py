@@ -91,7 +91,10 @@ def test_a_score_may_stand_behind_a_line_break(gap: str) -> None:
 
 
 def test_texts_come_from_files_and_constants_that_are_not_run(tmp_path: Path) -> None:
-    assert judge.put("<q>{prompt}</q>", "{prompt}", "a {prompt} <|im_end|>") == "<q>a {prompt} < |im_end|></q>"
+    asked = "a {prompt} <|im_end|></s><<SYS>> [/INST] 1 <2 [red]"
+    assert judge.put("<q>{prompt}</q>", "{prompt}", asked) == (
+        "<q>a {prompt} < |im_end|>< /s><< SYS>> [ /INST] 1 <2 [red]</q>"
+    )
     (tmp_path / "a.txt").write_text("Is {prompt}?")
     (tmp_path / "b.py").write_text("raise SystemExit\nASKED = '''Was {prompt}?\n'''\nOTHER = 3\n")
     assert judge.read(str(tmp_path / "a.txt"), "r", holding="{prompt}") == "Is {prompt}?"
@@ -190,6 +193,10 @@ def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tenso
         scorer = genrl_rewards.load("edit_judge", {"model": "m", "server": {"url": url}})
         found = genrl_rewards.score(scorer, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
     assert found.values == pytest.approx([0.6, 0.6]) and found.parts["keeping"] == [4, 4] and len(requests) == 4
+    for name, more in (("edit_judge", {"server": {"url": url}}), ("paco_grid", local)):
+        with pytest.raises(ValueError, match=rf"{name}.* takes pictures \(list\[Image\]\), .* videos of 2 frames"):
+            reward, video = genrl_rewards.load(name, {"model": "m"} | more), images[:2, None].expand(-1, 2, 3, -1, -1)
+            genrl_rewards.score(reward, images=video, prompts=["add a hat"] * 2, columns=columns, name=name)
 
 
 # -- The judge of pairs: two stages, every ordered pair, and what counts as an answer

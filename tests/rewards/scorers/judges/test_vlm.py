@@ -185,17 +185,10 @@ def test_a_refusal_is_not_asked_again() -> None:
             assert client(url).answers([["?"]], 1) == [""]  # cut before its first word
 
 
-def test_a_server_that_stays_away_or_drips_raises_at_the_deadline_and_gives_no_score() -> None:
-    with chat_server.serve(lambda body, n: chat_server.text("x" * 400), drip_s=0.05) as (url, _):
-        start = time.monotonic()
-        with pytest.raises(ServerFailed, match=r"no reply within 0\.\d+ s"):
-            client(url, timeout_s=0.4, deadline_s=0.4).answers([["?"]], 1)
-        assert time.monotonic() - start < 15  # the whole reply takes 20 s
+def test_a_server_that_stays_away_raises_at_the_deadline_and_gives_no_score() -> None:
     with chat_server.serve(lambda body, n: (503, b"")) as (url, _):
-        start = time.monotonic()
         with pytest.raises(ServerFailed, match="does not answer: (status 503|no reply)"):
             client(url, deadline_s=0.6).answers([["?"]], 1)
-        assert time.monotonic() - start < 15
     with pytest.raises(ServerFailed, match="does not answer"):
         client(url, deadline_s=0.3).yes_no([["?"]])
 

@@ -111,8 +111,9 @@ def test_it_is_the_probability_of_the_label(folder: str) -> None:
 
 # -- Rewards of videos: frames of a picture's reward, motion of a square that moves, what stays the same
 FIRST = """
-def first(images, prompts, colour):
-    return [None if c == "none" else float(i.mean()) for i, c in zip(images, colour)]
+async def first(pil_images, prompts, colour, scale=(1, 1)):
+    levels = [None if c == "none" else k * p.getpixel((0, 0))[0] / 255 for p, c, k in zip(pil_images, colour, scale)]
+    return levels, {"sides": [p.width for p in pil_images]}
 
 def together(images, group):
     return [0.0] * len(images)
@@ -140,12 +141,13 @@ def test_a_pictures_reward_is_taken_on_frames(first: str) -> None:
     assert [spread(n, of) for n, of in ((4, 10), (2, 5), (1, 5), (9, 3))] == [[0, 3, 6, 9], [0, 4], [2], [0, 1, 2]]
     levels = torch.tensor([[0.0, 0.1, 0.2, 0.3, 0.9], [0.5, 0.5, 0.4, 0.5, 0.6]])
     video = levels[:, :, None, None, None].expand(2, 5, 3, 4, 4)
-    columns = {"colour": ["red", "none"]}
-    for reduce, value in (("mean", (0.0 + 0.2 + 0.9) / 3), ("min", 0.0)):
+    columns = {"colour": ["red", "none"], "scale": [10, 1]}
+    for reduce, value in (("mean", 10 * (0.0 + 0.2 + 0.9) / 3), ("min", 0.0)):
         reward = genrl_rewards.load("per_frame", {"reward": first, "frames": 3, "reduce": reduce})
         assert set(genrl_rewards.needs(reward).names) == {"images", "prompts", "colour"}
         scores = scored(reward, images=video, prompts=["", ""], columns=columns)
-        assert scores.values[0] == pytest.approx(value) and math.isnan(scores.values[1])
+        assert scores.values[0] == pytest.approx(value, abs=0.02) and math.isnan(scores.values[1])
+        assert scores.parts == {"sides": [4, 4]}
     with pytest.raises(ValueError, match="compares the samples of a group, which frames are not"):
         genrl_rewards.load("per_frame", {"reward": first.replace(":first", ":together")})
     refused("unknown reduce 'max'", "per_frame", {"reward": "sharpness", "reduce": "max"})

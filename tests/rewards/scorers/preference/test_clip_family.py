@@ -144,11 +144,9 @@ def test_scores_follow_the_published_equations(reward: genrl_rewards.Reward) -> 
 
 
 def test_other_checkpoints_are_refused_before_any_work(folder: Path, tmp_path: Path) -> None:
-    def other(words: str, model: str = str(tmp_path)) -> None:
-        refused(words, "imagereward", {"model": model, "tokenizer": str(folder)})
+    def other(words: str) -> None:
+        refused(words, "imagereward", {"model": str(tmp_path), "tokenizer": str(folder)})
 
-    other("imagereward: .* has no ImageReward.safetensors or ImageReward.pt.*empty")
-    other("there is no folder 'nowhere'", "nowhere")
     (tmp_path / "med_config.json").write_text((folder / "med_config.json").read_text())
     torch.save({"layers.0.weight": torch.zeros(1024, 768)}, tmp_path / "ImageReward.pt")
     other("is not an ImageReward")

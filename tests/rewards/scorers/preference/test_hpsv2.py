@@ -66,12 +66,6 @@ def test_scores_are_open_clips_own(folder: Path, golden: Callable[[str], Any]) -
     np.testing.assert_allclose(cos, data["hps_v2"], rtol=0, atol=1e-9)
 
 
-def test_the_published_architecture_is_one_that_open_clip_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert hpsv2.ARCHITECTURE in open_clip.list_models()
-    assert open_clip.get_model_config(hpsv2.ARCHITECTURE)["embed_dim"] == 1024
-
-
 def test_other_checkpoints_are_refused_before_any_work(tmp_path: Path) -> None:
     args = {"model": str(tmp_path)}
     refused("hpsv2: unknown version '2.2'. Did you mean '2.1'", "hpsv2", args | {"version": 2.2})
@@ -79,8 +73,5 @@ def test_other_checkpoints_are_refused_before_any_work(tmp_path: Path) -> None:
     file = tmp_path / "HPS_v2.1_compressed.pt"
     torch.save({"layers.0.weight": torch.zeros(3)}, file)
     refused("hpsv2: open_clip cannot load .*Missing key.*positional_embedding", "hpsv2", args)
-    tiny_open_clip.register(tmp_path)
-    torch.save(tiny_open_clip.model().state_dict() | {"visual.attnpool.weight": torch.zeros(1)}, file)
-    refused("open_clip cannot load .*Unexpected key.*visual.attnpool.weight", "hpsv2", args)
     torch.save({"state_dict": Path("a")}, file)
     refused("open_clip cannot load .*Weights only load failed", "hpsv2", args)
