@@ -25,18 +25,6 @@ def test_help_teaches(name: str, capsys: pytest.CaptureFixture[str], monkeypatch
     assert f"python -m benchmarks.{name}" in said and "--out" in said and f"{name}.json" in said
 
 
-def test_a_name_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "overheads"])
-    with pytest.raises(SystemExit, match="2"):
-        every.main()
-    assert "no benchmark overheads; there are model_calls, overhead" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["kernels"])
-    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        kernels.main()
-    assert "no kernel can be timed: there is no GPU. --dry-run checks all but the times" in capsys.readouterr().err
-
-
 def test_a_kernel_that_is_wrong_is_not_timed() -> None:
     case = kernels.cases("joint_attention", "cpu", kernels.torch.float32, tiny=True)["tiny"]
     wrong = case._replace(ours=lambda *given: 1.001 * case.definition(*given))
@@ -165,28 +153,7 @@ def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
     assert scaling.summary([[one], [other]]) == wanted
 
 
-# -- Rates and the reward gained, of trainers that take turns
-TINY_END_TO_END = (
-    *("sampling.prompts_per_iteration=1", "sampling.group_size=4", "sampling.batch_size=4", "evaluation.num_prompts=2"),
-    "sampling.num_inference_steps=3",
-)
-WINDOW = ("trainer.window={size: 2, high: 2}",)
-
-
-def test_rows_take_turns_and_their_figures_follow_from_their_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(end_to_end.ROWS, "window of 3", (end_to_end.FLOW, *WINDOW))
-    names = ("window of 3", "DiffusionNFT")
-    found = end_to_end.measure(3, names, 0.0, TINY_END_TO_END)
-    assert [row["calls_per_picture"] for row in found.values()] == [[3.0, 2.0]] * 2
-    for row in found.values():
-        assert row["iterations"] == 2 and row["pictures"] == 4 and row["held_out_pictures"] == 2 and row["seed"] == 3
-        assert row["pictures_per_cpu_s"] == pytest.approx(4 / row["iteration_cpu_s"][1])
-        assert 0 < row["scorer_share"] < 1
-        assert row["cpu_minutes"] == pytest.approx(sum(row["iteration_cpu_s"]) / 60)
-        before, after = row["reward"]
-        assert row["gain_per_cpu_minute"] == pytest.approx((after - before) / row["cpu_minutes"])
-
-
+# -- Rates and the reward gained
 def test_whole_runs_by_hand() -> None:
     """0.2 in two minutes; a run on another scorer, or of unknown cost, is left out."""
     run: dict[str, Any] = {"cpu_s": 120.0, "trained": ["shapes"], "logged": ["clipscore"]}

@@ -1,9 +1,7 @@
-"""What counts as the same run, which configurations are run how, and one comparison of this commit with itself."""
+"""What counts as the same run, and which configurations are run how."""
 
 import json
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -178,13 +176,3 @@ def test_the_cache_gives_back_what_a_commit_left_and_no_failure(tmp_path: Path) 
     assert cache.get(job) == outcome
     assert same_numbers.Cache(tmp_path, "abd").get(job) is None
     assert cache.get(same_numbers.Job("configs/a.yaml", "configs/a.yaml", 1, ["iterations=3"])) is None
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone of the repository")
-def test_this_commit_trains_as_itself(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.same_numbers", "HEAD", "--only", "vlm/quickstart", "--processes", "1"]
-    command += ["--cache", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "configs/vlm/quickstart.yaml" in done.stdout and done.stdout.endswith("1 equal\n")
