@@ -153,7 +153,6 @@ def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
     assert scaling.summary([[one], [other]]) == wanted
 
 
-# -- Rates and the reward gained
 def test_whole_runs_by_hand() -> None:
     """0.2 in two minutes; a run on another scorer, or of unknown cost, is left out."""
     run: dict[str, Any] = {"cpu_s": 120.0, "trained": ["shapes"], "logged": ["clipscore"]}

@@ -11,6 +11,7 @@ from genrl.config.errors import Finding
 from genrl.config.plugins import Group, find
 from genrl.config.sections import NO_INT4
 from genrl.vlm.config.names import BODY, OUTPUTS, TASKS
+from genrl.vlm.config.sections import Generation
 
 if TYPE_CHECKING:
     from genrl.vlm.config.schema import VLMConfig
@@ -89,6 +90,8 @@ def _outputs(config: VLMConfig) -> Iterator[Finding]:
     if (output == "text" or makes not in (None, "image", "music")) and config.generation.guidance_scale is not None:
         text = "only pictures and MusicGen's music are sampled with guidance; leave it out"
         yield ("generation.guidance_scale", "vlm.output"), text
+    if (output == "text" or makes not in (None, "masked_text")) and config.generation.denoising_steps is not None:
+        yield ("generation.denoising_steps", "vlm.output"), "only masked_text is filled in steps; leave it out"
 
 
 def _value(config: VLMConfig, key: str) -> Any:
@@ -126,6 +129,9 @@ def _generation(config: VLMConfig) -> Iterator[Finding]:
     if generation.batch_size is not None and generation.batch_size < generation.group_size:
         text = "answers to a question are sampled together; write group_size or more"
         yield ("generation.batch_size", "generation.group_size"), text
+    written = generation.elbo_samples != Generation().elbo_samples
+    if written and "bound" not in config.trainer.reads:
+        yield ("generation.elbo_samples", "trainer.preset"), "only BGPO trains on a bound; leave it out"
 
 
 def _shards(config: VLMConfig) -> Iterator[Finding]:

@@ -254,9 +254,8 @@ def test_a_grae(golden: Any) -> None:
     root = 0.5**0.5
     wanted = torch.full((4,), 0.25 / (1 - root) + 0.25 / root).double()
     torch.testing.assert_close(found.abs(), wanted, rtol=1e-5, atol=0)
-    # groups of one outcome, whose spread is of other rewards: half of all are right
     kept = token_advantages.asymmetric(torch.tensor([1.0, -1, 2, -2]), group.float(), group)
-    assert kept.tolist() == [0.5, -1, 1, -2]
+    assert kept.tolist() == [0.5, -1, 1, -2]  # groups of one outcome; half of all are right
     assert token_advantages.asymmetric(right[:0], right[:0], group[:0]).shape == (0,)  # no row has a score
 
 

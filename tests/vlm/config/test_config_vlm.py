@@ -112,6 +112,8 @@ REFUSED: list[tuple[str, str, str]] = [
     ("trainer: {preset: bgpo}", "trainer.preset, vlm.output", "output is masked_text"),
     ("trainer: {surrogate: linear_bound}", "trainer.surrogate, vlm.output", "masked_text"),
     ("generation: {guidance_scale: 2.0}", "generation.guidance_scale, vlm.output", "only pictures"),
+    ("generation: {elbo_samples: 4}", "generation.elbo_samples, trainer.preset", "only BGPO"),
+    ("generation: {denoising_steps: 4}", "generation.denoising_steps, vlm.output", "only masked_text"),
     ("vlm: {path: x, output: image}, trainer: {preset: vppo}", "trainer.preset", "masked_image"),
     ("vlm: {path: x, output: masked_text, lora: {}}", "vlm.lora", "leave it out"),
     ("trainer: {updates: 9}", "trainer.updates, generation.prompts_per_iteration", "9 updates need a group each"),
