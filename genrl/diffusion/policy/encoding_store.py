@@ -20,15 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from genrl.config.folders import read_json
+from genrl.config.folders import is_single_file, read_json
 from genrl.diffusion.config.files import model_folder
 from genrl.diffusion.config.model_rules import DENOISERS, is_text_encoder, quantized
 from genrl.diffusion.config.schema import Config
 
 MOST_BYTES = 20 * 10**9
 """Of a folder."""
-ONE_FILE = (".safetensors", ".gguf", ".py")
-"""Ends of names that mean a file, which may change under its name."""
 TELLS = {"path", "config", "pipeline", "revision", "variant", "use_safetensors", "without", "dtype", "autocast"}
 """Keys of the section `model` that say which encoders there are, and how they compute."""
 
@@ -120,7 +118,8 @@ def open_store(config: Config, device: torch.device) -> Store | None:
     parts = [diffusers.__version__, transformers.__version__, json.dumps(model.model_dump(mode="json", include=TELLS))]
     parts += [device.type, json.dumps(_kinds(config), sort_keys=True)]
     code = (model.pipeline or "").rpartition(":")[0]  # file.py of a class of one's own
-    parts += [_stamped(Path(file).expanduser()) for file in (model.path, code) if file.endswith(ONE_FILE)]
+    files = [model.path] * is_single_file(model.path) + [code] * code.endswith(".py")
+    parts += [_stamped(Path(file).expanduser()) for file in files]
     folder = model_folder(config)
     parts += [] if folder is None else list(_files_of(folder))
     return Store(Path(model.encodings).expanduser(), "\n".join(parts), MOST_BYTES)
