@@ -375,15 +375,15 @@ def test_a_place_is_scored_where_the_model_predicts_it(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize(("kind", "preset"), [("llada", "bgpo"), ("Dream", "just_grpo")])
 def test_both_methods_train_it_and_write_its_own_format(kind: str, preset: str, tmp_path: Path) -> None:
-    few = {"prompts_per_iteration": 2, "group_size": 3, "max_new_tokens": 3, "elbo_samples": 2, "denoising_steps": 3}
+    bound = {"elbo_samples": 2} if preset == "bgpo" else {}
+    few = {"prompts_per_iteration": 2, "group_size": 3, "max_new_tokens": 3, "denoising_steps": 3, **bound}
     own = {"vlm": {"path": str(checkpoint(tmp_path / "m", kind)), "output": "masked_text"}, "task": {"name": "sums"}}
     own |= {"rewards": [{"name": f"{Path(__file__)}:shortness"}], "trainer": {"preset": preset}}
     run = train(vlm_runs.config(tmp_path, generation=few, **own))
     before, after = weights(kind), load_file(run / "model" / "model.safetensors")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    own = json.loads((run / "model" / "config.json").read_text())
-    assert {key: own[key] for key in settings(kind)} == settings(kind)
+    assert settings(kind).items() <= json.loads((run / "model" / "config.json").read_text()).items()
     open_masked(str(run / "model"), torch.float32)
 
 
