@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "masked_text": {
         "vlm": {"path": str(ASSETS / "tiny-dllm"), "output": "masked_text"},
         "task": {"name": "sums"},
-        "generation": {**GROUPS, "max_new_tokens": 9, "elbo_samples": 3, "denoising_steps": 3},
+        "generation": {**GROUPS, "max_new_tokens": 9, "denoising_steps": 3},
         "rewards": [{"name": "exact"}],
     },
     "voxels": {
