@@ -48,7 +48,7 @@ def measure(run: Run, evaluation: str) -> list[float]:
                 raise ValueError(f"{run.folder} has no checkpoint of iteration {config.iterations}")
             again.loop.iteration = config.iterations  # so that the method gets ready, and has nothing to train
             code_of(config.trainer).train(again, config.trainer)
-            again.scorers = plain({"diversity": diversity})
+            again.held_out.scorers = plain({"diversity": diversity})
             with again.loop.averaged():
                 distances.append(round(again.evaluate(config.iterations)[f"{evaluation}/diversity_mean"], 5))
     return distances

@@ -228,14 +228,14 @@ def test_as_the_run_evaluates(name: str, changes: tuple[str, ...], tmp_path: Pat
     monkeypatch.setattr(diversity, "PICTURES", 2)
     method = plan.read().recipes[f"pipelines/{name}"]
     rewards = [reward.model_dump(mode="json", exclude_defaults=True) for reward in load(method.config).rewards]
-    rewards.append({"name": "benchmarks/diversity.py:diversity", "weight": 0})
+    (tmp_path / "mine.py").write_text("from benchmarks.diversity import diversity as logged")
+    rewards.append({"name": f"{tmp_path}/mine.py:logged", "weight": 0})
     images = torch.zeros(3, 3, 2, 2)
     images[1, 0] = 1  # a third of the numbers: sqrt(1 / 3) from the others, which are alike
     assert diversity.distance(images) == pytest.approx(2 / 3 * 3**-0.5)
     config = load(method.config, [*SMALL, *changes, f"rewards={json.dumps(rewards)}", f"output={tmp_path / 'run'}"])
-    train(config)
-    run = Run(tmp_path / "run")
-    logged = [row[f"{method.evaluation}/diversity_mean"] for row in read_metrics(run.metrics)]
+    run = Run(train(config))
+    logged = [row[f"{method.evaluation}/logged_mean"] for row in read_metrics(run.metrics)]
     assert logged[0] != pytest.approx(logged[1], abs=1e-4)
     assert diversity.measure(run, method.evaluation) == pytest.approx(logged, abs=1e-5)
     shutil.rmtree(run.checkpoints)
