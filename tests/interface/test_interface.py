@@ -28,8 +28,8 @@ from genrl_rewards.given import given, lending, take
 from tests import hub_server
 from tests.run_folders import rows
 
-SMALL = {"num_inference_steps": 2, "group_size": 4, "prompts_per_iteration": 2, "batch_size": 8}
-NFT = {"timesteps_per_sample": 1, "kl_weight": 0}
+SMALL: dict[str, Any] = {"num_inference_steps": 2, "group_size": 4, "prompts_per_iteration": 2, "batch_size": 8}
+SMALL |= {"pipeline_args": {"max_sequence_length": 2}}  # of 256 tokens, which would be most of a call's work
 PROMPTS = ["a red cube", "two blue stars", "a green circle"]
 
 
@@ -59,8 +59,8 @@ def trained(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
 
 def small(output: Path, **given: Any) -> genrl.Result:
     settings: dict[str, Any] = {"prompts": PROMPTS, "rewards": [warm], "sampling": SMALL, "iterations": 2}
-    settings |= {"method": genrl.DiffusionNFT(**NFT), "lora": LoraConfig(r=4, lora_alpha=8), "output": output}
-    return genrl.train(**(settings | given))
+    settings |= {"method": genrl.DiffusionNFT(timesteps_per_sample=1, kl_weight=0), "output": output}
+    return genrl.train(**{"lora": LoraConfig(r=4, lora_alpha=8), **settings, **given})
 
 
 def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_diffusers_has_it(pipe: Any, tmp_path: Path) -> None:
