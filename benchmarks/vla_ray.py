@@ -24,7 +24,7 @@ from genrl.vla.rollout.ray_rollout import RayRollouts
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.simulators.contract import Simulation
 from tests import ray_nodes
-from tests.vla.tiny_policies import TOLD, flow
+from tests.vla.tiny_policies import FACTS, flow
 
 TABLES = 512
 
@@ -41,7 +41,7 @@ def main() -> None:
     far = {
         count: RayRollouts(simulated, actors=count, start_timeout_s=600.0, timeout_s=600.0) for count in given.actors
     }
-    policy = flow(TOLD, critic=1)
+    policy = flow(FACTS, critic=1)
     by_count: dict[int, list[dict[str, float]]] = {count: [] for count in given.actors}
     for repeat in range(given.repeats + 1):  # the first one makes the tables, and is not counted
         for count, rollouts in far.items():

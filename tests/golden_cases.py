@@ -129,9 +129,9 @@ class Arrays:
         yield from dict.fromkeys(m[1] for name in self.data.files if (m := re.fullmatch(pattern, name)))
 
     def matches(self, pattern: str) -> Iterator[re.Match[str]]:
-        return (found for name in self.data.files if (found := re.fullmatch(pattern, name)))
+        return (result for name in self.data.files if (result := re.fullmatch(pattern, name)))
 
     def all_used(self, among: str = ".*", *, but: str = "") -> None:
         """Every array whose name matches `among` and not `but` has been."""
-        wanted = {found[0] for found in self.matches(among) if not re.fullmatch(but, found[0])}
+        wanted = {actual[0] for actual in self.matches(among) if not re.fullmatch(but, actual[0])}
         assert wanted and wanted <= self.used, sorted(wanted - self.used)

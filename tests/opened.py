@@ -38,9 +38,9 @@ def saved_again(file: str) -> None:
     """Child: open the run of a YAML file from its newest checkpoint, and write that anew."""
     config = load(Path(file))
     with opened(config, kind_of(config)) as run:
-        found = checkpoint.latest(Run(Path(config.output)).checkpoints)
-        assert found is not None
-        run.loop.restore(found)
-        run.begin(found)  # as the frame does: a run keeps some states only from here on
+        result = checkpoint.latest(Run(Path(config.output)).checkpoints)
+        assert result is not None
+        run.loop.restore(result)
+        run.begin(result)  # as the frame does: a run keeps some states only from here on
         run.loop.outdated = True
         run.loop.save()

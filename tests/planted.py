@@ -42,8 +42,8 @@ def planted(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[list[Te
         if not norms and self.iteration == iteration and loss.requires_grad:
             parameters = list(self.weights.named.values())
             whole = loss.sum() / divisor * self.loss_scale
-            found = torch.autograd.grad(whole, parameters, retain_graph=True, allow_unused=True)
-            reached = [g for g in found if g is not None]
+            result = torch.autograd.grad(whole, parameters, retain_graph=True, allow_unused=True)
+            reached = [g for g in result if g is not None]
             norm = torch.stack(torch._foreach_norm(reached)).sum() if reached else 0  # none: a critic's step
             if norm > 0:  # a micro-batch of groups without spread teaches nothing
                 norms.append(norm)

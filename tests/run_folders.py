@@ -74,22 +74,22 @@ def assert_one_run(train: Callable[..., Path], run: Path, folder: Path) -> None:
 def differences(one: Path, other: Path) -> list[str]:
     """What differs between two finished runs: weights, snapshots, optimiser, metrics. Empty: equal to the bit."""
     a, b = last_state(one), last_state(other)
-    found = [] if a.step == b.step else [f"step {a.step} and {b.step}"]
+    result = [] if a.step == b.step else [f"step {a.step} and {b.step}"]
     # A row that waits for its evaluation is in the checkpoint of the run that was stopped, and in the other's metrics.
     if {**a.state, "unfinished_row": None} != {**b.state, "unfinished_row": None}:
-        found.append("state.json")
+        result.append("state.json")
     for stem in sorted(a.tensors.keys() | b.tensors.keys()):
         left, right = a.tensors.get(stem, {}), b.tensors.get(stem, {})
         if left.keys() != right.keys():
-            found.append(f"{stem}: names")
-        found += [f"{stem}: {k}" for k in left.keys() & right.keys() if not torch.equal(left[k], right[k])]
+            result.append(f"{stem}: names")
+        result += [f"{stem}: {k}" for k in left.keys() & right.keys() if not torch.equal(left[k], right[k])]
     ours, theirs = rows(one), rows(other)
     if [row["step"] for row in ours] != [row["step"] for row in theirs]:
-        found.append(f"rows of steps {[r['step'] for r in ours]} and {[r['step'] for r in theirs]}")
+        result.append(f"rows of steps {[r['step'] for r in ours]} and {[r['step'] for r in theirs]}")
     for mine, yours in zip(ours, theirs, strict=False):
         keys = sorted(mine.keys() | yours.keys())
-        found += [f"row {mine['step']}: {k}" for k in keys if mine.get(k) != yours.get(k)]
-    return found
+        result += [f"row {mine['step']}: {k}" for k in keys if mine.get(k) != yours.get(k)]
+    return result
 
 
 # -- runs in processes of their own ------------------------------------------------------------------------------

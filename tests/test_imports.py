@@ -25,8 +25,8 @@ for name in {packages!r}:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(package.__path__, name + "."):
         importlib.import_module(module.name)
-        found = heavy & set(sys.modules)
-        assert not found, (module.name, found)
+        loaded = heavy & set(sys.modules)
+        assert not loaded, (module.name, loaded)
 for kind in KINDS if {methods!r} else ():
     for method in built_in(kind).values():
         assert not heavy & set(sys.modules), (method, heavy & set(sys.modules))

@@ -31,10 +31,10 @@ HALF = torch.bfloat16
 
 def micro_batches(config: RunConfig, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> Given:
     """(settings, recorded, divisor) of the first iteration's backward passes."""
-    found: Given = []
+    result: Given = []
 
     def kept(self: Optimization, settings: Any, results: Any, recorded: Any, *, divisor: float = 1.0) -> None:
-        found.append((settings, recorded, divisor))
+        result.append((settings, recorded, divisor))
         backward(self, settings, results, recorded, divisor=divisor)
 
     backward = Optimization.backward
@@ -42,7 +42,7 @@ def micro_batches(config: RunConfig, kind: Kind, monkeypatch: pytest.MonkeyPatch
         patched.setattr(Optimization, "backward", kept)
         run.begin(None)
         code_of(config.trainer).train(run, config.trainer)
-    return found
+    return result
 
 
 def displacement(config: RunConfig, kind: Kind, given: Given, prepare: Callable[[Any], None]) -> tuple[Tensor, Any]:

@@ -49,7 +49,7 @@ def texts(tree: object, path: str = "") -> list[tuple[str, str]]:
     if isinstance(tree, str):
         return [(path, tree)]
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    return [found for key, value in items for found in texts(value, f"{path}.{key}")]
+    return [result for key, value in items for result in texts(value, f"{path}.{key}")]
 
 
 def test_every_recipe_has_a_name_of_its_own_and_a_wrong_one_is_refused() -> None:

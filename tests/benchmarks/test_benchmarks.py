@@ -48,9 +48,9 @@ def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(wait=lambda seconds: now.__setitem__(0, now[0] + seconds))
     parts.wrap(clock, "wait", "waiting")
     clock.wait(4.0)
-    found = {key: spent for key, spent in parts.take().items() if spent.wall}
+    actual = {key: spent for key, spent in parts.take().items() if spent.wall}
     wanted = {("one", "outer"): 2.0, ("one", "inner"): 1.0, ("two", "waiting"): 4.0}
-    assert found == {key: Seconds(wall, wall / 2) for key, wall in wanted.items()}
+    assert actual == {key: Seconds(wall, wall / 2) for key, wall in wanted.items()}
     assert not any(spent.wall for spent in parts.take().values())
 
 
@@ -72,13 +72,13 @@ def test_the_bare_loop_makes_the_calls_of_the_iteration(monkeypatch: pytest.Monk
         return bare(calls)
 
     monkeypatch.setattr(overhead, "bare", counted)
-    found = overhead.measure(load("configs/flow_grpo.yaml", TINY))  # type: ignore[arg-type]
+    result = overhead.measure(load("configs/flow_grpo.yaml", TINY))  # type: ignore[arg-type]
     sampling = [("sample", False)] * 3 + [("decode", False)]
     gate = ("train", False)  # once in a run: whether replay gives what was recorded
     assert made == [[*sampling, gate, ("train", True)], *[[*sampling, ("train", True)]] * 2]
-    whole = found["all"]
+    whole = result["all"]
     assert len(whole["ratios"]) == 2 and whole["ratio"] > 0.5
-    parts = {part: seconds for part, seconds in found["parts"].items() if part not in ("score", "outside")}
+    parts = {part: seconds for part, seconds in result["parts"].items() if part not in ("score", "outside")}
     assert sum(parts.values()) == pytest.approx(whole["iteration_s"], rel=0.1)  # medians of two
     assert min(parts[name] for name in ("forward", "backward", "pipeline", "optimizer")) > 0
 
@@ -103,8 +103,8 @@ def test_formulas_by_hand() -> None:
         ("diffusion_nft", 8.0, 2.0),
     ):
         config = model_calls.small(row)
-        found = model_calls.expected(config)
-        assert [calls / config.sampling.images_per_iteration for calls in found] == [sampling, training]
+        result = model_calls.expected(config)
+        assert [calls / config.sampling.images_per_iteration for calls in result] == [sampling, training]
 
 
 # -- Peaks, to the byte
@@ -158,8 +158,8 @@ def test_whole_runs_by_hand() -> None:
     run: dict[str, Any] = {"cpu_s": 120.0, "trained": ["shapes"], "logged": ["clipscore"]}
     run["curve"] = {"kcalls": [0, 9, 10], "eval/shapes_mean": [0.4, 0.9, 0.6], "eval/clipscore_mean": [0.5, None, 0.4]}
     others = {"jpeg-0": run | {"trained": ["jpeg"]}, "awm-0": run | {"cpu_s": None}}
-    found = end_to_end.whole_runs({"crd-1": run, "crd-0": run, **others})
-    assert list(found) == ["crd"] and found["crd"] == [pytest.approx([0.1, -0.05])] * 2
+    result = end_to_end.whole_runs({"crd-1": run, "crd-0": run, **others})
+    assert list(result) == ["crd"] and result["crd"] == [pytest.approx([0.1, -0.05])] * 2
 
 
 @pytest.mark.slow
@@ -167,8 +167,8 @@ def test_calls_of_the_stand_in_and_of_ours() -> None:
     """Two prompts x 2, 3 steps under guidance, of which 2 are trained; the stand-in checks that its ratios are 1."""
     names = ("the same in genrl", "+ graphs of sampling kept")
     tiny = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
-    found = peer_flow_grpo.measure(1, names, tiny)
-    usual, same, kept = (found[name] for name in (peer_flow_grpo.FIRST, *names))
+    result = peer_flow_grpo.measure(1, names, tiny)
+    usual, same, kept = (result[name] for name in (peer_flow_grpo.FIRST, *names))
     for row, training in ((usual, 4.0), (same, 4.0), (kept, 0.0)):
         assert (row["sample_calls"], row["train_calls"]) == (6.0, training)
     assert usual["times_faster"] == 1.0 and len(kept["rounds"]) == 1

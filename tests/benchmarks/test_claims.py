@@ -84,12 +84,12 @@ def test_every_recipe_holds(given: Plan, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_intervals_by_hand() -> None:
-    found = student([0.1, 0.3, 0.2])
+    result = student([0.1, 0.3, 0.2])
     half = 4.3026527 * np.std([0.1, 0.3, 0.2], ddof=1) / 3**0.5  # the 97.5 % quantile for two degrees of freedom
-    assert (found.value, found.low, found.high) == pytest.approx((0.2, 0.2 - half, 0.2 + half))
+    assert (result.value, result.low, result.high) == pytest.approx((0.2, 0.2 - half, 0.2 + half))
     assert student([0.4]) == Interval(0.4, float("-inf"), float("inf"), 1)
     pairs = paired([0.6, 0.9, 0.7], [0.5, 0.6, 0.5])
-    assert (pairs.value, pairs.low, pairs.count) == (pytest.approx(found.value), pytest.approx(found.low), 3)
+    assert (pairs.value, pairs.low, pairs.count) == (pytest.approx(result.value), pytest.approx(result.low), 3)
 
 
 def test_the_bootstrap_draws_seeds_within_tasks() -> None:
@@ -108,8 +108,8 @@ def test_the_rule() -> None:
         (0.06, 0.2, "shown", "denied", "denied"),
         (0.01, 0.04, "shown", "denied", "shown"),
     ):
-        found = Interval((low + high) / 2, low, high, 3)
-        assert [verdict(found, expected, 0.05) for expected in ("higher", "lower", "same")] == [higher, lower, same]
+        actual = Interval((low + high) / 2, low, high, 3)
+        assert [verdict(actual, expected, 0.05) for expected in ("higher", "lower", "same")] == [higher, lower, same]
         assert verdict(Interval(0.5, 0.4, 0.6, 1), "higher", 0.05) == "not decided"
 
 
@@ -134,8 +134,8 @@ def test_a_claim_compares_equal_seeds_at_equal_cost() -> None:
         "g/b-2": _run(kcalls=[0, 1], r=[0.0, 0.9]),  # of no pair
     }
     known = Plan(recipes, (claim,), {})
-    found, word = tables.decided(claim, known, kept)
-    assert found is not None and (found.value, found.count, word) == (pytest.approx(0.3), 2, "shown")
+    result, word = tables.decided(claim, known, kept)
+    assert result is not None and (result.value, result.count, word) == (pytest.approx(0.3), 2, "shown")
     assert "| a is ahead | +0.300 (+0.300 to +0.300) | 2 | **shown** |" in tables.verdicts(known, kept, "docs/x.md")
     start = Claim("s", "docs/x.md#y", "it rises", "g/a", "start", "eval/r_mean", "higher", 0.01)
     assert tables.decided(start, known, kept)[0] == student([1.0, 0.6])

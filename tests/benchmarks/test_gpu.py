@@ -46,12 +46,12 @@ def test_a_dry_run(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, 
     for ways in ("WAYS", "COMPILED"):  # the first and the last of them
         given = list(getattr(gpu_checks, ways).items())
         monkeypatch.setattr(gpu_checks, ways, dict([given[0], given[-1]]))
-    found, (check, _, argument) = gpu_checks.Findings(tmp_path / "found.json"), name.partition(":")
-    gpu_checks.CHECKS[check](found, True, *([argument] if argument else []))
-    assert found.values and not found.failed
-    assert all(row.get("max_abs_dev", 0) == 0 for row in found.values.values() if isinstance(row, dict))
+    result, (check, _, argument) = gpu_checks.Findings(tmp_path / "found.json"), name.partition(":")
+    gpu_checks.CHECKS[check](result, True, *([argument] if argument else []))
+    assert result.values and not result.failed
+    assert all(row.get("max_abs_dev", 0) == 0 for row in result.values.values() if isinstance(row, dict))
     if check == "ratio":
-        assert "| bfloat16 |" in gpu_page.page({name: {"status": "done", "found": found.values}})
+        assert "| bfloat16 |" in gpu_page.page({name: {"status": "done", "found": result.values}})
 
 
 def test_operations_are_those_of_the_products_and_the_attention(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_operations_are_those_of_the_products_and_the_attention(tmp_path: Path) 
 
 def test_what_checks_start_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named: list[str] = []
-    monkeypatch.setattr(gpu_checks, "_pytest", lambda found, what, dry, workers: named.extend(what))
+    monkeypatch.setattr(gpu_checks, "_pytest", lambda result, what, dry, workers: named.extend(what))
     for name in ("tests", "suite"):
         gpu_checks.CHECKS[name](None, True)
     folders = [name for name in named if name.startswith("tests/")]
@@ -91,7 +91,7 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A check is this program."""
     (tmp_path / "check.py").write_text(text)
     command = [sys.executable, str(tmp_path / "check.py")]
-    monkeypatch.setattr(gpu, "command_of", lambda check, found: [*command, str(found)])
+    monkeypatch.setattr(gpu, "command_of", lambda check, result: [*command, str(result)])
 
 
 def test_one_that_hangs_is_ended_and_what_it_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +137,13 @@ def test_what_fits_into_the_card_runs_side_by_side() -> None:
 
 
 def test_a_deviation_or_a_failure_is_not_done_and_tried_again(tmp_path: Path, monkeypatch: Any) -> None:
-    found = gpu_checks.Findings(tmp_path / "found.json")
-    found.put("fine", {"max_abs_dev": 0.0})
-    found.fail("broken", RuntimeError("no"))
-    assert found.failed and found.knows("fine") and not found.knows("broken")
+    result = gpu_checks.Findings(tmp_path / "found.json")
+    result.put("fine", {"max_abs_dev": 0.0})
+    result.fail("broken", RuntimeError("no"))
+    assert result.failed and result.knows("fine") and not result.knows("broken")
     assert gpu_checks.Findings(tmp_path / "found.json").knows("fine")
     with pytest.raises(SystemExit):
-        found.fail("lost", RuntimeError("CUDA error: an illegal memory access was encountered"))
+        result.fail("lost", RuntimeError("CUDA error: an illegal memory access was encountered"))
     monkeypatch.setattr(gpu_checks, "_ratio_of", lambda *_: {"max_abs_dev": 0.3})
     again = gpu_checks.Findings(tmp_path / "again.json")
     gpu_checks._ratios(again, True, "sd15", {"bfloat16": ()})

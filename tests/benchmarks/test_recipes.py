@@ -31,8 +31,8 @@ TINY = {"flux2_klein_4b": ("sampling.pipeline_args.text_encoder_out_layers=[1, 2
 
 def test_every_recipe_for_a_published_model_is_rehearsed() -> None:
     files = (ROOT / "configs/diffusion").glob("*.yaml")
-    found = {path.stem for path in files if not load(path).model.path.startswith("assets/")}
-    assert found == set(RECIPES) | set(ELSEWHERE)
+    result = {path.stem for path in files if not load(path).model.path.startswith("assets/")}
+    assert result == set(RECIPES) | set(ELSEWHERE)
     assert all(recipe in (ROOT / file).read_text() for recipe, file in ELSEWHERE.items())
 
 

@@ -101,12 +101,12 @@ def _edit(name: str, old: str, new: str) -> Callable[[Path], None]:
 )  # fmt: skip
 def test_what_differs_is_named(runs: Any, change: Callable[[Path], None], names: list[str] | None) -> None:
     change(runs[1])
-    found = compared(runs)
-    assert found == names if names is not None else len(found) == 6
-    assert sorted(compared(runs[::-1])) == sorted(found)
+    result = compared(runs)
+    assert result == names if names is not None else len(result) == 6
+    assert sorted(compared(runs[::-1])) == sorted(result)
     word, notes = same_numbers.compare(run_entries.read(runs[0]), run_entries.read(runs[1]), {}, [])
-    assert word == "DIFFERS" and f"first {found[0]}: there " in notes
-    assert f"keys {found[0].rsplit(':', 1)[-1]} 1" in notes
+    assert word == "DIFFERS" and f"first {result[0]}: there " in notes
+    assert f"keys {result[0].rsplit(':', 1)[-1]} 1" in notes
 
 
 def test_what_may_differ_is_told_and_nothing_else_is_let_through(runs: Any) -> None:

@@ -82,8 +82,8 @@ def test_commands_import_no_more_than_they_need() -> None:
     done = subprocess.run(command, input=json.dumps(LIGHT), cwd=ROOT, capture_output=True, text=True)
     ended = re.findall(r"^ENDED (\d+) (\S+) (.*)$", done.stdout, re.MULTILINE)
     assert [int(number) for number, _, _ in ended] == list(range(len(LIGHT))), done.stderr
-    for (arguments, code, _), (_, found, seen) in zip(LIGHT, ended, strict=True):
-        assert seen == "[]" and (code is None or found == str(code)), (arguments, found, seen)
+    for (arguments, code, _), (_, result, seen) in zip(LIGHT, ended, strict=True):
+        assert seen == "[]" and (code is None or result == str(code)), (arguments, result, seen)
     assert "Traceback" not in done.stderr
 
 

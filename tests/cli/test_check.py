@@ -26,9 +26,9 @@ class TestCheck:
         for part in ("2 prompts x 2 each", "4 samples x 2 steps", "SD3Transformer2DModel", "optimiser state", "sum"):
             assert part in text
         assert re.search(r"12 GB .* yes", run("check", "small.yaml"))
-        found = run("check", "small.yaml", "--memory", "0.015GB")
-        assert "as it is" in found and "model.gradient_checkpointing=true" in found and "it fits with the" in found
-        assert "model.quantize" not in found  # the changes before it are enough
+        result = run("check", "small.yaml", "--memory", "0.015GB")
+        assert "as it is" in result and "model.gradient_checkpointing=true" in result and "it fits with the" in result
+        assert "model.quantize" not in result  # the changes before it are enough
         assert "it does not fit with all of these" in run("check", "small.yaml", "--memory", "0.001 GB")
         assert "write for example 24GB" in run("check", "small.yaml", "--memory", "big", code=2)
 
@@ -170,8 +170,8 @@ class Hub:
 
 def test_a_pipeline_is_the_one_of_its_folder_and_a_header_alone_is_a_file_that_is_cut(tmp_path: Path) -> None:
     hub = Hub(MODEL)
-    found = read_components(from_hub("org/model", None, tmp_path, hub))
-    assert found == read_components(MODEL) and sum(part.num_parameters for part in found) > 10**6
+    result = read_components(from_hub("org/model", None, tmp_path, hub))
+    assert result == read_components(MODEL) and sum(part.num_parameters for part in result) > 10**6
     assert "model_index.json" in hub.asked and not [name for name in hub.asked if not name.endswith(".json")]
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) < 200_000
     file = next(tmp_path.rglob("*.safetensors"))

@@ -16,10 +16,10 @@ from tests.cli.commands import run
 
 @pytest.mark.slow
 def test_doctor(folder: Path) -> None:
-    found = json.loads(run("doctor", "--json"))
-    assert found["packages"]["torch"] and found["torch"]["device"] in ("cpu", "cuda", "mps", "xpu")
-    assert found["torch"]["torchvision"] in ("absent", "works", "declared") and isinstance(found["advice"], list)
-    assert found["kernels"]["compile"] and found["kernels"]["joint_attention"]
+    result = json.loads(run("doctor", "--json"))
+    assert result["packages"]["torch"] and result["torch"]["device"] in ("cpu", "cuda", "mps", "xpu")
+    assert result["torch"]["torchvision"] in ("absent", "works", "declared") and isinstance(result["advice"], list)
+    assert result["kernels"]["compile"] and result["kernels"]["joint_attention"]
     assert "torch" in run("doctor")
 
 
@@ -36,8 +36,8 @@ def test_doctor_lists_accelerators_of_any_kind_and_says_what_to_do(monkeypatch: 
     known = SimpleNamespace(get_device_properties=properties, is_bf16_supported=lambda: True)
     for module, said in ((known, cards), (SimpleNamespace(), ["there", "there"])):
         monkeypatch.setattr(torch, "get_device_module", lambda kind, module=module: module)
-        found = doctor._torch()
-        assert [value for key, value in found.items() if key.startswith("xpu:")] == said
+        result = doctor._torch()
+        assert [value for key, value in result.items() if key.startswith("xpu:")] == said
     from genrl.cli.doctor import advice
 
     report = {"system": {"free_disk_gb": 1.5}, "packages": {"torch": "2", "peft": None}}
@@ -74,8 +74,8 @@ def test_doctor_draws_the_samples_of_a_run(config: str, said: list[str], tmp_pat
 
 def test_doctor_refuses_a_policy_that_does_not_act_by_itself(tmp_path: Path) -> None:
     file = ROOT / "configs" / "vla" / "diwa.yaml"
-    told = run("doctor", str(file), "--out", str(tmp_path / "sheet"), code=2)
-    assert "acts through its world model" in told and "nothing to look at before" in told
+    text = run("doctor", str(file), "--out", str(tmp_path / "sheet"), code=2)
+    assert "acts through its world model" in text and "nothing to look at before" in text
 
 
 def test_a_sheet_says_what_is_padded_without_score_and_how_answers_are_read(tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ def check_card(made: Path, loads: str, **inputs: Any) -> None:
         assert len(held) == (1 if text is code else 0)
         if held:
             (adapter,) = held
-            found = get_peft_model_state_dict(denoiser, adapter_name=adapter)
+            result = get_peft_model_state_dict(denoiser, adapter_name=adapter)
             trained = run_folders.last_state(made).tensors["weights"]
-            assert sum(t.numel() for t in found.values()) == sum(t.numel() for t in trained.values())
+            assert sum(t.numel() for t in result.values()) == sum(t.numel() for t in trained.values())
     assert np.abs(pictures[0] - pictures[1]).max() > 0
 
 
@@ -101,6 +101,6 @@ def test_without_a_lora_loader(folder: Path) -> None:
     run("sample", str(made), "--prompt", "a star", "--out", "drawn")
     same = ("--height", "16", "--width", "16", "--num-inference-steps", "4", "--guidance-scale", "5")
     run("sample", "model", "--prompt", "a star", "--out", "base", *same, "max_sequence_length=16")
-    drawn, base = (np.asarray(Image.open(f"{name}/00000.png")) for name in ("drawn", "base"))
-    assert drawn.shape == base.shape and (drawn != base).any()
+    sampled, base = (np.asarray(Image.open(f"{name}/00000.png")) for name in ("drawn", "base"))
+    assert sampled.shape == base.shape and (sampled != base).any()
     assert "eval/brightness_mean" in run("eval", str(made))

@@ -86,8 +86,8 @@ def test_what_is_asked_before_anything_is_loaded(folder: Path, monkeypatch: pyte
         ("--prompts eval.txt --reward shapse", "Did you mean 'shapes'?"),
         ("--prompts eval.txt --reward ocr --no-rewards", "--reward is not for --no-rewards"),
     ):
-        found = words(run("compare", str(MODEL), "org/model", *arguments.split(), code=2))
-        assert all(one in found for one in said), found
+        result = words(run("compare", str(MODEL), "org/model", *arguments.split(), code=2))
+        assert all(one in result for one in said), result
 
 
 def test_votes_become_a_table(folder: Path) -> None:
@@ -100,6 +100,6 @@ def test_votes_become_a_table(folder: Path) -> None:
     table = words(run("compare", "--read", votes))
     assert "B = model-after over A = model-before; 1 judge, 4 of 4 pairs" in table
     assert "all 4 3 1 0 0.875" in table and "odd 2 1 1 0 0.750" in table and "even 2 2 0 0 1.000" in table
-    found = json.loads(run("compare", "--read", votes, "--json"))
-    assert found["total"]["rate"]["value"] == 0.875 and found["total"]["decided"]["count"] == 3
-    assert found["rewards"]["good"]["accuracy"]["value"] == 1.0
+    result = json.loads(run("compare", "--read", votes, "--json"))
+    assert result["total"]["rate"]["value"] == 0.875 and result["total"]["decided"]["count"] == 3
+    assert result["rewards"]["good"]["accuracy"]["value"] == 1.0

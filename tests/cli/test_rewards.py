@@ -87,10 +87,10 @@ def test_rewards_are_searched_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_becomes_one_row_per_picture_but_for_the_grid_of_sample(folder: Path) -> None:
     """Whatever the size of a batch; in a table, with the parts as columns."""
     result = run("score", "mine.py:brightness", "shots")
-    found = rows(result)
-    assert [row["image"] for row in found] == [f"shots/{name}.png" for name in "abc"]
-    assert [row["score"] for row in found] == pytest.approx([0.0, 0.2, 1.0])
-    assert [row["parts"]["red"] for row in found] == pytest.approx([0.0, 0.2, 1.0])
+    actual = rows(result)
+    assert [row["image"] for row in actual] == [f"shots/{name}.png" for name in "abc"]
+    assert [row["score"] for row in actual] == pytest.approx([0.0, 0.2, 1.0])
+    assert [row["parts"]["red"] for row in actual] == pytest.approx([0.0, 0.2, 1.0])
     assert "3 scored, 0 without a score, 0 skipped; mean 0.4000" in result.stderr
     assert run("score", "mine.py:brightness", "shots", "--batch-size", "1").stdout == result.stdout
     assert run("score", "mine.py:brightness", "shots/a.png", "shots/b.png", "--out", "s.csv").exit_code == 0
@@ -116,15 +116,15 @@ def test_rows_of_a_jsonl_bring_prompts_columns_and_pictures(folder: Path) -> Non
         {"image": "shots/b.png", "prompt": "none", "style": "", "reference_image": "shots/b.png"},
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = rows(run("score", "mine.py:words", "rows.jsonl"))
-    assert [row["score"] for row in found] == [2.0, None] and found[0]["style"] == "oil"
+    result = rows(run("score", "mine.py:words", "rows.jsonl"))
+    assert [row["score"] for row in result] == [2.0, None] and result[0]["style"] == "oil"
     assert [row["score"] for row in rows(run("score", "mine.py:column", "rows.jsonl"))] == [3.0, 0.0]
     assert [row["score"] for row in rows(run("score", "mine.py:like", "rows.jsonl"))] == pytest.approx([1.0, 0.2])
     assert [r["score"] for r in rows(run("score", "mine.py:words", "shots", "--prompt", "a b c"))] == [3.0] * 3
     lines = [{"image": f"shots/{name}.png", "group": group} for name, group in (("a", 1), ("c", 2), ("b", 1))]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = rows(run("score", "mine.py:best", "rows.jsonl", "--batch-size", "1"))
-    assert [row["score"] for row in found] == [0.0, 1.0, 1.0]
+    result = rows(run("score", "mine.py:best", "rows.jsonl", "--batch-size", "1"))
+    assert [row["score"] for row in result] == [0.0, 1.0, 1.0]
     assert "different sizes" in run("score", "mine.py:best", "shots", "--prompt", "x").stderr
 
 

@@ -206,9 +206,9 @@ def test_it_prints_its_address_serves_and_ends_at_ctrl_c(tmp_path: Path) -> None
             assert watching.stdout is not None
             first, second = watching.stdout.readline(), watching.stdout.readline()
             assert "later is not there yet" in first
-            found = re.match(r"(http://127\.0\.0\.1:\d+/)  \(Ctrl-C ends it\)", second)
-            assert found, second
-            with urllib.request.urlopen(f"{found[1]}state.json", timeout=20) as answer:
+            result = re.match(r"(http://127\.0\.0\.1:\d+/)  \(Ctrl-C ends it\)", second)
+            assert result, second
+            with urllib.request.urlopen(f"{result[1]}state.json", timeout=20) as answer:
                 assert b"3 of 10 iterations" in answer.read()
             watching.send_signal(signal.SIGINT)
             out, err = watching.communicate(timeout=20)

@@ -110,10 +110,10 @@ def test_names_of_trl_are_answered_by_ours(root: Path, file: str, name: str) -> 
 def test_all_problems_in_one_message(tmp_path: Path) -> None:
     path = write(tmp_path, "optimizer:\n  lrr: 1\n  weight_decay: no\nseeed: 1\niterations: 0\n")
     error = refused(path, ["sampling.grup_size=3"])
-    found = {(problem.path, problem.origin.line) for problem in error.problems}
-    assert len(found) == 9 and {(name, 1) for name in VALID} < found
-    assert {("optimizer.lrr", 2), ("optimizer.weight_decay", 3), ("seeed", 4), ("iterations", 5)} < found
-    assert ("sampling.grup_size", None) in found and "override 'sampling.grup_size=3': sampling.grup_size" in str(error)
+    named = {(problem.path, problem.origin.line) for problem in error.problems}
+    assert len(named) == 9 and {(name, 1) for name in VALID} < named
+    assert {("optimizer.lrr", 2), ("optimizer.weight_decay", 3), ("seeed", 4), ("iterations", 5)} < named
+    assert ("sampling.grup_size", None) in named and "override 'sampling.grup_size=3': sampling.grup_size" in str(error)
     error = refused(write(tmp_path, text_of({"yaml": "sampling: {group_size: 1, num_inference_steps: 1}"})))
     assert len(error.problems) == 2
 
@@ -156,8 +156,8 @@ def test_in_python_contradictions_are_refused_too_and_what_is_made_is_frozen() -
     ],
 )  # fmt: skip
 def test_scalars_are_yaml_1_2(text: str, value: object) -> None:
-    found = parse(text).value
-    assert found == value and type(found) is type(value)
+    result = parse(text).value
+    assert result == value and type(result) is type(value)
 
 
 def test_bombs_and_files_that_cannot_be_read_are_refused_and_anchors_located(tmp_path: Path) -> None:
@@ -376,8 +376,8 @@ class TestFiles:
         write(files, "def needs_word(images, prompts, word, scale=1): ...\n", "mine.py")
         write(files, '{"prompt": "a", "words": "b"}\n', "t.jsonl")
         write(files, '{"prompt": "c", "word": "b"}\n', "e.jsonl")
-        found = self.problem(files, text)
-        assert f"a.yaml:{line}: " in found and says in found, found
+        result = self.problem(files, text)
+        assert f"a.yaml:{line}: " in result and says in result, result
 
     def test_kernels_and_models_that_do_not_fit(self, files: Path) -> None:
         self.scheduler(files, '{"_class_name": "DDIMScheduler", "prediction_type": "epsilon"}')

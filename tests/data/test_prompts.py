@@ -73,10 +73,10 @@ def test_a_dirty_line_is_skipped_and_named(suffix: str, raw: bytes, says: str, f
     good = [b"a red circle" if suffix == "txt" else b'{"prompt": "a red circle", "word": "RED"}'] * 150
     path = folder / f"p.{suffix}"
     path.write_bytes(b"\n".join([*good[:7], raw, *good[7:]]) + b"\n")
-    found = read(str(path))
-    assert len(found.rows) == len(good) and [row.where for row in found.skipped] == [f"{path}:8"]
-    assert says in found.skipped[0].problem
-    assert str(found.skipped[0]).isprintable() and len(str(found.skipped[0])) < 600
+    result = read(str(path))
+    assert len(result.rows) == len(good) and [row.where for row in result.skipped] == [f"{path}:8"]
+    assert says in result.skipped[0].problem
+    assert str(result.skipped[0]).isprintable() and len(str(result.skipped[0])) < 600
 
 
 def test_above_one_percent_of_dirty_rows_nothing_is_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,12 +106,12 @@ def test_json_file_with_columns_and_paths(folder: Path) -> None:
         {"prompt": "😀", "image": None},
     ]
     path.write_text("\n\n".join(json.dumps(row) for row in rows))
-    found = read(str(path))
+    actual = read(str(path))
     picture = str((folder / "in.png").resolve())
     wanted = [{"n": 1, "image": picture, "tags": ["x"]}, {"n": None, "image": picture}, {"image": None}]
-    assert [row.columns for row in found.rows] == wanted
-    assert [row.text for row in found.rows] == ["a", "b\nc", "😀"] and [row.line for row in found.rows] == [1, 3, 5]
-    assert found.column_names == ["image"]
+    assert [row.columns for row in actual.rows] == wanted
+    assert [row.text for row in actual.rows] == ["a", "b\nc", "😀"] and [row.line for row in actual.rows] == [1, 3, 5]
+    assert actual.column_names == ["image"]
     path.write_text('{"Prompt": "a", "prompt": 3}')
     assert load(str(path), "Prompt") == [Prompt("a", {"prompt": 3}, 1)]
 
@@ -144,9 +144,9 @@ def test_data_set_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data.mkdir()
     rows = [{"prompt": f"p{k}", "word": "x", "image_path": "/etc/passwd"} for k in range(120)] + [{"prompt": "\0"}]
     (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = read(f"{data}:train")
-    assert found.rows[0] == Prompt("p0", {"word": "x"}, 1) and len(found.rows) == 120
-    assert found.skipped[0].where == f"{data}:train:121"
+    result = read(f"{data}:train")
+    assert result.rows[0] == Prompt("p0", {"word": "x"}, 1) and len(result.rows) == 120
+    assert result.skipped[0].where == f"{data}:train:121"
     assert len(read(f"{data}:train[:50%]").rows) == 60
     says = "no column 'Prompt', found 'prompt', 'word', 'image_path'; did you mean 'prompt'"
     with pytest.raises(PromptError, match=says):
@@ -212,8 +212,8 @@ def test_pictures_of_a_folder_stay_where_they_are(folder: Path, monkeypatch: pyt
     lines = [{"file_name": f"{name}.png", "prompt": name} for name in ("a", "b")]
     (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     rows = read(f"{data.parent}:train").rows
-    found = {row.text: Path(row.columns["image"]) for row in rows}
-    assert found == {name: (data / f"{name}.png").resolve() for name in ("a", "b")}
+    result = {row.text: Path(row.columns["image"]) for row in rows}
+    assert result == {name: (data / f"{name}.png").resolve() for name in ("a", "b")}
 
 
 @settings(max_examples=150, deadline=None)

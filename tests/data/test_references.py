@@ -40,22 +40,22 @@ def layouts(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("layout", [0, 1, 2], ids=["folder", "jsonl", "data set"])
 def test_every_layout_gives_the_pictures_of_a_prompt(tmp_path: Path, layout: int) -> None:
-    found = read_references(layouts(tmp_path)[layout])
-    assert [found.count(prompt) for prompt in ("a red star", "two dogs", "a cat")] == [2, 1, 0]
-    levels = {found.picture("a red star", k).getpixel((0, 0))[0] for k in range(2)}
-    assert levels == {10, 30} and found.picture("two dogs", 0).size == (8, 6)
-    found.require([Prompt("two dogs", {}, 1)], "train.txt")
+    result = read_references(layouts(tmp_path)[layout])
+    assert [result.count(prompt) for prompt in ("a red star", "two dogs", "a cat")] == [2, 1, 0]
+    levels = {result.picture("a red star", k).getpixel((0, 0))[0] for k in range(2)}
+    assert levels == {10, 30} and result.picture("two dogs", 0).size == (8, 6)
+    result.require([Prompt("two dogs", {}, 1)], "train.txt")
     nearest = r"'two dogz' \(the nearest that has one: 'two dogs'\) of train.txt:2 and 1 other prompt"
     with pytest.raises(PromptError, match=nearest):
-        found.require([Prompt("two dogs", {}, 1), Prompt("two dogz", {}, 2), Prompt("a cat", {}, 3)], "train.txt")
+        result.require([Prompt("two dogs", {}, 1), Prompt("two dogz", {}, 2), Prompt("a cat", {}, 3)], "train.txt")
 
 
 def test_sources_that_cannot_be_used(tmp_path: Path) -> None:
     def refused(source: str, words: str) -> None:
         with pytest.raises(PromptError, match=words):
-            found = read_references(str(tmp_path / source))
-            found.picture("a cat", 0)
-            found.check(["a cat"])
+            result = read_references(str(tmp_path / source))
+            result.picture("a cat", 0)
+            result.check(["a cat"])
 
     layouts(tmp_path)
     refused("picturs", "does not exist; references are .*did you mean .*pictures")
@@ -85,11 +85,11 @@ def test_all_pictures_are_checked_before_training(tmp_path: Path, layout: int) -
         table.append({"prompt": "a red star", "image": {"bytes": file.read_bytes(), "path": None}})
         table[0]["image"] = table[1]["image"] = {"bytes": (tmp_path / "pictures" / "0.png").read_bytes(), "path": None}
         datasets.Dataset.from_list(table).to_parquet(tmp_path / "set" / "train.parquet")
-    found = read_references(source)
-    found.check(["two dogs"])
+    result = read_references(source)
+    result.check(["two dogs"])
     where = "row 3" if layout == 2 else r".*2\.png"
     with pytest.raises(PromptError, match=f"reference 2 of the prompt 'a red star', {where}: "):
-        found.check(["two dogs", "a red star"])
+        result.check(["two dogs", "a red star"])
 
 
 # -- Edits of the small world: the shipped files are those that are drawn, and edited as is asked
@@ -98,15 +98,15 @@ def test_the_shipped_files_are_the_drawn_ones(task: Task, root: Path) -> None:
     prompts: dict[str, set[str]] = {}
     for split in ("train", "eval"):
         rows = [json.loads(line) for line in (root / "assets/edits" / f"{task}_{split}.jsonl").read_text().splitlines()]
-        drawn = edits(task, split)  # type: ignore[arg-type]
-        assert [row["prompt"] for row in rows] == [edit.instruction for edit in drawn]
+        sampled = edits(task, split)  # type: ignore[arg-type]
+        assert [row["prompt"] for row in rows] == [edit.instruction for edit in sampled]
         prompts[split] = {row["prompt"] for row in rows}
-        for row, edit in zip(rows, drawn, strict=True):
+        for row, edit in zip(rows, sampled, strict=True):
             assert held_out(edit.scene.groups[0]) == (split == "eval")
             picture = np.array(Image.open(root / "assets/edits" / row["source_image"]))
             assert row["object"] == edit.object and row.get("direction", edit.asked) == edit.asked
             assert np.array_equal(picture, draw(edit.scene))
-            assert edit.object in {f"{found.colour} {found.shape}" for found in find(picture)}
+            assert edit.object in {f"{result.colour} {result.shape}" for result in find(picture)}
     assert not prompts["train"] & prompts["eval"]
 
 
@@ -131,13 +131,13 @@ WIDE, TALL = (16, 24), (24, 16)
 
 
 def rows(*columns: dict[str, object]) -> list[Prompt]:
-    return [Prompt(f"prompt {k}", found, k + 1) for k, found in enumerate(columns)]
+    return [Prompt(f"prompt {k}", result, k + 1) for k, result in enumerate(columns)]
 
 
 def test_rows_say_their_own_size_and_what_they_leave_out_is_the_pipelines() -> None:
     columns = {"height": 16, "width": 24}, {"height": 8, "num_frames": 5, "x": 1}, {}
-    found = sized(rows(*columns), "rows", None, "a.jsonl")
-    assert [row.size for row in found] == [{"height": 16, "width": 24}, {"height": 8, "num_frames": 5}, {}]
+    result = sized(rows(*columns), "rows", None, "a.jsonl")
+    assert [row.size for row in result] == [{"height": 16, "width": 24}, {"height": 8, "num_frames": 5}, {}]
     for wrong in (0, -8, 8.5, "16", True):
         with pytest.raises(PromptError, match="a.jsonl:1: height must be a whole number above 0"):
             sized(rows({"height": wrong}), "rows", None, "a.jsonl")
@@ -146,9 +146,9 @@ def test_rows_say_their_own_size_and_what_they_leave_out_is_the_pipelines() -> N
 
 
 def test_buckets_are_dealt_in_turn() -> None:
-    found = sized(rows({}, {}, {}), [WIDE, (*TALL, 9)], None, "a.txt")
+    result = sized(rows({}, {}, {}), [WIDE, (*TALL, 9)], None, "a.txt")
     first, second = {"height": 16, "width": 24}, {"height": 24, "width": 16, "num_frames": 9}
-    assert [row.size for row in found] == [first, second, first]
+    assert [row.size for row in result] == [first, second, first]
     assert [row.size for row in sized(rows({}), (), None, "a.txt")] == [{}]
 
 
@@ -157,18 +157,18 @@ def test_a_picture_gets_the_bucket_of_its_shape(tmp_path: Path) -> None:
     for name, size in sizes.items():
         Image.new("RGB", size).save(tmp_path / f"{name}.png")
     given = rows(*({"image": str(tmp_path / f"{name}.png")} for name in sizes))
-    found = [tuple(row.size.values()) for row in sized(given, [WIDE, TALL, (20, 20)], "image", "a.jsonl")]
-    assert found == [WIDE, TALL, (20, 20)]
+    result = [tuple(row.size.values()) for row in sized(given, [WIDE, TALL, (20, 20)], "image", "a.jsonl")]
+    assert result == [WIDE, TALL, (20, 20)]
     with pytest.raises(PromptError, match="a.jsonl:1: no picture in the column 'image'"):
         sized(rows({}), [WIDE], "image", "a.jsonl")
 
 
 def test_a_size_with_fewer_rows_than_a_micro_batch_is_named() -> None:
-    found = sized(rows(*[{}] * 5), [WIDE, TALL], None, "a.txt")
-    assert short_bucket(found, 2) is None
+    result = sized(rows(*[{}] * 5), [WIDE, TALL], None, "a.txt")
+    assert short_bucket(result, 2) is None
     four = [[64, 64], [32, 64], [64, 32], [32, 32]]
     dealt = sized(rows({}, {}, {}), four, None, "three.txt")
     assert "32 x 32 has 0 of the 3 prompts" in str(short_bucket(dealt, 1, four))
     assert short_bucket(dealt, 1, four, "photo") is None  # pictures choose theirs
-    assert "24 x 16 has 2 of the 5 prompts, and a micro-batch is of 3" in str(short_bucket(found, 3))
+    assert "24 x 16 has 2 of the 5 prompts, and a micro-batch is of 3" in str(short_bucket(result, 3))
     assert [Sampling(batch_size=b, group_size=g).prompts_together for b, g in ((8, 4), (4, 4), (2, 4))] == [2, 1, 1]

@@ -46,11 +46,11 @@ def test_every_line_is_a_row_whatever_ends_it(tmp_path_factory, texts, end, suff
         with pytest.raises(PromptError, match="no prompts in it"):
             read(str(file))
     else:
-        found = read(str(file))
+        actual = read(str(file))
         wanted = [(line, text.strip() if suffix == ".txt" else text) for line, text in kept]
-        assert [(row.line, row.text) for row in found.rows] == wanted
-        assert found.comments == (suffix == ".txt") * texts.count("# left out")
-        assert str(found).startswith(f"{len(kept)} prompts")
+        assert [(row.line, row.text) for row in actual.rows] == wanted
+        assert actual.comments == (suffix == ".txt") * texts.count("# left out")
+        assert str(actual).startswith(f"{len(kept)} prompts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_module, "MAX_LINE_BYTES", block)  # ends fall on borders of blocks
         seen = [*lines_of(io.BytesIO(raw))]
@@ -79,8 +79,8 @@ def test_a_script_hands_over_pictures_in_any_form(tmp_path: Path) -> None:
     forms: list[Any] = [raw, {"bytes": raw, "path": None}, Image.open(io.BytesIO(raw)), np.zeros((6, 4, 3), np.uint8)]
     forms += [{"bytes": None, "path": str(tmp_path / "a.jpg")}, np.zeros((6, 4), bool)]
     with lending({"python:rows": [{"prompt": "p", "image": form} for form in forms]}):
-        found = read("python:rows")
-    assert [Image.open(row.columns["image"]).size for row in found.rows] == [(4, 6)] * len(forms)
+        result = read("python:rows")
+    assert [Image.open(row.columns["image"]).size for row in result.rows] == [(4, 6)] * len(forms)
     with (
         lending({"python:rows": [{"prompt": "p", "image": np.zeros((6, 4, 3))}]}),
         pytest.raises(PromptError, match=r"python:rows:1: image: .*float64 \[6, 4, 3\]"),
@@ -142,8 +142,8 @@ def test_scored_pictures_may_lie_anywhere(tmp_path: Path) -> None:
 def test_buckets_sets_and_targets_see_pictures_upright(tmp_path: Path) -> None:
     picture(tmp_path / "tall.jpg", size=(60, 30), turn=6)  # 30 x 60 when upright
     row = Prompt("p", {"image": str(tmp_path / "tall.jpg"), "target_image": str(tmp_path / "tall.jpg")}, 3)
-    (found,) = sized([row], [(32, 64), (64, 32)], "image", "p.jsonl")
-    assert found.size == {"height": 64, "width": 32}
+    (result,) = sized([row], [(32, 64), (64, 32)], "image", "p.jsonl")
+    assert result.size == {"height": 64, "width": 32}
     (shown,) = open_set("p.jsonl", [row], ["target_image"])(row)
     assert shown.size == (30, 60)
     levels = as_tensor(shown, 60, 30)[0].mean(1)

@@ -31,14 +31,14 @@ def _seeded(build: Builder) -> Builder:
 
 def _table(*modules: ModuleType) -> dict[str, Builder]:
     """The public functions of these modules that return a family, and their `BUILDERS`."""
-    found: dict[str, Builder] = {}
+    result: dict[str, Builder] = {}
     for module in modules:
-        found |= {name: _seeded(build) for name, build in getattr(module, "BUILDERS", {}).items()}
+        result |= {name: _seeded(build) for name, build in getattr(module, "BUILDERS", {}).items()}
         for name, build in vars(module).items():
             own = getattr(build, "__module__", None) == module.__name__ and not name.startswith("_")
             if own and getattr(build, "__annotations__", {}).get("return") is Family:
-                found[name] = _seeded(build)
-    return found
+                result[name] = _seeded(build)
+    return result
 
 
 _EVERY = _table(image_families, starting_families, video_families)

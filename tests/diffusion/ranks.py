@@ -33,11 +33,11 @@ def record(path: str, out: str) -> None:
         save_file(samples(rollouts) | gradient, Path(out) / f"rank-{rank}-{number}.safetensors")
 
 
-def samples(found: Rollouts) -> dict[str, Tensor]:
+def samples(result: Rollouts) -> dict[str, Tensor]:
     """Everything that was drawn, by slot."""
-    tensors = {"scores": found.total, "group": found.group}
-    tensors["prompts"] = torch.tensor([list(text.ljust(40).encode()[:40]) for text in found.prompts])
-    for one in found.mine.values():
+    tensors = {"scores": result.total, "group": result.group}
+    tensors["prompts"] = torch.tensor([list(text.ljust(40).encode()[:40]) for text in result.prompts])
+    for one in result.mine.values():
         recorded = one.pieces[0].trajectory  # independent samples: one segment
         parts = {"final": recorded.final} | {f"state-{i}": x for i, x in recorded.states.items()}
         parts |= {f"log-prob-{i}": x for i, x in recorded.log_probs.items()}
@@ -56,8 +56,8 @@ def running_out(most: int, phase: str, rank: int = 0) -> None:
     """From here on process `rank` has room for `most` samples only in this phase of the second iteration."""
     begin = DiffusionRun.begin
 
-    def armed(run: DiffusionRun, found: Path | None) -> None:
-        begin(run, found)
+    def armed(run: DiffusionRun, result: Path | None) -> None:
+        begin(run, result)
 
         def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             here = run.iteration == 1 and run.process.progress.name == phase

@@ -130,8 +130,8 @@ def picture(pipe: Any, seed: int = 3, prompt: str = PROMPTS[0], **call: Any) -> 
     """By a plain call of the pipeline, as a script without genrl would: [height, width, 3], 0 to 1."""
     pipe.set_progress_bar_config(disable=True)
     arguments = {"num_inference_steps": 3, **CALL, **call}
-    drawn = pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), output_type="np", **arguments)
-    return np.asarray(drawn.images[0])
+    sampled = pipe(prompt=prompt, generator=torch.Generator().manual_seed(seed), output_type="np", **arguments)
+    return np.asarray(sampled.images[0])
 
 
 @torch.no_grad()

@@ -48,12 +48,12 @@ def moved(policy: Policy, weights: Weights, rank: int, guidance: float) -> list[
     weights.snapshot("old")
     batch = replace(BATCH, sampling={**SAMPLING, "guidance_scale": guidance})
     arguments = batch, state_of(rank), torch.tensor(LEVELS[rank])
-    found = [policy.velocity(*arguments)]
+    result = [policy.velocity(*arguments)]
     torch._foreach_mul_(weights.parameters, 1.1)
-    found.append(policy.velocity(*arguments))
+    result.append(policy.velocity(*arguments))
     with weights.use("old"):
-        found.append(policy.velocity(*arguments))
-    return found
+        result.append(policy.velocity(*arguments))
+    return result
 
 
 def velocities(out: str, halfway: bool) -> None:
@@ -82,9 +82,9 @@ def replayed(policy: Policy, weights: Weights, family: str, rank: int) -> dict[s
         recorded = policy.roll_out(batch, Kernel("flow_sde", 0.7), (0, 1))
     again = [policy.replay(recorded.step(i)) for i in (0, 1)]
     torch.stack([one.log_prob.sum() for one in again]).sum().backward()
-    found = {f"recorded-{i}": recorded.log_probs[i] for i in (0, 1)}
-    found |= {f"replayed-{i}": one.log_prob.detach() for i, one in enumerate(again)}
-    return found | {key: whole(p.grad) for key, p in weights.named.items() if p.grad is not None}
+    result = {f"recorded-{i}": recorded.log_probs[i] for i in (0, 1)}
+    result |= {f"replayed-{i}": one.log_prob.detach() for i, one in enumerate(again)}
+    return result | {key: whole(p.grad) for key, p in weights.named.items() if p.grad is not None}
 
 
 def fused(out: str, family: str) -> None:

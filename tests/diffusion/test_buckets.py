@@ -69,10 +69,10 @@ def test_evaluations_draw_each_prompt_in_its_size(folder: Path) -> None:
 
     def scores(*options: str) -> dict[str, float]:
         commands.run("eval", str(run), "--num-prompts", "3", "--out", str(folder / "scores.json"), *options)
-        found: dict[str, float] = json.loads((folder / "scores.json").read_text())["scores"]
-        return found
+        result: dict[str, float] = json.loads((folder / "scores.json").read_text())["scores"]
+        return result
 
-    found = scores("--batch-size", "2")
-    assert found == pytest.approx({key: row[key] for key in found}, abs=1e-6) and "eval/content_mean" in found
+    result = scores("--batch-size", "2")
+    assert result == pytest.approx({key: row[key] for key in result}, abs=1e-6) and "eval/content_mean" in result
     one_size = ["--height", "16", "--width", "16", "num_frames=1"]
     assert scores(*one_size)["eval/content/numbers_mean"] == 3 * 16 * 16

@@ -35,12 +35,12 @@ def other(model: Path, tmp_path: Path) -> Path:
 
 def shown(out: Path) -> dict[tuple[str, str], list[np.ndarray]]:
     """(prompt, model) -> the pictures of the page, as the key resolves them, darkest first."""
-    key, found = json.loads(key_path(out).read_text()), dict[tuple[str, str], list[np.ndarray]]()
+    key, result = json.loads(key_path(out).read_text()), dict[tuple[str, str], list[np.ndarray]]()
     for pair in pages.data(out)["pairs"]:
         left = key["pairs"][pair["token"]]["left"]
         for side, name in (("left", left), ("right", "ab"[left == "a"])):
-            found.setdefault((pair["prompt"], name), []).append(pages.picture(pair[side]["url"], out.parent))
-    return {name: sorted(pictures, key=lambda p: p.sum()) for name, pictures in found.items()}
+            result.setdefault((pair["prompt"], name), []).append(pages.picture(pair[side]["url"], out.parent))
+    return {name: sorted(pictures, key=lambda p: p.sum()) for name, pictures in result.items()}
 
 
 def test_both_start_from_the_noise_of_plain_diffusers_and_rewards_score_what_people_see(
@@ -60,15 +60,15 @@ def test_both_start_from_the_noise_of_plain_diffusers_and_rewards_score_what_peo
     scorers = [plain({"bright": bright, "brightest": brightest})]
     compare(first, second, ROWS, page, scorers, seed=7, per_prompt=2)
     page.write({"a": first.described(), "b": second.described()})
-    found, key = shown(out), json.loads(key_path(out).read_text())["pairs"].values()
-    assert len(found) == 6
+    actual, key = shown(out), json.loads(key_path(out).read_text())["pairs"].values()
+    assert len(actual) == 6
     for name, path in (("a", model), ("b", other)):
         pipe = DiffusionPipeline.from_pretrained(path)
         for k, row in enumerate(ROWS):
             generators = [torch.Generator().manual_seed(seed) for seed in (7 + 2 * k, 8 + 2 * k)]
-            drawn = [pipe(prompt=row.text, generator=one, **{**ARGUMENTS, **row.size}).images[0] for one in generators]
-            wanted = sorted((np.asarray(picture) for picture in drawn), key=lambda p: p.sum())
-            assert all(np.array_equal(*two) for two in zip(found[row.text, name], wanted, strict=True))
+            shots = [pipe(prompt=row.text, generator=one, **{**ARGUMENTS, **row.size}).images[0] for one in generators]
+            wanted = sorted((np.asarray(picture) for picture in shots), key=lambda p: p.sum())
+            assert all(np.array_equal(*two) for two in zip(actual[row.text, name], wanted, strict=True))
     categories = {pair["prompt"]: pair["category"] for pair in key}
     assert categories == {"a red star": "single", "two blue circles": "count", "a cat": None}
     for pair in key:
@@ -77,7 +77,7 @@ def test_both_start_from_the_noise_of_plain_diffusers_and_rewards_score_what_peo
     for side, name in enumerate("ab"):
         for row in ROWS:
             scores = sorted(pair["rewards"]["bright"][side] for pair in key if pair["prompt"] == row.text)
-            means = [float(picture.mean()) / 255 for picture in found[row.text, name]]
+            means = [float(picture.mean()) / 255 for picture in actual[row.text, name]]
             assert scores == pytest.approx(means, abs=1e-6)
 
 

@@ -49,16 +49,16 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return math.sqrt(math.fsum(float((one[k] - other.get(k, zero)).double().square().sum()) for k in keys))
 
 
-def near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
-    return float((found.double() - wanted.double()).abs().max()) <= tolerance * float(wanted.double().abs().max())
+def near(actual: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    return float((actual.double() - wanted.double()).abs().max()) <= tolerance * float(wanted.double().abs().max())
 
 
 def check_equal(
     parts: list[dict[str, Tensor]], alone: dict[str, Tensor], within: float = 1e-6, rounding: float = 0.0
 ) -> None:
     """Each sample drawn once; gradients to `within`, all else to `rounding`, relative: 0 = to the bit."""
-    drawn = sorted(key for key in alone if key.startswith("slot/"))
-    assert sorted(key for part in parts for key in part if key.startswith("slot/")) == drawn
+    sampled = sorted(key for key in alone if key.startswith("slot/"))
+    assert sorted(key for part in parts for key in part if key.startswith("slot/")) == sampled
     for part in parts:
         same = [key for key in part if not key.startswith("gradient/")]
         assert all(near(part[key], alone[key], rounding) for key in same)
@@ -320,8 +320,8 @@ def test_groups_of_processes_share_samples_out(folder: Path) -> None:
     changes = {"sampling": {**CALLS["flux"], "prompts_per_iteration": 4}, "iterations": 1}
     pair = recorded(folder, model, 2, "pair", **PAIR, **changes)[0]
     parts = recorded(folder, model, 4, "groups", distributed={"context": 2, "fsdp": True}, **changes)
-    drawn = [{key for key in part if key.startswith("slot/")} for part in parts]
-    assert drawn[0] == drawn[1] and drawn[2] == drawn[3] and not drawn[0] & drawn[2]
+    sampled = [{key for key in part if key.startswith("slot/")} for part in parts]
+    assert sampled[0] == sampled[1] and sampled[2] == sampled[3] and not sampled[0] & sampled[2]
     gradients = {key: pair[key] for key in pair if key.startswith("gradient/")}
     for part in parts:
         assert all(torch.equal(part[key], pair[key]) for key in part if not key.startswith("gradient/"))

@@ -24,7 +24,7 @@ AHEAD = {"text_encoders": "encode_then_free"}
 def quiet(done: int, count: int) -> None: ...
 
 
-def drawn_ahead(name: str, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+def encoded_ahead(name: str, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples of these prompts, plain and with encodings made ahead, pairwise."""
 
     def batch(*prompts: str) -> Batch:
@@ -48,14 +48,14 @@ def drawn_ahead(name: str, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor
     "name", tiered("sd15 sdxl flux flux2 lumina2 sana z_image wan22 ltx".split(), ("sdxl", "flux", "z_image"))
 )
 def test_samples_are_the_same(name: str) -> None:
-    wanted, found = drawn_ahead(name, ["a red star", "two blue dogs in a large garden", "a red star"])
-    assert torch.equal(wanted, found)
+    wanted, actual = encoded_ahead(name, ["a red star", "two blue dogs in a large garden", "a red star"])
+    assert torch.equal(wanted, actual)
 
 
 @pytest.mark.parametrize("name", tiered(["cogview4", "qwen_image"], ("qwen_image",)))
 def test_encodings_of_unequal_length_cannot_be_made_ahead(name: str) -> None:
     with pytest.raises(ValueError, match=r"model.offload.text_encoders: .* to different lengths.*write between"):
-        drawn_ahead(name, ["a red star", "two blue dogs in a large garden"])
+        encoded_ahead(name, ["a red star", "two blue dogs in a large garden"])
 
 
 def test_the_encoders_alone_are_placed_and_gone(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +70,9 @@ def test_the_encoders_alone_are_placed_and_gone(folder: Path, model: Path, monke
     load = before.load_components
 
     def loaded(*args: Any) -> dict[str, nn.Module]:
-        found = load(*args)
+        result = load(*args)
         monkeypatch.setattr(nn.Module, "to", watched)
-        return found
+        return result
 
     monkeypatch.setattr(before, "load_components", loaded)
     policy = open_policy(runs.config(folder, model, model={"offload": AHEAD}), "cpu")
@@ -104,7 +104,7 @@ def test_a_full_folder_needs_no_text_encoder_and_tells_models_apart(
 
 
 def test_a_pipelines_files_are_known_but_for_its_denoisers(folder: Path, model: Path) -> None:
-    code, own, found = folder / "own.py", folder / "own", set()
+    code, own, result = folder / "own.py", folder / "own", set()
     shutil.copytree(model, own)
     kept = {"path": str(own), "pipeline": f"{code}:Mine", "encodings": str(folder / "encodings")}
     config = runs.config(folder, model, model=kept)
@@ -112,8 +112,8 @@ def test_a_pipelines_files_are_known_but_for_its_denoisers(folder: Path, model: 
         file.parent.mkdir(exist_ok=True)
         file.write_text(f"{file.read_text() if file.exists() else '{}'} ")
         store = open_store(config, torch.device("cpu"))
-        found.add(store and store.identity)
-    assert len(found) == 3
+        result.add(store and store.identity)
+    assert len(result) == 3
 
 
 def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ def test_the_store_is_bounded_and_survives_damage(tmp_path: Path) -> None:
     one = store.name(("a", 1))
     assert store.read(one) is None
     store.write(one, value)
-    found = again.read(one)
-    assert found is not None and torch.equal(found[0][0], value[0]) and torch.equal(found[0][2][0], value[2][0])
-    assert found[0][1] is None and found[0][2][1] == "text" and found[0][3] == 3
+    result = again.read(one)
+    assert result is not None and torch.equal(result[0][0], value[0]) and torch.equal(result[0][2][0], value[2][0])
+    assert result[0][1] is None and result[0][2][1] == "text" and result[0][3] == 3
     assert another.read(another.name(("a", 1))) is None
     (file,) = tmp_path.glob("*/*.safetensors")
     file.write_bytes(file.read_bytes()[:100])

@@ -52,16 +52,16 @@ def test_a_run_takes_what_fits_and_keeps_it(folder: Path, model: Path, monkeypat
     tried: list[int] = []
     monkeypatch.setattr(before, "attempt", room_for(2, tried))
     changes: dict[str, Any] = {"iterations": 1, "evaluation": {"every": 0}}
-    found = train(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8}, **changes))
+    result = train(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8}, **changes))
     assert tried == [8, 4, 2]
     written_out = {**SAMPLING, "batch_size": 2, "fit_batch": False}
     plain = train(runs.config(folder, model, sampling=written_out, output=str(folder / "plain"), **changes))
     same = ("loss", "grad_norm", "reward/brightness_mean", "ratio/max_abs_dev")
-    (row,), (other,) = (runs.rows(run) for run in (found, plain))
+    (row,), (other,) = (runs.rows(run) for run in (result, plain))
     assert {key: row[key] for key in same if key in row} == {key: other[key] for key in same if key in other}
-    assert runs.last_state(found).state["memory"]["batch_size"] == 2
-    train(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8}, **changes | {"iterations": 2}), found)
-    assert tried == [8, 4, 2] and len(runs.rows(found)) == 2
+    assert runs.last_state(result).state["memory"]["batch_size"] == 2
+    train(runs.config(folder, model, sampling={**SAMPLING, "batch_size": 8}, **changes | {"iterations": 2}), result)
+    assert tried == [8, 4, 2] and len(runs.rows(result)) == 2
 
 
 def test_a_trial_leaves_nothing_behind_and_smaller_micro_batches_are_checked_anew(folder: Path, model: Path) -> None:
@@ -104,11 +104,11 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
         train(runs.config(folder, model, **changes, output=str(wanted)), wanted)
     monkeypatch.setattr(DiffusionRun, "begin", DiffusionRun.begin)  # put back in the end
     ranks.running_out(2, PHASES[algorithm])
-    found = train(runs.config(folder, model, **changes))
+    actual = train(runs.config(folder, model, **changes))
     said = capsys.readouterr().err
     assert "memory ran out in iteration 2 with 8 samples in a micro-batch: it is done again, with 4" in said
     assert "with 4 samples in a micro-batch: it is done again, with 2 from here on" in said
-    assert runs.differences(found, wanted) == []
+    assert runs.differences(actual, wanted) == []
 
 
 @pytest.mark.slow
@@ -116,15 +116,15 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_with_less(
 def test_processes_go_down_together(folder: Path, model: Path, phase: str) -> None:
     """Memory runs out in the second of two, in the second iteration: the run is that of one process."""
     changes = {**QUIET, "iterations": 2, "sampling": {**SAMPLING, "batch_size": 4}}
-    found = {}
+    result = {}
     for count in (1, 2):
         runs.finish(runs.written(folder, model, str(count), **changes), count, ranks.short, 2, phase, count - 1)
         run = folder / str(count) / "run"
-        found[count] = runs.last_state(run)
-        assert found[count].step == 2 and found[count].state["memory"]["batch_size"] == 2
+        result[count] = runs.last_state(run)
+        assert result[count].step == 2 and result[count].state["memory"]["batch_size"] == 2
         assert [row["ratio/max_abs_dev"] for row in runs.rows(run)] == [0.0, 0.0]
-    for key, tensor in found[1].tensors["weights"].items():
-        torch.testing.assert_close(found[2].tensors["weights"][key], tensor, atol=1e-4, rtol=0)
+    for key, tensor in result[1].tensors["weights"].items():
+        torch.testing.assert_close(result[2].tensors["weights"][key], tensor, atol=1e-4, rtol=0)
 
 
 def test_memory_that_runs_out_in_a_reward(folder: Path, model: Path) -> None:
@@ -137,6 +137,6 @@ def test_memory_that_runs_out_in_a_reward(folder: Path, model: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError) as error:
         train(runs.config(folder, model, **changes, sampling=fixed, output=str(folder / "no")))
     assert "micro-batches of 4 samples do not fit: lower sampling.batch_size" in error.value.__notes__[0]
-    found = train(runs.config(folder, model, **changes, sampling={**SAMPLING, "batch_size": 4}))
-    assert runs.last_state(found).state["memory"]["batch_size"] == 2
-    assert runs.rows(found)[0]["reward/full_failed"] == 0
+    result = train(runs.config(folder, model, **changes, sampling={**SAMPLING, "batch_size": 4}))
+    assert runs.last_state(result).state["memory"]["batch_size"] == 2
+    assert runs.rows(result)[0]["reward/full_failed"] == 0

@@ -96,8 +96,8 @@ def test_evaluation_is_that_of_training(finished: Path, model: Path) -> None:
     logged = [row for row in runs.rows(finished) if "eval/total_mean" in row]
     for lora, row in ((None, logged[0]), (str(finished / "lora"), logged[-1])):
         pipe = load(Model(path=str(model)), lora)
-        found = evaluate_pipeline(pipe, rows, scorers, batch_size=2, seed=1234, arguments=ARGUMENTS)
-        for name, value in found.metrics.items():
+        result = evaluate_pipeline(pipe, rows, scorers, batch_size=2, seed=1234, arguments=ARGUMENTS)
+        for name, value in result.metrics.items():
             assert row[name] == pytest.approx(value, abs=1e-7), name
     assert logged[0]["eval/total_mean"] != logged[-1]["eval/total_mean"]
 
@@ -121,11 +121,11 @@ def test_evaluation_keeps_some_pictures_and_parts_whatever_the_batch(folder: Pat
     torch.testing.assert_close(parts["redness/red"] - parts["redness/blue"], every.total, rtol=0, atol=1e-6)
     assert every.metrics["eval/redness/red_mean"] == pytest.approx(float(parts["redness/red"].mean()))
     default = inspect.signature(StableDiffusion3Pipeline.__call__).parameters["num_inference_steps"].default
-    found, given, three = (
+    result, given, three = (
         float(evaluate_pipeline(pipe, rows[:1], scorers, arguments=runs.CALL | steps).total)
         for steps in ({}, {"num_inference_steps": default}, {"num_inference_steps": 3})
     )
-    assert found == given != three
+    assert result == given != three
 
 
 def test_pictures_are_spread_over_the_prompts() -> None:
@@ -151,8 +151,8 @@ def test_pictures_that_are_not_finite_are_counted_and_end_the_command(folder: Pa
     assert (folder / "nan" / "00001.png").is_file() and (folder / "nan" / "grid.png").is_file()
     (folder / "bright.py").write_text("def bright(images):\n    return images.flatten(1).mean(1)\n")
     scorers = plain({"bright": genrl_rewards.load(f"{folder}/bright.py:bright")})
-    found = evaluate_pipeline(pipe, [Prompt("a"), Prompt("b")], scorers, arguments=ARGUMENTS, batch_size=1)
-    assert found.scored.broken == 1
+    result = evaluate_pipeline(pipe, [Prompt("a"), Prompt("b")], scorers, arguments=ARGUMENTS, batch_size=1)
+    assert result.scored.broken == 1
     pipe.vae.decode = lambda *args, **kwargs: (decode(*args, **{**kwargs, "return_dict": False})[0] * float("nan"),)
     with pytest.raises(RuntimeError, match="^2 of 2 pictures hold numbers that are not finite.*or the weights have"):
         evaluate_pipeline(pipe, [Prompt("a"), Prompt("b")], scorers, arguments=ARGUMENTS)

@@ -144,10 +144,10 @@ def test_the_table_of_systems_has_the_numbers_of_the_plan(root: Path) -> None:
     assert len(rows) == 8
     for file, sampling, ratio, training in rows:
         config = load(root / "configs" / "diffusion" / file)
-        found = plan(config)
-        calls, steps = found.sample_calls / found.images, config.sampling.num_inference_steps
+        result = plan(config)
+        calls, steps = result.sample_calls / result.images, config.sampling.num_inference_steps
         assert (f"{calls:.2f}", f"{calls / steps:.3f}") == (sampling, ratio), file
-        assert f"{found.train_calls / found.images:.2f}" == training, file
+        assert f"{result.train_calls / result.images:.2f}" == training, file
 
 
 # -- The recipe in which a language model writes a reward: what it is asked, when its code runs, that a run uses it

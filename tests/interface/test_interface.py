@@ -81,15 +81,15 @@ def test_a_loaded_pipeline_is_trained_in_place_and_given_back_as_diffusers_has_i
     assert (result.folder / "config.yaml").read_text().startswith("# python:NAME was an object")
     assert json.loads(Path(config["prompts"]["train"]).read_text()) == {"prompt": "a red circle", "kind": "one"}
 
-    def drawn(by: Any) -> np.ndarray:
+    def sample(by: Any) -> np.ndarray:
         call = {"num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "np"}
         return by("a red circle", generator=torch.Generator().manual_seed(0), **call).images[0]
 
-    trained = drawn(pipe)
+    trained = sample(pipe)
     plain = DiffusionPipeline.from_pretrained(str(config["model"]["path"]).removeprefix("python:"))
-    untrained = drawn(plain)
+    untrained = sample(plain)
     plain.load_lora_weights(result.lora)
-    loaded = drawn(plain)
+    loaded = sample(plain)
     assert np.array_equal(trained, loaded) and not np.array_equal(trained, untrained)
     with pytest.raises(ConfigError, match="has a LoRA on it already"):
         small(tmp_path / "second", model=pipe, iterations=1)
@@ -243,14 +243,14 @@ def test_a_loaded_pipeline_cannot_be_asked_for_what_happens_on_loading(pipe: Any
 
 def test_evaluate_leaves_a_pipeline_alone_and_knows_a_run(trained: Any, pipe: Any, tmp_path: Any, root: Any) -> None:
     scheduler, before = pipe.scheduler, set(vars(pipe))
-    found = genrl.evaluate(pipe, PROMPTS, [warm], num_inference_steps=2, guidance_scale=1.0)
+    result = genrl.evaluate(pipe, PROMPTS, [warm], num_inference_steps=2, guidance_scale=1.0)
     again = genrl.evaluate(root / "assets" / "tiny-t2i", PROMPTS, warm, num_inference_steps=2, guidance_scale=1.0)
     assert pipe.scheduler is scheduler and set(vars(pipe)) == before
-    assert found == again
+    assert result == again
     of_scores = {"eval/total_mean", "eval/total_se", "eval/warm_mean", "eval/warm_std", "eval/warm_failed"}
-    assert set(found) == of_scores | {"eval/high_frequencies"}
+    assert set(result) == of_scores | {"eval/high_frequencies"}
     of_run = genrl.evaluate(trained, PROMPTS, warm)
-    assert of_run != found
+    assert of_run != result
     assert genrl.evaluate(trained, PROMPTS, warm, lora=trained / "lora") == of_run
     with pytest.raises(ValueError, match="give prompts"):
         genrl.evaluate(trained)
@@ -258,7 +258,7 @@ def test_evaluate_leaves_a_pipeline_alone_and_knows_a_run(trained: Any, pipe: An
     assert len(written) == 3 and json.loads((tmp_path / "pictures" / "prompts.json").read_text())[0]["seed"] == 0
     assert np.array_equal(written[1], genrl.sample(trained, PROMPTS)[1])
     own = [{"prompt": "a cat", "height": 32}, {"prompt": "a dog"}]
-    assert [drawn.size for drawn in genrl.sample(pipe, own, num_inference_steps=1)] == [(64, 32), (64, 64)]
+    assert [sampled.size for sampled in genrl.sample(pipe, own, num_inference_steps=1)] == [(64, 32), (64, 64)]
 
 
 def test_evaluate_knows_questions_and_simulators(root: Path) -> None:
@@ -311,9 +311,9 @@ def test_the_examples_of_the_docstrings_run(tmp_path: Path, root: Path, monkeypa
     known = {"genrl": genrl, "folder": tmp_path / "run", "out": tmp_path / "out"}
     run = failed = 0
     for module, names in {"training": ("train",), "using": ("sample", "evaluate", "score", "export")}.items():
-        found = importlib.import_module(f"genrl.interface.{module}")
+        actual = importlib.import_module(f"genrl.interface.{module}")
         for name in names:
-            examples = doctest.DocTestParser().get_doctest(getattr(found, name).__doc__, known, name, None, 0)
+            examples = doctest.DocTestParser().get_doctest(getattr(actual, name).__doc__, known, name, None, 0)
             result = doctest.DocTestRunner().run(examples, clear_globs=False)
             known |= examples.globs
             run, failed = run + result.attempted, failed + result.failed

@@ -33,9 +33,9 @@ def assert_as_exact(kernel: Call, definition: Call, inputs: Sequence[Tensor | No
     low = [t.to(dtype) if t is not None and t.is_floating_point() else t for t in inputs]
     high = [t.double() if t is not None and t.is_floating_point() else t for t in low]
     calls = ((kernel, low), (definition, low), (definition, high))
-    found, own, exact = (values_and_gradients(call, inputs) for call, inputs in calls)
-    assert len(found) == len(own) == len(exact)
-    for number, (f, o, e) in enumerate(zip(found, own, exact, strict=True)):
+    result, own, exact = (values_and_gradients(call, inputs) for call, inputs in calls)
+    assert len(result) == len(own) == len(exact)
+    for number, (f, o, e) in enumerate(zip(result, own, exact, strict=True)):
         assert f.dtype == o.dtype and f.shape == o.shape, number
         limit = 2 * (o.double() - e).abs().max() + 2 * torch.finfo(dtype).eps * e.abs().max()
         error = (f.double() - e).abs().max()

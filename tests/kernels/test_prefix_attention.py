@@ -74,7 +74,7 @@ def test_flex(causal: bool, device: str) -> None:
 def test_definition_is_attention_of_each_row_alone() -> None:
     query, key, value, prefix_key, prefix_value, row_of, mask = example()
     how = {"row_of": row_of, "prefix_mask": mask, "backend": "torch"}
-    found = prefix_attention(query, key, value, prefix_key, prefix_value, **how)
+    result = prefix_attention(query, key, value, prefix_key, prefix_value, **how)
     for r, n in enumerate(row_of.tolist()):
         keys = torch.cat([prefix_key[n, :, mask[n]], key[r]], 1)
         values = torch.cat([prefix_value[n, :, mask[n]], value[r]], 1)
@@ -85,7 +85,7 @@ def test_definition_is_attention_of_each_row_alone() -> None:
                 keys[:, :count].repeat_interleave(2, 0),
                 values[:, :count].repeat_interleave(2, 0),
             )
-            torch.testing.assert_close(found[r, :, t : t + 1], alone, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(result[r, :, t : t + 1], alone, atol=1e-5, rtol=1e-5)
 
 
 def test_shapes_that_do_not_fit() -> None:
@@ -107,8 +107,8 @@ def test_joint_attention_is_softmax_attention_under_its_mask() -> None:
     mask = (torch.arange(7)[None] < torch.tensor([[7], [4]]))[:, None, None]
     exact = softmax_attention(q, k, v, torch.where(mask, 0.0, -torch.inf))
     for name in machine.usable(q, mask):
-        found = blocks.joint_attention(q, k, v, mask=mask, backend=name)
-        torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+        result = blocks.joint_attention(q, k, v, mask=mask, backend=name)
+        torch.testing.assert_close(result, exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is missing here may be there")
@@ -148,13 +148,13 @@ def test_gradients_of_two_layouts_are_right_one_after_the_other(name: str) -> No
     rows = torch.randn(3, 2, 768, 24, 128, device="cuda", dtype=torch.bfloat16)
     wide = torch.randn(2, 768, 24 * 128 + 512, device="cuda", dtype=torch.bfloat16)
     for of_wider in (False, True, False):
-        found = {}
+        result = {}
         for backend_name in (name, "math"):
             leaves = [row.clone().requires_grad_() for row in rows]
             out = blocks.joint_attention(*leaves, backend=backend_name).flatten(2)  # type: ignore[arg-type]
             joined = torch.cat([out, wide[..., out.shape[2] :]], 2) if of_wider else out
-            found[backend_name] = torch.autograd.grad(joined, leaves, wide[..., : joined.shape[2]].contiguous())
-        for ours, exact in zip(found[name], found["math"], strict=True):
+            result[backend_name] = torch.autograd.grad(joined, leaves, wide[..., : joined.shape[2]].contiguous())
+        for ours, exact in zip(result[name], result["math"], strict=True):
             torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
 
 
@@ -203,8 +203,8 @@ def test_rms_norm_then_complex_rotation(batch: int, tokens: int, heads: int, siz
     x, weight, cos, sin = heads_of(batch, tokens, heads, size, across=across)
     normed = torch.nn.functional.rms_norm(x.flatten(2) if across else x, weight.shape, weight, 1e-6).view(x.shape)
     turned = torch.view_as_complex(normed.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)[:, None]
-    found = qk_norm_rope(x, weight, cos, sin, 1e-6)
-    torch.testing.assert_close(found, torch.view_as_real(turned).flatten(-2), atol=2e-6, rtol=1e-5)
+    result = qk_norm_rope(x, weight, cos, sin, 1e-6)
+    torch.testing.assert_close(result, torch.view_as_real(turned).flatten(-2), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -226,12 +226,12 @@ def test_compiled_they_are_themselves_and_one_graph_a_pass(dtype: torch.dtype, c
     for function, inputs in calls.items():
         before = len(counted)
         plain = values_and_gradients(lambda *given, f=function: f(*given, 1e-6), inputs)
-        found = values_and_gradients(lambda *given, f=function: fused(f, *given, 1e-6), inputs)
-        torch.testing.assert_close(found, plain)
+        result = values_and_gradients(lambda *given, f=function: fused(f, *given, 1e-6), inputs)
+        torch.testing.assert_close(result, plain)
         with torch.no_grad():  # sampling runs the graph that training ran
             again = fused(function, *inputs, 1e-6)
         first = again[0] if isinstance(again, tuple) else again
-        assert torch.equal(first, found[0]) and len(counted) == before + 2
+        assert torch.equal(first, result[0]) and len(counted) == before + 2
     heads = torch.randn(1, 4, 2, 6, requires_grad=True)
     fused(qk_norm_rope, heads, None, None, None, 1e-6).square().sum().backward()  # neither weight nor rotation
     assert heads.grad is not None and bool(heads.grad.isfinite().all())

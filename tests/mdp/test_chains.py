@@ -49,9 +49,9 @@ def transition_of(kind: str):
 def test_replaying_a_whole_chain_gives_ratio_one(kind: str) -> None:
     """All steps of all rows in one call, each at its own step: the joint ratio is 1 exactly, for every transition."""
     transition = transition_of(kind)
-    drawn = noise.keyed_noise((6, 5, 4, 3), 11)
+    sampled = noise.keyed_noise((6, 5, 4, 3), 11)
     clips = {"noise_clip": 3.0, "last_clip": 1.0} if kind in ("reinflow", "dppo") else {}
-    chain = chains.sample_chain(transition, drawn[:, 0], drawn[:, 1:], **clips)
+    chain = chains.sample_chain(transition, sampled[:, 0], sampled[:, 1:], **clips)
     steps = 3 if kind == "flow_cps" else 4  # its last step is deterministic
     rows = chain.states[:, :steps].flatten(0, 1)
     again = transition(torch.arange(steps).repeat(6), rows)
@@ -114,7 +114,7 @@ LAYER = r"net_mlp_logvar_moduleList_(\d+)_linear_1_weight"
 
 def noise_head(case: Case) -> Tensor:
     """The exploration network: tanh layers, then the bounds."""
-    layers = {int(found[1]): name for name in case.arrays if (found := re.fullmatch(LAYER, name))}
+    layers = {int(result[1]): name for name in case.arrays if (result := re.fullmatch(LAYER, name))}
     hidden = case["features"]
     for k in sorted(layers):
         hidden = hidden if k == 0 else hidden.tanh()

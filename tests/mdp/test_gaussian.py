@@ -83,12 +83,12 @@ def test_what_cannot_be_is_refused(call, message: str) -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
 def test_probabilities_and_entropy_are_torchs(temperature: float) -> None:
     logits = 3.0 * keyed_noise((4, 3, 256), "logits")
-    found = chains.token_log_probs(logits.bfloat16(), temperature)
+    result = chains.token_log_probs(logits.bfloat16(), temperature)
     theirs = Categorical(logits=logits.bfloat16().float() / temperature)
     tokens = torch.randint(256, (4, 3), generator=torch.Generator().manual_seed(0))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(chains.chosen_log_prob(found, tokens), theirs.log_prob(tokens))
-    torch.testing.assert_close(chains.token_entropy(found), theirs.entropy())
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(chains.chosen_log_prob(result, tokens), theirs.log_prob(tokens))
+    torch.testing.assert_close(chains.token_entropy(result), theirs.entropy())
 
 
 def test_a_draw_is_where_the_cumulative_probability_reaches_that_of_its_noise() -> None:
@@ -105,8 +105,8 @@ def test_a_draw_is_where_the_cumulative_probability_reaches_that_of_its_noise() 
 def test_frequencies_of_draws_are_the_probabilities() -> None:
     """20 000 draws of five tokens: within five standard errors."""
     log_prob = chains.token_log_probs(torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5]), 1.6)
-    drawn = chains.draw_tokens(log_prob.expand(20_000, 5), keyed_noise((20_000,), "frequencies"))
-    share, wanted = drawn.bincount(minlength=5) / 20_000, log_prob.exp()
+    sampled = chains.draw_tokens(log_prob.expand(20_000, 5), keyed_noise((20_000,), "frequencies"))
+    share, wanted = sampled.bincount(minlength=5) / 20_000, log_prob.exp()
     assert ((share - wanted).abs() < 5.0 * (wanted * (1.0 - wanted) / 20_000).sqrt()).all()
 
 
@@ -141,8 +141,8 @@ def test_noise_is_standard_normal_and_independent_of_the_global_generator() -> N
 def test_the_global_generator_is_that_of_the_keys_and_then_as_it_was() -> None:
     before = torch.get_rng_state()
     with seeded(3, "critics"):
-        drawn = torch.randn(5)
-    assert torch.equal(drawn, torch.randn(5, generator=generator(3, "critics")))
+        sampled = torch.randn(5)
+    assert torch.equal(sampled, torch.randn(5, generator=generator(3, "critics")))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -175,10 +175,10 @@ def test_the_order_is_pinned() -> None:
 
 @given(count=st.integers(0, 40), size=st.integers(1, 7), processes=st.integers(1, 5))
 def test_shares_have_every_row_once_and_processes_in_step(count: int, size: int, processes: int) -> None:
-    found = [list(noise.shares(count, size, process, processes)) for process in range(processes)]
-    assert len({len(mine) for mine in found}) == 1
-    assert sorted(row for mine in found for rows, counts in mine if counts for row in rows) == list(range(count))
-    assert all(0 < len(rows) <= size for mine in found for rows, _ in mine)
+    result = [list(noise.shares(count, size, process, processes)) for process in range(processes)]
+    assert len({len(mine) for mine in result}) == 1
+    assert sorted(row for mine in result for rows, counts in mine if counts for row in rows) == list(range(count))
+    assert all(0 < len(rows) <= size for mine in result for rows, _ in mine)
 
 
 @given(

@@ -58,11 +58,11 @@ def test_golden_grids(golden) -> None:
 def test_windows_are_always_full_and_lie_inside(size, low, extra, seed, iteration, every) -> None:
     """Drawn ones, and those that move, by a step at most."""
     high = low + size + extra
-    drawn = window_steps(size, low, high, seed=seed, iteration=iteration)
+    sampled = window_steps(size, low, high, seed=seed, iteration=iteration)
     moving = plan.moving_window(size, low, high, iteration=iteration, every=every)
-    for window in (drawn, moving):
+    for window in (sampled, moving):
         assert len(window) == size and low <= window[0] and window[-1] < high
-    assert drawn == window_steps(size, low, high, seed=seed, iteration=iteration)
+    assert sampled == window_steps(size, low, high, seed=seed, iteration=iteration)
     if iteration:
         before = plan.moving_window(size, low, high, iteration=iteration - 1, every=every).start
         assert 0 <= moving.start - before <= 1
@@ -190,15 +190,15 @@ def test_golden_times(golden) -> None:
     def check(name: str, times: torch.Tensor) -> None:
         a.check(name, times, 0.0, 1e-5 * float(a.given(name).abs().max()))
 
-    for found in a.matches(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)"):
-        lowest = 1000 * (1 - float(found[2].replace("p", ".")))
-        last, count = int((grid >= lowest - 1e-3).nonzero().max()), len(a.given(found[0]))
-        if found[1] == "_with_init":  # the first step always, the others from the rest
+    for actual in a.matches(r"out_ff_discrete(_with_init|_wo_init)?_range(.*)"):
+        lowest = 1000 * (1 - float(actual[2].replace("p", ".")))
+        last, count = int((grid >= lowest - 1e-3).nonzero().max()), len(a.given(actual[0]))
+        if actual[1] == "_with_init":  # the first step always, the others from the rest
             steps = levels.stratified_steps(count - 1, 1, last, source())
-            check(found[0], torch.cat([grid[:1], grid[steps]]))
+            check(actual[0], torch.cat([grid[:1], grid[steps]]))
         else:
-            first = int(found[1] == "_wo_init")
-            check(found[0], grid[levels.stratified_steps(count, first, last, source())])
+            first = int(actual[1] == "_wo_init")
+            check(actual[0], grid[levels.stratified_steps(count, first, last, source())])
     a.all_used("out_ff_discrete.*")
 
 

@@ -39,17 +39,17 @@ def test_segments_cover_every_edge_once_and_cost_what_the_plan_says(plan: Sampli
     assert [segment.start for segment in segments] == [0, *(segment.stop for segment in segments[:-1])]
     assert segments[-1].stop == plan.steps
     assert sum((s.stop - s.start) * len(s.rows) for s in segments) == plan.calls
-    drawn = []
+    sampled = []
     for segment in segments:
         for depth in range(segment.start + 1, segment.stop):  # no branching inside: one node per row
-            drawn += tree.level(depth)
+            sampled += tree.level(depth)
             before = tree.level(depth - 1)
             assert tree.parent[list(tree.level(depth))].tolist() == list(before)
             assert torch.equal(tree.first_leaf[list(tree.level(depth))], tree.first_leaf[segment.rows])
-        drawn += segment.children.tolist()
+        sampled += segment.children.tolist()
         above = torch.tensor(list(tree.level(segment.stop - 1)))
         assert torch.equal(above[segment.parent_row], tree.parent[segment.children])
-    assert sorted(drawn) == list(range(plan.roots, tree.num_nodes))
+    assert sorted(sampled) == list(range(plan.roots, tree.num_nodes))
 
 
 def policy(x: Tensor, step: int) -> Tensor:
@@ -240,9 +240,9 @@ def test_truncated_steps_end_with_the_last(num_steps: int, data: st.DataObject) 
     k = data.draw(st.integers(1, num_steps))
     assert list(truncation.last_steps(num_steps, k)) == list(range(num_steps))[-k:]
     update = data.draw(st.integers(0, 99))
-    drawn = truncation.random_truncation(num_steps, high=k, seed=3, update=update)
-    assert drawn.stop == num_steps and 1 <= len(drawn) <= k
-    assert drawn == truncation.random_truncation(num_steps, high=k, seed=3, update=update)
+    sampled = truncation.random_truncation(num_steps, high=k, seed=3, update=update)
+    assert sampled.stop == num_steps and 1 <= len(sampled) <= k
+    assert sampled == truncation.random_truncation(num_steps, high=k, seed=3, update=update)
 
 
 def test_lengths_and_steps_are_drawn_evenly() -> None:

@@ -67,9 +67,9 @@ def test_blackjack_pays_who_is_nearer_to_21() -> None:
         assert one.step(say("stand"))[1:3] == (paid, True)
     one = opened("blackjack")
     one.hand = ["K", "Q", "2"]
-    while (told := one.step(say("hit")))[1:3] == (0.0, False):
+    while (outcome := one.step(say("hit")))[1:3] == (0.0, False):
         assert cards.points(one.hand) <= 21
-    assert told[1:3] == (-1.0, True) and cards.points(one.hand) > 21
+    assert outcome[1:3] == (-1.0, True) and cards.points(one.hand) > 21
     assert cards.points(["A", "A", "9"]) == 21 and cards.points(["A", "K", "Q"]) == 21
     one = opened("blackjack")
     one.dealer = ["2", "3"]

@@ -15,7 +15,7 @@ from genrl.vla.data.frames import ACTION_IS_PAD, chunks, dataset_frames, frame_s
 from genrl.vla.data.lerobot_dataset import open_dataset
 from genrl.vla.offline.imitation import imitate
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, IMAGE, STATE, TOKENS, tokenise
-from tests.vla.tiny_policies import TOLD, WORDS, flow, minitable_frames
+from tests.vla.tiny_policies import FACTS, WORDS, flow, minitable_frames
 
 
 def keys(count: int, seed: int = 0) -> np.ndarray:
@@ -218,15 +218,15 @@ def test_a_data_set_of_the_expert_gives_its_frames_bit_for_bit(tmp_path: Path, i
     direct = minitable_frames(shown, horizon=horizon, image_size=image_size)
     write_minitable(tmp_path / "set", shown, image_size=image_size)
     inputs = BOTH if image_size else BOTH[:3]
-    found = dataset_frames(open_dataset(tmp_path / "set"), words, inputs=inputs, horizon=horizon, rest=minitable_rest)
-    assert found.keys() == direct.keys()
+    result = dataset_frames(open_dataset(tmp_path / "set"), words, inputs=inputs, horizon=horizon, rest=minitable_rest)
+    assert result.keys() == direct.keys()
     for name, values in direct.items():
-        assert found[name].dtype == values.dtype and torch.equal(found[name], values), name
-    for name, stats in frame_statistics(found).items():
+        assert result[name].dtype == values.dtype and torch.equal(result[name], values), name
+    for name, stats in frame_statistics(result).items():
         assert all(torch.equal(value, frame_statistics(direct)[name][key]) for key, value in stats.items())
     there = np.arange(shown.actions.shape[1]) < shown.length[:, None]  # what the expert would do from every frame
     state = State(shown.gripper[there], shown.discs[there], shown.held[there], shown.task[there.nonzero()[0]])
-    assert np.array_equal(found[ACTION].numpy(), expert_chunk(state, horizon))
+    assert np.array_equal(result[ACTION].numpy(), expert_chunk(state, horizon))
     for number, episode in enumerate(open_dataset(tmp_path / "set").read()):
         length = shown.length[number]
         assert set(episode.instructions) == {INSTRUCTIONS[shown.task[number]]} and len(episode.instructions) == length
@@ -236,8 +236,8 @@ def test_a_data_set_of_the_expert_gives_its_frames_bit_for_bit(tmp_path: Path, i
 
 def test_chunks_beyond_the_end_repeat_the_last_action_and_say_so() -> None:
     actions = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], np.float32)
-    found, beyond = chunks(actions, 2)
-    assert found.tolist() == [[[1, 2], [3, 4]], [[3, 4], [5, 6]], [[5, 6], [5, 6]]]
+    result, beyond = chunks(actions, 2)
+    assert result.tolist() == [[[1, 2], [3, 4]], [[3, 4], [5, 6]], [[5, 6], [5, 6]]]
     assert beyond.tolist() == [[False, False], [False, False], [False, True]]
     rested, beyond = chunks(actions, 5, (0.0, 9.0))
     assert rested[1].tolist() == [[3, 4], [5, 6], [0, 9], [0, 9], [0, 9]] and beyond[1].sum() == 3
@@ -247,17 +247,17 @@ def test_chunks_beyond_the_end_repeat_the_last_action_and_say_so() -> None:
 
 
 def test_without_a_rest_frames_have_the_mask_and_training_does_not_look_behind_it(tmp_path: Path) -> None:
-    found = write_minitable(tmp_path / "set", expert_demonstrations(4, tasks=PUT, seed=0), image_size=0)
-    frames = dataset_frames(found, words, inputs=TOLD.keys, horizon=4)
+    result = write_minitable(tmp_path / "set", expert_demonstrations(4, tasks=PUT, seed=0), image_size=0)
+    frames = dataset_frames(result, words, inputs=FACTS.keys, horizon=4)
     assert frames[ACTION_IS_PAD].sum() == 4 * (1 + 2 + 3) and frames[ACTION_IS_PAD].shape == frames[ACTION].shape[:2]
     spoilt = frames | {ACTION: torch.where(frames[ACTION_IS_PAD][..., None], 100.0, frames[ACTION])}
     how = {"steps": 3, "batch_size": 32, "learning_rate": 1e-3, "seed": 0}
     assert list(imitate(flow(), spoilt, **how)) != list(imitate(flow(), frames, **how))  # the noisy chunk is looked at
     only = {name: value for name, value in spoilt.items() if name != ACTION_IS_PAD}
     assert next(imitate(flow(), spoilt, **how)) < 0.01 * next(imitate(flow(), only, **how))
-    (second,) = (dataset_frames(found, words, inputs=[STATE], horizon=4, episodes=[1]),)
-    length = found.index[0]["length"]
+    (second,) = (dataset_frames(result, words, inputs=[STATE], horizon=4, episodes=[1]),)
+    length = result.index[0]["length"]
     assert second.keys() == {STATE, ACTION, ACTION_IS_PAD}
-    assert torch.equal(second[STATE], frames[STATE][length : length + found.index[1]["length"]])
+    assert torch.equal(second[STATE], frames[STATE][length : length + result.index[1]["length"]])
     with pytest.raises(KeyError, match=f"no column '{IMAGE}'"):
-        dataset_frames(found, words, inputs=[IMAGE], horizon=4)
+        dataset_frames(result, words, inputs=[IMAGE], horizon=4)

@@ -130,9 +130,9 @@ class TestSearch:
         wrong = next(thing for thing in one.things if thing.colour != gold.colour and thing.shape != gold.shape)
         one.step(f"<search> {wrong.colour} {wrong.shape} </search>")
         one.step(query)
-        found = one.fetched.index(one.gold)
+        result = one.fetched.index(one.gold)
         _, reward, *_ = one.step("<answer> grey </answer>")
-        assert found == 1 and reward == pytest.approx(0.1 + 0.2 / np.log2(3))
+        assert result == 1 and reward == pytest.approx(0.1 + 0.2 / np.log2(3))
         one = opened("search")
         one.step("hello")
         assert one.step(f"<answer> {one.answer} </answer>")[1] == 0.0  # the rule is broken
@@ -176,18 +176,18 @@ class TestSubAgents:
     def test_each_part_is_a_question_about_it_alone(self) -> None:
         one, plain = opened("crop", agents=True), opened("crop")
         call = "<bbox>[0,0,16,16]</bbox>" * 6
-        told, _, ended, cut, info = one.step(call)
-        questions = [part for part in told if isinstance(part, Question)]
+        observation, _, ended, cut, info = one.step(call)
+        questions = [part for part in observation if isinstance(part, Question)]
         assert len(questions) == crop.TOGETHER and info["valid"] and not (ended or cut)
         assert [pictures(each.parts) for each in questions] == [[part] for part in pictures(plain.step(call)[0])]
-        assert {each.parts[1] for each in questions} == {"what is this ?"} and not pictures(told)
+        assert {each.parts[1] for each in questions} == {"what is this ?"} and not pictures(observation)
         assert not one.step("hello")[-1]["valid"]
 
     def test_each_clip_is_a_question_about_its_frames(self) -> None:
         one = opened("watch", rule="para_grpo", agents=True)
-        told, _, _, _, info = one.step("<clip>[1,2]</clip> <clip>[2,8]</clip> <clip>[9,9]</clip>")
-        first, second = (part for part in told if isinstance(part, Question))
-        assert [part for part in told if isinstance(part, str)] == ["frames 1 2 : ", " . ", "frames 2 3 4 5 : ", " . "]
+        reply, _, _, _, info = one.step("<clip>[1,2]</clip> <clip>[2,8]</clip> <clip>[9,9]</clip>")
+        first, second = (part for part in reply if isinstance(part, Question))
+        assert [part for part in reply if isinstance(part, str)] == ["frames 1 2 : ", " . ", "frames 2 3 4 5 : ", " . "]
         assert pictures(first.parts) == [frame.tobytes() for frame in one.frames[:2]]
         assert pictures(second.parts) == [frame.tobytes() for frame in one.frames[1:5]]
         assert info["valid"] and one.asked[0][0] == frozenset(range(5)) and len(one.asked) == 1

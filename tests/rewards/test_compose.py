@@ -36,8 +36,8 @@ def values(*numbers: float) -> Tensor:
 
 def test_schedule_is_linear_between_its_points_and_constant_outside() -> None:
     schedule = ((10, 0.0), (20, 1.0), (40, 0.5))
-    found = [compose.factor(schedule, k) for k in (0, 10, 15, 20, 30, 40, 1000)]
-    assert found == [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.5]
+    result = [compose.factor(schedule, k) for k in (0, 10, 15, 20, 30, 40, 1000)]
+    assert result == [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.5]
     assert compose.factor((), 7) == 1.0 and compose.factor(((5, 2.0),), 7) == 2.0
     components = {"a": Component(2.0), "b": Component(1.0, schedule=((0, 0.0), (10, 1.0)))}
     scores = {"a": values(1, 2), "b": values(NAN, 4)}
@@ -53,26 +53,26 @@ def test_a_closed_gate_replaces_the_score_and_is_counted() -> None:
     rule = Gate("quality", at_least=0.5, otherwise=-1.0)
     components = {"text": Component(2.0, gate=rule), "quality": Component(0.0)}
     scores = {"text": values(0.9, 0.8, NAN, 0.7, NAN), "quality": values(0.5, 0.4, 0.1, NAN, 0.9)}
-    found = compose.combine(scores, components, torch.zeros(5), iteration=0)
-    assert found.total[:2].tolist() == [1.8, -2.0]
-    assert found.total[2:].isnan().all()  # no score of its own, or no score to judge it by
-    assert found.gated["text"].tolist() == [False, True, True, False, False]
-    logged = compose.metrics(found, components)
+    result = compose.combine(scores, components, torch.zeros(5), iteration=0)
+    assert result.total[:2].tolist() == [1.8, -2.0]
+    assert result.total[2:].isnan().all()  # no score of its own, or no score to judge it by
+    assert result.gated["text"].tolist() == [False, True, True, False, False]
+    logged = compose.metrics(result, components)
     assert logged["used/text_gated"] == 0.4 and logged["used/text_mean"] == pytest.approx(-0.1)
     components = {"text": Component(normalize="group", gate=Gate("quality", at_least=0.5)), "quality": Component(0.0)}
     scores = {"text": values(1.0, 1.0), "quality": values(0.9, 0.1)}
-    found = compose.combine(scores, components, torch.zeros(2), iteration=0)
-    assert found.total.tolist() == [1.0, -1.0]  # gated before it is normalised
+    result = compose.combine(scores, components, torch.zeros(2), iteration=0)
+    assert result.total.tolist() == [1.0, -1.0]  # gated before it is normalised
 
 
 @example(values(NAN, NAN, 0.0, 5e-324, NAN, 0.0))
 @given(scores_of_two_groups)
 def test_group_normalisation_has_mean_0_and_spread_1_or_is_0(scores: Tensor) -> None:
-    found = compose.normalize_in_groups(scores, GROUP)
-    assert torch.equal(found.isnan(), scores.isnan())
+    result = compose.normalize_in_groups(scores, GROUP)
+    assert torch.equal(result.isnan(), scores.isnan())
     for number in (0, 1):
         rows = (number == GROUP) & ~scores.isnan()
-        before, after = scores[rows], found[rows]
+        before, after = scores[rows], result[rows]
         if len(before) > 1 and before.max() - before.min() > 1e-3:
             assert abs(after.mean()) < 1e-6 and abs(after.std(correction=0) - 1) < 1e-6
         elif len(before) < 2 or before.max() == before.min():
@@ -112,8 +112,8 @@ def test_running_normalisation_goes_in_and_comes_out_evaluation_has_none_and_wha
     assert total.tolist() == [2.5, 0.25]
     components = {"a": Component(3.0), "b": Component(1.0, ((0, 0.5),)), "c": Component()}
     scores = {"a": values(1, 3), "b": values(NAN, NAN), "c": values(1, 2)}
-    found = compose.combine(scores, components, torch.zeros(2), iteration=0)
-    logged = compose.metrics(found, components)
+    result = compose.combine(scores, components, torch.zeros(2), iteration=0)
+    logged = compose.metrics(result, components)
     assert logged["used/a_mean"] == 6.0 and logged["used/a_std"] == 3.0
     assert math.isnan(logged["used/b_mean"]) and logged["used/b_weight"] == 0.5
     assert set(logged) == {f"used/{k}_{s}" for k in "ab" for s in ("mean", "std")} | {"used/b_weight"}

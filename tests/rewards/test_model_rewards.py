@@ -54,15 +54,15 @@ def test_half_precision_gives_nearly_the_same_scores(
     if name == "dino":
         genrl_rewards.to_pil(images[:1])[0].save(tmp_path / "r.png")
         columns = {"reference_image": [str(tmp_path / "r.png")] * 2}
-    found = {}
+    result = {}
     for dtype in ("float32", "bfloat16"):
         reward = genrl_rewards.load(name, arguments[name], dtype=dtype)
         scores = scored(reward, images=images, prompts=PROMPTS, columns=columns)
-        found[dtype] = scores.values
-    scale = 1 + max(map(abs, found["float32"]))
-    assert found["bfloat16"] == pytest.approx(found["float32"], abs=0.05 * scale)
+        result[dtype] = scores.values
+    scale = 1 + max(map(abs, result["float32"]))
+    assert result["bfloat16"] == pytest.approx(result["float32"], abs=0.05 * scale)
     if name not in ("dino", "video_consistency"):
-        assert found["bfloat16"] != found["float32"]
+        assert result["bfloat16"] != result["float32"]
     refused("unknown dtype 'int8'. Known: float32, bfloat16, float16", name, arguments[name] | {"dtype": "int8"})
 
 

@@ -140,8 +140,8 @@ def test_the_source_says_what_loading_would(code: str, args: dict[str, Any], sai
     """Without running it; None: what only running it tells."""
     file = tmp_path / "mine.py"
     file.write_text(code)
-    found = genrl_rewards.misfit(file, "mine", args, everything=False)
-    assert (said in found and bool(said) == bool(found)) if said is not None else found == ""
+    result = genrl_rewards.misfit(file, "mine", args, everything=False)
+    assert (said in result and bool(said) == bool(result)) if said is not None else result == ""
     try:
         needs = genrl_rewards.needs(genrl_rewards.load(f"{file}:mine", args))
     except (ValueError, ModuleNotFoundError):

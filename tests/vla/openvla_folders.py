@@ -51,8 +51,8 @@ def config(s: Sizes, stats: dict[str, Any] | None) -> dict[str, Any]:
 
 def bounds(low: list[float], high: list[float], mask: list[bool] | None = None) -> dict[str, Any]:
     """Statistics of actions or states."""
-    found = {"q01": low, "q99": high, "min": low, "max": high, "mean": [0.0] * len(low), "std": [1.0] * len(low)}
-    return found | ({"mask": mask} if mask else {})
+    result = {"q01": low, "q99": high, "min": low, "max": high, "mean": [0.0] * len(low), "std": [1.0] * len(low)}
+    return result | ({"mask": mask} if mask else {})
 
 
 TABLE = {"action": bounds([-1.0] * 3, [1.0] * 3), "proprio": bounds([-1.0, -1.0, 0.0], [1.0] * 3)}
@@ -88,8 +88,8 @@ def write(
         index |= dict.fromkeys(held, file)
     if shards > 1:
         size = sum(value.numel() * value.element_size() for value in weights.values())
-        told = {"metadata": {"total_size": size}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(told))
+        listing = {"metadata": {"total_size": size}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(listing))
     (folder / "config.json").write_text(json.dumps(config(sizes, stats), indent=2))
     colours = [{"mean": [0.484375, 0.455078125, 0.40625], "std": [0.228515625, 0.2236328125, 0.224609375]}]
     colours += [{"mean": [0.5] * 3, "std": [0.5] * 3}]

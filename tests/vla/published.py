@@ -93,12 +93,12 @@ def smol_shapes(s: Sizes) -> Shapes:
 def random_weights(shapes: Shapes, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Numbers that keep activations near 1 and leave nothing without effect."""
     rng = torch.Generator().manual_seed(seed)
-    found = {}
+    result = {}
     for name, shape in shapes.items():
         fan = max(1, torch.Size(shape[1:]).numel())
         scale = 0.2 if len(shape) == 1 else fan**-0.5
-        found[name] = (torch.randn(shape, generator=rng) * scale).to(dtype)
-    return found
+        result[name] = (torch.randn(shape, generator=rng) * scale).to(dtype)
+    return result
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -150,15 +150,15 @@ def write_folder(
 def statistics_of(widths: dict[str, int], seed: int = 1) -> dict[str, Tensor]:
     """Some of every kind, by feature."""
     rng = torch.Generator().manual_seed(seed)
-    found = {}
+    result = {}
     for name, width in widths.items():
         low = -1.0 - torch.rand(width, generator=rng)
         high = 1.0 + torch.rand(width, generator=rng)
-        found |= {f"{name}.min": low - 0.5, f"{name}.q01": low, f"{name}.q10": low + 0.3}
-        found |= {f"{name}.max": high + 0.5, f"{name}.q99": high, f"{name}.q90": high - 0.3}
-        found |= {f"{name}.mean": (low + high) / 2, f"{name}.std": (high - low) / 3}
-        found[f"{name}.count"] = torch.tensor([100.0])
-    return found
+        result |= {f"{name}.min": low - 0.5, f"{name}.q01": low, f"{name}.q10": low + 0.3}
+        result |= {f"{name}.max": high + 0.5, f"{name}.q99": high, f"{name}.q90": high - 0.3}
+        result |= {f"{name}.mean": (low + high) / 2, f"{name}.std": (high - low) / 3}
+        result[f"{name}.count"] = torch.tensor([100.0])
+    return result
 
 
 def pi_folder(

@@ -43,8 +43,8 @@ def judged(num_envs: int = 12, **changes: Any) -> Judged:
     return evaluate(Acting(policy(), FlowSteps()), tables(num_envs), **how)
 
 
-def facts(found: Judged) -> list[tuple[str, bool, int, float]]:
-    return list(zip(found.instruction, found.success, found.steps, found.returns, strict=True))
+def facts(result: Judged) -> list[tuple[str, bool, int, float]]:
+    return list(zip(result.instruction, result.success, result.steps, result.returns, strict=True))
 
 
 def test_the_episodes_are_those_of_the_seed_however_many_run_side_by_side() -> None:
@@ -54,9 +54,9 @@ def test_the_episodes_are_those_of_the_seed_however_many_run_side_by_side() -> N
         assert facts(judged(4, first=first, episodes=episodes)) == whole[first : first + episodes]
     assert facts(judged(seed=6)) != whole
     # A round of slow simulators may take longer than a watchdog waits.
-    told: list[int] = []
-    evaluate(Acting(policy(), FlowSteps()), tables(3, max_steps=4), episodes=5, seed=1, advance=told.append)
-    assert told == [0, 3, 0, 2]
+    counts: list[int] = []
+    evaluate(Acting(policy(), FlowSteps()), tables(3, max_steps=4), episodes=5, seed=1, advance=counts.append)
+    assert counts == [0, 3, 0, 2]
 
 
 def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
@@ -70,9 +70,9 @@ def test_nothing_is_explored_and_nothing_is_kept_for_gradients() -> None:
 
 def test_films_have_a_picture_for_every_decision_and_one_of_the_end() -> None:
     """As many as were asked for, however few run side by side."""
-    found = judged(clips=12)
-    assert [(clip.instruction, clip.success) for clip in found.clips] == [fact[:2] for fact in facts(found)]
-    for clip, steps in zip(found.clips, found.steps, strict=True):
+    result = judged(clips=12)
+    assert [(clip.instruction, clip.success) for clip in result.clips] == [fact[:2] for fact in facts(result)]
+    for clip, steps in zip(result.clips, result.steps, strict=True):
         assert len(clip.frames) == 1 + -(-steps // 4) and clip.frames.dtype == np.uint8
         assert not np.array_equal(clip.frames[0], clip.frames[-1])
     several = [judged(size, clips=4).clips for size in (1, 12, 20)]
@@ -81,13 +81,13 @@ def test_films_have_a_picture_for_every_decision_and_one_of_the_end() -> None:
 
 
 def test_figures_names_of_instructions_and_a_policy_that_does_not_act_alone(tmp_path: Path) -> None:
-    found = Judged(["b", "a!", "b", "b"], [True, False, False, True], [3, 16, 16, 5], [1.0, 0.0, 0.0, 1.0], [])
+    result = Judged(["b", "a!", "b", "b"], [True, False, False, True], [3, 16, 16, 5], [1.0, 0.0, 0.0, 1.0], [])
     (low, high), row = wilson(2, 4), {"length_mean": 10.0, "return_mean": 0.5, "lost": 0.0}
     row |= {"success_mean": 0.5, "success_low": low, "success_high": high}
     row |= {"success/a": 0.0, "success/b": pytest.approx(2 / 3)}
-    assert success_rates(found) == {f"eval/{name}": value for name, value in row.items()}
-    assert all(document(key) for key in success_rates(found))
-    both = found.joined(found)
+    assert success_rates(result) == {f"eval/{name}": value for name, value in row.items()}
+    assert all(document(key) for key in success_rates(result))
+    both = result.joined(result)
     assert both.steps == [3, 16, 16, 5] * 2
     assert by_task(both) == {"a!": (0.0, 2), "b": (pytest.approx(2 / 3), 6)}
     assert slug("Put the RED disc, in zone 2!") == "put_the_red_disc_in_zone_2"
@@ -156,19 +156,19 @@ def test_an_exported_dppo_run_acts_as_it_did(tmp_path: Path) -> None:
 
 def test_a_lost_episode_is_no_failure() -> None:
     """It leaves the others as they are, and nobody saw it end. All walks succeed but that one's."""
-    found = []
+    result = []
     for modes in ([], [(FINE, RAISE, FINE, FINE)]):
         with opened() as env:
-            found.append(evaluate(Acting(Walker(modes, move=0.35), FlowSteps()), env, episodes=4, seed=5))
-    whole, less = (facts(each) for each in found)
-    rates = success_rates(found[1])
-    assert less == whole[:1] + whole[2:] and all(found[0].success)
+            result.append(evaluate(Acting(Walker(modes, move=0.35), FlowSteps()), env, episodes=4, seed=5))
+    whole, less = (facts(each) for each in result)
+    rates = success_rates(result[1])
+    assert less == whole[:1] + whole[2:] and all(result[0].success)
     assert (rates["eval/success_mean"], rates["eval/lost"]) == (1.0, 1.0)
     with pytest.raises(RuntimeError, match="all 8 episodes .* were lost"):
         success_rates(Judged([], [], [], [], [], 8))
 
 
 def test_without_a_key_success_is_not_measured() -> None:
-    found = Judged(["a"], [False], [3], [0.5], []).of(None)
-    assert success_rates(found) == {"eval/length_mean": 3.0, "eval/return_mean": 0.5, "eval/lost": 0.0}
+    result = Judged(["a"], [False], [3], [0.5], []).of(None)
+    assert success_rates(result) == {"eval/length_mean": 3.0, "eval/return_mean": 0.5, "eval/lost": 0.0}
     assert Judged(["a"], [False], [3], [0.5], []).of("is_success").measured

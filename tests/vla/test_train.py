@@ -65,17 +65,17 @@ def test_an_iteration_out_of_memory_is_done_again_in_smaller_pieces(
     wanted = train(vla_runs.config(tmp_path, iterations=2, trainer={"microbatch": 4}, output=str(tmp_path / "by hand")))
     with monkeypatch.context() as patched:
         tried = room_for(7, patched)
-        found = train(vla_runs.config(tmp_path, iterations=1, trainer={"fit_batch": True}))
+        actual = train(vla_runs.config(tmp_path, iterations=1, trainer={"fit_batch": True}))
     said = capsys.readouterr().err
     assert "memory ran out in iteration 1 with 16 samples in a micro-batch: it is done again, with 8" in said
     assert "with 8 samples in a micro-batch: it is done again, with 4 from here on" in said
     assert tried[0] > 8 and tried[1] > 8 and tried[2] == 8 and max(tried[3:]) <= 4
-    train(vla_runs.config(tmp_path, iterations=2, trainer={"fit_batch": True}), found)
-    first, second = vla_runs.last_state(found), vla_runs.last_state(wanted)
+    train(vla_runs.config(tmp_path, iterations=2, trainer={"fit_batch": True}), actual)
+    first, second = vla_runs.last_state(actual), vla_runs.last_state(wanted)
     assert first.state["memory"].pop("batch_size") == 4 and first.state == second.state
     for stem, tensors in first.tensors.items():
         assert all(torch.equal(value, second.tensors[stem][name]) for name, value in tensors.items())
-    assert vla_runs.rows(found) == vla_runs.rows(wanted)
+    assert vla_runs.rows(actual) == vla_runs.rows(wanted)
     # Without the key the error says what to do
     room_for(7, monkeypatch)
     with pytest.raises(torch.OutOfMemoryError) as error:
@@ -87,8 +87,8 @@ def test_an_iteration_out_of_memory_is_done_again_in_smaller_pieces(
 def logits(policy: Any) -> torch.Tensor:
     with torch.no_grad():
         given = observation(state=3) | {TOKENS: policy.tokenise(["touch the red block"] * 3)}
-        found: torch.Tensor = policy.encode(given)["logits"]
-    return found
+        result: torch.Tensor = policy.encode(given)["logits"]
+    return result
 
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -129,7 +129,7 @@ def test_adapters_are_merged_into_an_exported_folder(tmp_path: Path) -> None:
 
 def test_the_check_reads_the_folder(tmp_path: Path) -> None:
 
-    def found(run: VLAConfig) -> str:
+    def refusal(run: VLAConfig) -> str:
         with pytest.raises(ConfigError) as caught:
             check_files(run)
         return str(caught.value)
@@ -138,8 +138,8 @@ def test_the_check_reads_the_folder(tmp_path: Path) -> None:
     check_files(run)
     assert is_policy(tmp_path / "base")
     (tmp_path / "base" / "action_head--5_checkpoint.pt").touch()
-    assert "tokens does not fit" in found(run) and "which predicts actions; write regression" in found(run)
+    assert "tokens does not fit" in refusal(run) and "which predicts actions; write regression" in refusal(run)
     (tmp_path / "base" / "action_head--5_checkpoint.pt").unlink()
     wrong = config(tmp_path, policy={"oft": {**OFT, "unnorm_key": "minitabel"}})
-    assert "found 'minitabel'; the nearest: minitable" in found(wrong)
-    assert "5 actions cannot be executed of chunks of 4" in found(config(tmp_path, environment={"chunk": 5}))
+    assert "found 'minitabel'; the nearest: minitable" in refusal(wrong)
+    assert "5 actions cannot be executed of chunks of 4" in refusal(config(tmp_path, environment={"chunk": 5}))

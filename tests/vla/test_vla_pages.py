@@ -83,8 +83,8 @@ def test_every_command_of_robot_runs(tmp_path: Path, monkeypatch: Any, capsys: A
     for line in lines:
         words = re.sub(r"--episodes \d+", "--episodes 6", line).split()
         if words[0] == "genrl":
-            found = CliRunner().invoke(app, [*words[1:], *(SMALL if words[1] == "train" else [])])
-            assert found.exit_code == 0, (line, found.output)
+            result = CliRunner().invoke(app, [*words[1:], *(SMALL if words[1] == "train" else [])])
+            assert result.exit_code == 0, (line, result.output)
         else:
             robot.main(words[2:])
     said = capsys.readouterr().out

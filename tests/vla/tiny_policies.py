@@ -15,7 +15,7 @@ from genrl.vla.policies.policy import ENVIRONMENT, IMAGE, POINTS, STATE, TOKENS,
 
 WORDS = vocabulary(INSTRUCTIONS)
 SEES = Inputs(state=3, vocabulary=WORDS, image=32)
-TOLD = Inputs(state=3, vocabulary=WORDS, environment=6)
+FACTS = Inputs(state=3, vocabulary=WORDS, environment=6)
 FEELS = Inputs(state=3, vocabulary=WORDS, points=14)
 
 
@@ -23,8 +23,8 @@ def minitable_frames(shown: Demonstrations, *, horizon: int = 4, image_size: int
     """Every step of the demonstrations as an observation and the expert's chunk from there."""
     inputs = (STATE, ENVIRONMENT, TOKENS, *((IMAGE,) if image_size else ()), *((POINTS,) if points else ()))
     episodes = minitable_episodes(shown, image_size=image_size, points=points)
-    told = partial(tokenise, words=WORDS)
-    return episode_frames(episodes, told, inputs=inputs, horizon=horizon, rest=minitable_rest)
+    tokenised = partial(tokenise, words=WORDS)
+    return episode_frames(episodes, tokenised, inputs=inputs, horizon=horizon, rest=minitable_rest)
 
 
 @lru_cache(maxsize=4)
@@ -33,7 +33,7 @@ def frames(count: int = 8, image: int = 32, horizon: int = 4, points: int = 0) -
     return minitable_frames(demonstrate(keys, PUT), horizon=horizon, image_size=image, points=points)
 
 
-def flow(inputs: Inputs = TOLD, *, critic: int = 0, noise_head: Any = "none", seed: int = 0, stir: bool = True) -> Any:
+def flow(inputs: Inputs = FACTS, *, critic: int = 0, noise_head: Any = "none", seed: int = 0, stir: bool = True) -> Any:
     """stir: the last layers, zero at the start, get numbers, so that everything has an effect."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -46,7 +46,7 @@ def flow(inputs: Inputs = TOLD, *, critic: int = 0, noise_head: Any = "none", se
         return policy
 
 
-def diffusion(inputs: Inputs = TOLD, *, critic: int = 0, train_steps: int = 20, seed: int = 0) -> DiffusionMLP:
+def diffusion(inputs: Inputs = FACTS, *, critic: int = 0, train_steps: int = 20, seed: int = 0) -> DiffusionMLP:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = DiffusionMLPConfig(inputs, 3, 4, critic=critic, train_steps=train_steps)

@@ -23,16 +23,16 @@ def record(path: str, out: str, teaching: int | None = None, resume: str | None 
     collect = VLARun.collect
 
     def watched(self: VLARun, settings: Any) -> ChunkRollout:
-        found = collect(self, settings)
+        result = collect(self, settings)
         if teaching is not None:
-            slots = self.first_slot + torch.arange(found.rewards.shape[1])
-            paid = torch.zeros_like(found.rewards)
+            slots = self.first_slot + torch.arange(result.rewards.shape[1])
+            paid = torch.zeros_like(result.rewards)
             paid[0, :, 0] = ((slots < teaching) & (slots % 4 == 0)).float()
-            found = found._replace(rewards=paid)
-        kept = {name: value for name, value in found._asdict().items() if isinstance(value, torch.Tensor)}
+            result = result._replace(rewards=paid)
+        kept = {name: value for name, value in result._asdict().items() if isinstance(value, torch.Tensor)}
         name = f"rollout-{self.loop.iteration}-{self.first_slot:02d}.safetensors"
         save_file({key: value.contiguous().clone() for key, value in kept.items()}, Path(out) / name)
-        return found
+        return result
 
     finish = VLARun.finish
 

@@ -79,12 +79,12 @@ def settings(place: Path, *, sampler: str | dict[str, Any] = "flow_sde", **chang
 
 def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Key by key; another algorithm's section replaces the one that was there."""
-    found = dict(tree)
+    result = dict(tree)
     for section, change in changes.items():
         old = tree.get(section)
         merges = isinstance(old, dict) and isinstance(change, Mapping) and "algorithm" not in change
-        found[section] = {**old, **change} if merges else change  # type: ignore[dict-item]
-    return found
+        result[section] = {**old, **change} if merges else change  # type: ignore[dict-item]
+    return result
 
 
 GRPO: dict[str, Any] = {
@@ -106,9 +106,9 @@ def config(place: Path, *, sampler: str | dict[str, Any] = "flow_sde", **changes
     """`settings` through a YAML file and the loader, as the command line would."""
     path = place / "tiny.yaml"
     path.write_text(yaml.safe_dump(settings(place, sampler=sampler, **changes)), encoding="utf-8")
-    found = load(path)
-    assert isinstance(found, VLAConfig)
-    return found
+    result = load(path)
+    assert isinstance(result, VLAConfig)
+    return result
 
 
 @contextmanager
@@ -130,13 +130,13 @@ def gradients(one: VLARun) -> dict[str, Tensor]:
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
 
 
-def assert_gradients(found: Mapping[str, Tensor], one: VLARun, rtol: float) -> set[str]:
+def assert_gradients(actual: Mapping[str, Tensor], one: VLARun, rtol: float) -> set[str]:
     """They are those that a backward pass has left since. Returns the parts of the policy in which one is not 0."""
     wanted = gradients(one)
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-    assert found.keys() == wanted.keys() and largest > 1e-3
+    assert actual.keys() == wanted.keys() and largest > 1e-3
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=0.1 * rtol * largest, msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=rtol, atol=0.1 * rtol * largest, msg=name)
     return {name.split(".")[0] for name, gradient in wanted.items() if gradient.abs().max() > 0}
 
 
@@ -146,6 +146,6 @@ def trained_weights(run: Path) -> dict[str, Tensor]:
 
 def train_file(path: str, resume: str | None = None) -> None:
     """Child: train the YAML file, or go on in the folder `resume`."""
-    found = load(Path(path))
-    assert isinstance(found, VLAConfig)
-    train(found, Path(resume) if resume else None)
+    result = load(Path(path))
+    assert isinstance(result, VLAConfig)
+    train(result, Path(resume) if resume else None)

@@ -15,13 +15,13 @@ def naive_log_probs(
     policy: Policy, prompts: Iterable[Encoded], tokens: Tensor, mask: Tensor, temperature: float = 1.0
 ) -> list[Tensor]:
     """Of each row's tokens [n], from the logits of the row by itself, as the model's own forward gives them."""
-    found = []
+    result = []
     for prompt, row, kept in zip(prompts, tokens, mask.bool(), strict=True):
         own = row[kept]
         logits = policy.model(**policy.inputs([prompt], own[None])).logits[0, prompt.length - 1 : -1]
         scores = (logits / temperature).index_fill(1, policy.forbidden, IMPOSSIBLE).log_softmax(-1)
-        found.append(scores.gather(1, own[:, None])[:, 0])
-    return found
+        result.append(scores.gather(1, own[:, None])[:, 0])
+    return result
 
 
 def gradients(run: Any) -> dict[str, Tensor]:
@@ -43,9 +43,9 @@ def watched(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]
     return seen
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], apart: float = 1e-4) -> None:
+def assert_same(actual: dict[str, Tensor], wanted: dict[str, Tensor], apart: float = 1e-4) -> None:
     """The wanted gradients are among those found, within a share of the largest number."""
     scale = max(float(gradient.abs().max()) for gradient in wanted.values())
     assert scale > 1e-3
     for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, rtol=10 * apart, atol=apart * scale, msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=10 * apart, atol=apart * scale, msg=name)

@@ -64,9 +64,9 @@ class Handler(BaseHTTPRequestHandler):
         for one in made.outputs:
             pairs = zip(one.token_ids, one.logprobs, strict=True)
             content = [{"token_id": token, "logprob": chance[token].logprob} for token, chance in pairs]
-            drawn = {"index": one.index, "token_ids": one.token_ids, "logprobs": {"content": content}}
+            sampled = {"index": one.index, "token_ids": one.token_ids, "logprobs": {"content": content}}
             spans = [{"version": self.llm.version, "start": 0, "end": len(content)}]
-            choices.append(drawn | {"weight_versions": spans})
+            choices.append(sampled | {"weight_versions": spans})
         return {"choices": choices, "prompt_token_ids": made.prompt_token_ids}
 
 

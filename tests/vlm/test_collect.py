@@ -21,8 +21,8 @@ from tests.vlm import tiny_checkpoints, vlm_runs
 def gathered(place: Path, **rule: Any) -> tuple[Any, list[dict[str, Any]]]:
     config = vlm_runs.config(place, task={"rows": 12})
     chosen = Rule(**{"samples": 6, "keep": 2, "threshold": 1.2, "choose": "shortest"} | rule)
-    found = collect(Policy(str(vlm_runs.MODEL)), config, place / "own", chosen)
-    return found, [json.loads(line) for line in (place / "own" / "train.jsonl").read_text("utf-8").splitlines()]
+    result = collect(Policy(str(vlm_runs.MODEL)), config, place / "own", chosen)
+    return result, [json.loads(line) for line in (place / "own" / "train.jsonl").read_text("utf-8").splitlines()]
 
 
 def test_right_answers_are_kept_with_their_questions(tmp_path: Path) -> None:
@@ -44,14 +44,14 @@ def test_right_answers_are_kept_with_their_questions(tmp_path: Path) -> None:
 
 
 def test_a_low_threshold_keeps_the_shortest_or_any(tmp_path: Path) -> None:
-    found = {}
+    result = {}
     for choose in ("shortest", "random"):
         (tmp_path / choose).mkdir()
         _, lines = gathered(tmp_path / choose, threshold=-1.0, keep=1, choose=choose)
-        found[choose] = [line["response"] for line in lines]
-    assert len(found["shortest"]) == len(found["random"]) == 12
-    assert found["shortest"] != found["random"]
-    assert sum(map(len, found["shortest"])) <= sum(map(len, found["random"]))
+        result[choose] = [line["response"] for line in lines]
+    assert len(result["shortest"]) == len(result["random"]) == 12
+    assert result["shortest"] != result["random"]
+    assert sum(map(len, result["shortest"])) <= sum(map(len, result["random"]))
 
 
 def test_the_command_says_what_was_kept(tmp_path: Path) -> None:

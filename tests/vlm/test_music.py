@@ -91,8 +91,8 @@ class TestMusicRL:
         with wave.open(str(run / "samples" / "step-000001-00.wav")) as kept:
             assert (kept.getframerate(), kept.getnframes()) == (tiny_musicgen.RATE, 4 * tiny_musicgen.FRAME)
         made = transformers.MusicgenForConditionalGeneration.from_pretrained(run / "model")
-        told = transformers.AutoProcessor.from_pretrained(run / "model")(text=["a low tune"], return_tensors="pt")
-        assert made.generate(**told, max_new_tokens=7).shape == (1, 1, 4 * tiny_musicgen.FRAME)
+        inputs = transformers.AutoProcessor.from_pretrained(run / "model")(text=["a low tune"], return_tensors="pt")
+        assert made.generate(**inputs, max_new_tokens=7).shape == (1, 1, 4 * tiny_musicgen.FRAME)
         for name, value in load_trained(settings, run).model.state_dict().items():
             assert torch.equal(value, made.state_dict()[name])
 
@@ -113,8 +113,8 @@ class TestMusicRL:
                     patch.setattr(music_rl, "totals", lambda *_, r=reward: torch.full_like(r, torch.nan))
                     assert "kl" not in music_rl.learn(run, run.config.trainer, answers)  # a tune without a score
                 given = music_rl.recorded(run, answers, torch.arange(len(reward)), reward, 1.0)
-                found = music_rl.loss(run.config.trainer, Headed(run.policy, run.heads), given)
-                found["value_loss"].backward()
+                result = music_rl.loss(run.config.trainer, Headed(run.policy, run.heads), given)
+                result["value_loss"].backward()
                 break
             assert [name for name, p in run.policy.model.named_parameters() if p.grad is not None] == []
             body = [float(p.grad.norm()) for p in baseline.body.parameters() if p.grad is not None]
@@ -123,15 +123,15 @@ class TestMusicRL:
     def test_a_merged_lora_plays_as_the_adapted_model(self, model: str, tmp_path: Path) -> None:
         settings = config(tmp_path, model, "music_rl", LORA, iterations=1, optimizer={"lr": 1e-2})
         run = train(settings)
-        told = CliRunner().invoke(app, ["export", str(run), "--full", "--out", str(tmp_path / "out")])
-        assert told.exit_code == 0, told.output
+        result = CliRunner().invoke(app, ["export", str(run), "--full", "--out", str(tmp_path / "out")])
+        assert result.exit_code == 0, result.output
         adapted, merged = load_trained(settings, run), MusicPolicy(str(tmp_path / "out"), 7)
         prompt = [merged.encode(vlm_runs.first_question(settings))]
-        drawn = merged.sample(prompt, 2, 1.0, [(0,)])
+        tunes = merged.sample(prompt, 2, 1.0, [(0,)])
         group = torch.zeros(2, dtype=torch.int64)
-        scores = [one.log_probs(prompt, drawn.tokens, drawn.mask, group=group).log_prob for one in (adapted, merged)]
+        scores = [one.log_probs(prompt, tunes.tokens, tunes.mask, group=group).log_prob for one in (adapted, merged)]
         assert torch.allclose(*scores, atol=1e-5)
-        before = MusicPolicy(model, 7).log_probs(prompt, drawn.tokens, drawn.mask, group=group).log_prob
+        before = MusicPolicy(model, 7).log_probs(prompt, tunes.tokens, tunes.mask, group=group).log_prob
         assert not torch.allclose(before, scores[0], atol=1e-4)
 
     def test_the_recipe_for_the_published_model_runs_on_a_tiny_one(self, model: str, tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ class TestMusicRL:
 class TestRewardModel:
     def test_it_learns_and_scores_sounds(self, model: str, tmp_path: Path) -> None:
         whole = train(vlm_runs.config(tmp_path, **pairs(tmp_path / "data", model), iterations=12))
-        told = [row for row in rows(whole) if "loss" in row]
-        assert told[0]["loss"] == pytest.approx(math.log(2)) and told[0]["pairs/accuracy"] == 0.5  # all scores 0
-        assert told[-1]["loss"] < 0.6 and told[-1]["pairs/accuracy"] > 0.8
+        logged = [row for row in rows(whole) if "loss" in row]
+        assert logged[0]["loss"] == pytest.approx(math.log(2)) and logged[0]["pairs/accuracy"] == 0.5  # all scores 0
+        assert logged[-1]["loss"] < 0.6 and logged[-1]["pairs/accuracy"] > 0.8
         judged = [row for row in rows(whole) if "eval/accuracy_mean" in row]
         assert judged[0]["eval/accuracy_mean"] == 0.5 and judged[-1]["eval/accuracy_mean"] > 0.7
         weights = load_file(whole / "model" / "model.safetensors")
@@ -173,9 +173,9 @@ class TestRewardModel:
         with vlm_runs.opened(settings) as run:
             torch.nn.init.normal_(run.policy.model.reward_head.weight)
             given = recorded(run.policy, [run.questions[k] for k in range(3)], 8)
-            found = loss(settings.trainer, run.policy, given)
-            wanted = -torch.nn.functional.logsigmoid(found["margin"]).sum() / 8
-        assert torch.allclose(found["loss"].detach(), wanted) and found["loss"].requires_grad
+            actual = loss(settings.trainer, run.policy, given)
+            wanted = -torch.nn.functional.logsigmoid(actual["margin"]).sum() / 8
+        assert torch.allclose(actual["loss"].detach(), wanted) and actual["loss"].requires_grad
 
     def test_a_process_without_held_out_pairs_has_none_right(self, model, tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(Process, "share", lambda self, number: range(0))

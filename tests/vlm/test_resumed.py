@@ -144,11 +144,11 @@ def test_train_resume_export(family: str, vlm: dict[str, Any], tmp_path: Path) -
 
     # exported whole, it is a model of transformers' with the names of the one that was trained, and answers alike
     whole, plain = save_model(policy, str(model), tmp_path / "whole", full=True), Policy(str(model))
-    held, before, found = scored(policy), scored(plain), scored(Policy(str(whole)))
+    held, before, result = scored(policy), scored(plain), scored(Policy(str(whole)))
     if not kind:
         assert {*load_file(model / "model.safetensors")} == {*load_file(whole / "model.safetensors")}
-        torch.testing.assert_close(found, held, rtol=0, atol=2e-5)
-        assert (found - before).abs().max() > 1e-3
+        torch.testing.assert_close(result, held, rtol=0, atol=2e-5)
+        assert (result - before).abs().max() > 1e-3
         return
     # of fewer bits, the adapter loads into the published weights, and merged into these it is the same model
     layers = dict(policy.model.named_modules())
@@ -158,7 +158,7 @@ def test_train_resume_export(family: str, vlm: dict[str, Any], tmp_path: Path) -
     adapter = save_model(policy, str(model), tmp_path / "adapter")
     plain.model = PeftModel.from_pretrained(loaded(str(model), torch.float32).model, adapter).get_base_model().eval()
     adapted = scored(plain)
-    torch.testing.assert_close(found, adapted, rtol=0, atol=2e-5)
+    torch.testing.assert_close(result, adapted, rtol=0, atol=2e-5)
     assert 1e-4 < (adapted - before).abs().max()  # it has learnt
     assert 1e-6 < (held - adapted).abs().max()  # and what it learnt on was rounded
 

@@ -60,8 +60,8 @@ def test_evaluation_and_result_are_of_the_average(tmp_path: Path, monkeypatch: p
     average = tensors["snapshot-average"]
     assert len(seen) == 3 and equal(seen[-1], average) and not equal(average, tensors["weights"])
     for policy in (Policy(str(run / "model")), load_trained(config, run)):
-        found = dict(policy.model.named_parameters())
-        assert all(torch.equal(found[name], value) for name, value in average.items())
+        result = dict(policy.model.named_parameters())
+        assert all(torch.equal(result[name], value) for name, value in average.items())
 
 
 @pytest.mark.slow
@@ -72,8 +72,8 @@ def test_an_engine_with_weights_of_its_own_evaluates_the_average(tmp_path, monke
     run = train(config)
     assert all(row["sampler/gap_max"] < 1e-4 for row in rows(run)[1:])
     lines = (run / "samples" / "step-000002.jsonl").read_text().splitlines()
-    found = judge(Policy(str(run / "model")), config, open_rewards(config), Questions(config, "eval"), range(4))
-    assert [json.loads(line)["answer"] for line in lines] == found.texts
+    result = judge(Policy(str(run / "model")), config, open_rewards(config), Questions(config, "eval"), range(4))
+    assert [json.loads(line)["answer"] for line in lines] == result.texts
 
 
 def left_in(place: Path, monkeypatch: pytest.MonkeyPatch, call: int, config: Any) -> tuple[Path, Path, int]:
@@ -148,16 +148,16 @@ def test_an_iteration_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tm
     wanted = train(vlm_runs.config(tmp_path, iterations=2, trainer=by_hand, output=str(tmp_path / "by hand")))
     with monkeypatch.context() as patched:
         tried = room_for(7, patched)
-        found = train(vlm_runs.config(tmp_path, trainer={**TWICE, "fit_batch": True}))
+        actual = train(vlm_runs.config(tmp_path, trainer={**TWICE, "fit_batch": True}))
     said = capsys.readouterr().err
     assert "memory ran out in iteration 1 with 16 samples in a micro-batch: it is done again, with 8" in said
     assert "with 8 samples in a micro-batch: it is done again, with 4 from here on" in said
     assert tried[:3] == [16, 16, 8] and set(tried[3:]) == {4}
-    train(vlm_runs.config(tmp_path, iterations=2, trainer={**TWICE, "fit_batch": True}), found)
-    first, second = last_state(found), last_state(wanted)
+    train(vlm_runs.config(tmp_path, iterations=2, trainer={**TWICE, "fit_batch": True}), actual)
+    first, second = last_state(actual), last_state(wanted)
     assert first.state["memory"].pop("batch_size") == 4 and first.state == second.state
     assert all(equal(tensors, second.tensors[stem]) for stem, tensors in first.tensors.items())
-    assert rows(found) == rows(wanted)
+    assert rows(actual) == rows(wanted)
 
 
 @pytest.mark.parametrize(("updates", "sizes"), [(1, [8, 4, 2, 1]), (8, [4, 2, 1])])
@@ -217,11 +217,11 @@ def test_a_published_model_is_known_before_the_download(monkeypatch: pytest.Monk
 def test_every_model_that_a_recipe_names_is_known_by_its_size() -> None:
     """As its config.json in the package says, in billions. The hub counts .591 of MusicGen, .004 of them buffers."""
     known = {str(file.parent.relative_to(PUBLISHED)): str(file.parent) for file in PUBLISHED.rglob("config.json")}
-    found = {name: sizes(file, answers=False) for name, file in known.items()}
-    assert found == {name: published(name) for name in known}
+    result = {name: sizes(file, answers=False) for name, file in known.items()}
+    assert result == {name: published(name) for name in known}
     named = {one.values["vlm"]["path"] for one in recipes.recipes() if "vlm" in one.values}
     assert {name for name in named if not name.startswith("assets/")} <= known.keys()
-    assert {name.partition("/")[2]: round(size.numbers / 1e9, 2) for name, size in found.items()} == {
+    assert {name.partition("/")[2]: round(size.numbers / 1e9, 2) for name, size in result.items()} == {
         **{"Qwen2.5-VL-7B-Instruct": 8.29, "Qwen2.5-VL-3B-Instruct": 3.75, "Qwen3-VL-4B-Instruct": 4.44},
         **{"Janus-Pro-7B": 6.99, "ShapeLLM-7B-omni": 8.35, "musicgen-small": 0.59},
     }
@@ -235,7 +235,7 @@ def test_what_makes_things_by_tokens_trains_and_keeps_what_is_counted(recipe: st
     assert isinstance(config, VLMConfig)
     policy, size = open_policy(config, torch.device("cpu")), sizes(config.vlm.path, answers=False)
     prompts = [policy.encode(Prompt(("a tune",), where=recipe))]
-    drawn, models = policy.sample(prompts, 4, 1.0, [(0,)]), 1 + ("heads" in config.trainer.reads)
+    sampled, models = policy.sample(prompts, 4, 1.0, [(0,)]), 1 + ("heads" in config.trainer.reads)
     weights, kept = {p.untyped_storage()._cdata for p in policy.model.parameters()}, dict[int, torch.UntypedStorage]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -243,7 +243,7 @@ def test_what_makes_things_by_tokens_trains_and_keeps_what_is_counted(recipe: st
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy.log_probs(prompts, drawn.tokens, drawn.mask, group=torch.zeros(4, dtype=torch.long))
+        policy.log_probs(prompts, sampled.tokens, sampled.mask, group=torch.zeros(4, dtype=torch.long))
     parts, new = dict(memory(config.with_micro_batch(4), size)), config.generation.max_new_tokens
     assert parts["gradients"] == 4 * models * sum(p.numel() for p in policy.parameters)
     rows, places = 2 if config.vlm.output in ("image", "music") else 1, new

@@ -84,14 +84,14 @@ def test_pictures_are_kept_judged_and_exported(tmp_path: Path) -> None:
     judged = [row for row in rows(run) if "eval/shapes_mean" in row]
     assert len(judged) == 2 and "eval/accuracy_blind" not in judged[0]
     out = tmp_path / "out"
-    told = CliRunner().invoke(app, ["export", str(run), "--out", str(out)])
-    assert told.exit_code == 0, told.output
+    printed = CliRunner().invoke(app, ["export", str(run), "--out", str(out)])
+    assert printed.exit_code == 0, printed.output
     scores = tmp_path / "scores.json"
     for model in ([str(run)], [str(out), "--config", str(tmp_path / "tiny.yaml")]):
-        told = CliRunner().invoke(app, ["eval", *model, "--num-prompts", "4", "--out", str(scores)])
-        assert told.exit_code == 0, told.output
-        found = json.loads(scores.read_text())["scores"]["eval/shapes_mean"]
-        assert found == pytest.approx(judged[1]["eval/shapes_mean"])
+        printed = CliRunner().invoke(app, ["eval", *model, "--num-prompts", "4", "--out", str(scores)])
+        assert printed.exit_code == 0, printed.output
+        result = json.loads(scores.read_text())["scores"]["eval/shapes_mean"]
+        assert result == pytest.approx(judged[1]["eval/shapes_mean"])
 
 
 def test_tunes_are_kept_and_the_policy_alone_is_loaded(tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ class TestLosses:
         rewards = torch.tensor([0.2, 0.9, 0.5, 1.0, 1.0, 1.0, 0.1, 0.1, 0.7])
         group = torch.arange(3).repeat_interleave(3)
         batch = TokenBatch(mask, group, rewards, old_log_prob=new.detach(), ref_log_prob=ref)
-        found = policy_loss(PRESETS["dpo"], estimate(PRESETS["dpo"], batch).batch.with_log_prob(new)).loss
+        actual = policy_loss(PRESETS["dpo"], estimate(PRESETS["dpo"], batch).batch.with_log_prob(new)).loss
         own, old = ((values * mask).sum(1) for values in (new, ref))
         pairs = ((1, 0), (8, 6))  # the second group has no spread
         gain = own - old
         wanted = sum(pair_loss("sigmoid", gain[[a]], gain[[b]], beta=0.1).loss.sum() for a, b in pairs)
-        assert torch.allclose(found, wanted / 3)
+        assert torch.allclose(actual, wanted / 3)
 
     def test_hi_grpo_is_the_sum_of_the_token_means_of_its_two_steps(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -143,15 +143,15 @@ class TestLosses:
         extra = {"step": step, "high": high, "low": low}
         same = new.detach()
         batch = TokenBatch(mask, torch.tensor([0, 0, 1, 1]), low, old_log_prob=same, ref_log_prob=same, extra=extra)
-        found = policy_loss(PRESETS["hi_grpo"], estimate(PRESETS["hi_grpo"], batch).batch.with_log_prob(new)).loss
+        actual = policy_loss(PRESETS["hi_grpo"], estimate(PRESETS["hi_grpo"], batch).batch.with_log_prob(new)).loss
         loss = torch.zeros((), dtype=torch.float64)
         for number, reward in ((0, high + 0.5 * low), (1, low)):
             pairs = reward.view(2, 2)
             advantage = ((pairs - pairs.mean(1, keepdim=True)) / pairs.std(1, keepdim=True)).flatten()
             kept = mask & (step == number)
             loss = loss - ((new - same).exp() * advantage[:, None])[kept].sum() / kept.sum()
-        wanted, given = (torch.autograd.grad(value, new, retain_graph=True)[0] for value in (loss, found))
-        assert torch.allclose(found, loss, atol=1e-6) and torch.allclose(given, wanted, atol=1e-6)
+        wanted, given = (torch.autograd.grad(value, new, retain_graph=True)[0] for value in (loss, actual))
+        assert torch.allclose(actual, loss, atol=1e-6) and torch.allclose(given, wanted, atol=1e-6)
 
 
 # -- Tunes of two models on one page, from the same noise, scored by the rewards of the run

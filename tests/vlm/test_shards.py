@@ -114,8 +114,8 @@ def test_a_process_without_answers_makes_the_passes_of_the_others(tmp_path: Path
 
 def test_a_process_without_any_group_learns_along(tmp_path: Path) -> None:
     reward = tmp_path / "first.py"
-    told = "[len(c) % 5 / 4 * (os.environ['RANK'] == '0') for c in completions]"
-    reward.write_text(f"import os\ndef first(completions):\n    return {told}\n")
+    rule = "[len(c) % 5 / 4 * (os.environ['RANK'] == '0') for c in completions]"
+    reward.write_text(f"import os\ndef first(completions):\n    return {rule}\n")
     common = {"rewards": [{"name": f"{reward}:first"}], "trainer": {"filter": "spread", "micro_batch": 4}}
     common |= {"vlm": {"gradient_checkpointing": True}}
     whole, shards = recorded(tmp_path / "whole", **common), recorded(tmp_path / "shards", **common, **FSDP)
@@ -169,9 +169,9 @@ def test_a_run_in_shards_goes_on_and_is_handed_over(name: str, tmp_path: Path) -
         plain = load(written, dtype=dtype)
     inputs = trained.inputs([trained.encode(vlm_runs.first_question(config))])
     with torch.no_grad():
-        found, want = plain(**inputs).logits, trained.model(**inputs).logits
+        result, want = plain(**inputs).logits, trained.model(**inputs).logits
         before = Policy(str(vlm_runs.MODEL), dtype=dtype).model(**inputs).logits
-    assert torch.equal(found, want) and not torch.equal(found, before)
+    assert torch.equal(result, want) and not torch.equal(result, before)
 
 
 def test_a_checkpoint_in_shards_is_of_any_number_of_processes(tmp_path: Path) -> None:
@@ -258,9 +258,9 @@ def test_where_the_environments_of_one_process_die_no_other_waits(tmp_path: Path
     ]
     try:
         for process in ranks:
-            told = " ".join(process.communicate(timeout=400)[0].split())  # who waits does so for 600 s
+            output = " ".join(process.communicate(timeout=400)[0].split())  # who waits does so for 600 s
             assert process.returncode == 1
-            assert "all environments of process 1 hung or died in one iteration" in told, told[-3000:]
+            assert "all environments of process 1 hung or died in one iteration" in output, output[-3000:]
     finally:
         for process in ranks:
             process.kill()

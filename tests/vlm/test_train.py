@@ -54,12 +54,12 @@ def wanted_loss(preset: str, answers: Answers, log_prob: Tensor) -> Tensor:
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "rloo"])
 def test_the_gradient_of_the_first_update_is_that_of_the_formula(preset: str, tmp_path, monkeypatch) -> None:
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": preset})) as run:
-        answers, found = an_update(run, monkeypatch)
+        answers, result = an_update(run, monkeypatch)
         prompts = [answers.prompts[k] for k in answers.group.tolist()]
         own = naive_log_probs(run.policy, prompts, answers.tokens, answers.mask)
         log_prob = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
         wanted_loss(preset, answers, log_prob).backward()
-        assert_same(found, gradients(run))
+        assert_same(result, gradients(run))
 
 
 def test_one_update_of_the_present_weights_needs_no_pass_before_it(tmp_path, monkeypatch) -> None:
@@ -80,12 +80,12 @@ def test_one_update_of_the_present_weights_needs_no_pass_before_it(tmp_path, mon
     "changes", [{"trainer": {"preset": "dapo", "micro_batch": 5}}, {"vlm": {"gradient_checkpointing": True}}]
 )
 def test_what_saves_memory_changes_nothing_but_rounding(changes: dict[str, Any], tmp_path, monkeypatch) -> None:
-    found = []
+    result = []
     for own in ({"trainer": {"preset": changes.get("trainer", {}).get("preset", "grpo")}}, changes):
         with vlm_runs.opened(vlm_runs.config(tmp_path, **own)) as run:
             assert bool(run.policy.checkpointed) == ("vlm" in own)
-            found.append(an_update(run, monkeypatch)[1])
-    assert_same(found[1], found[0])
+            result.append(an_update(run, monkeypatch)[1])
+    assert_same(result[1], result[0])
 
 
 @pytest.mark.parametrize("preset", tiered(RUNS, QUICK))
@@ -128,9 +128,9 @@ def test_evaluation_says_what_is_right_and_what_can_be_guessed(tmp_path: Path) -
 
 
 def test_every_pass_asks_every_question_once() -> None:
-    found = order(7, 3, 0, 14)
-    assert sorted(found[:7]) == sorted(found[7:]) == list(range(7)) and found[:7] != found[7:]
-    assert order(7, 3, 5, 4) == found[5:9]
+    result = order(7, 3, 0, 14)
+    assert sorted(result[:7]) == sorted(result[7:]) == list(range(7)) and result[:7] != result[7:]
+    assert order(7, 3, 5, 4) == result[5:9]
 
 
 def test_remax_compares_with_the_greedy_answer_to_the_same_question(tmp_path: Path) -> None:
@@ -152,11 +152,11 @@ def test_tempo_pays_the_branches_of_the_answers_themselves(tmp_path: Path) -> No
     GRPO's z adds up to z."""
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer={"preset": "tempo"})) as run:
         answers, _ = run.draw()
-        found = run.estimate(answers).batch.advantage
+        result = run.estimate(answers).batch.advantage
     z = group_advantages(totals(run.config, answers.scores), answers.group, scale="group", eps=1e-4, ddof=1)
     said = [(k // 4, *answers.tokens[k][answers.mask[k]].tolist()) for k in range(16)]
     alone = torch.tensor([said.count(one) == 1 for one in said])
-    torch.testing.assert_close(found.sum(1)[alone], ((answers.mask.sum(1) + 1) * z)[alone])
+    torch.testing.assert_close(result.sum(1)[alone], ((answers.mask.sum(1) + 1) * z)[alone])
     assert z[alone].abs().max() > 0.8
 
 

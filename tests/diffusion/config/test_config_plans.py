@@ -90,18 +90,18 @@ def test_every_iteration_of_what_is_accepted_has_a_plan(trainer: dict[str, Any],
 @pytest.mark.parametrize("schedule", ["progressive", "backward"])
 def test_shares_of_a_window_that_is_not_drawn_are_those_of_the_run(schedule: str) -> None:
     window = {"size": 3, "schedule": schedule} | ({"shortest": 1} if schedule == "backward" else {"every": 7})
-    found = config({"window": window}, iterations=37)
-    ran = Counter(Steps.of(found, found.trainer, i).trained for i in range(37))
-    shares = {r.trained: r.share for r in found.trainer.rounds(found)}
+    result = config({"window": window}, iterations=37)
+    ran = Counter(Steps.of(result, result.trainer, i).trained for i in range(37))
+    shares = {r.trained: r.share for r in result.trainer.rounds(result)}
     assert shares == pytest.approx({steps: count / 37 for steps, count in ran.items()})
-    assert len(ran) > 1 and found.trainer.rounds(found)[0].first == 0
+    assert len(ran) > 1 and result.trainer.rounds(result)[0].first == 0
 
 
 def test_updates_and_processes_share_trees() -> None:
     tree = {"tree": {"ways": 2, "at": [0, 1, 2]}, "updates_per_iteration": 2}
-    found = config(tree, group_size=16, prompts_per_iteration=5, batch_size=80)  # 10 trees
-    assert most_processes(found) == 5
-    assert [found.trainer.cut(found, count)[0] for count in (1, 2, 3, 5)] == [[5], [3, 2], [2, 2, 1], [1] * 5]
+    result = config(tree, group_size=16, prompts_per_iteration=5, batch_size=80)  # 10 trees
+    assert most_processes(result) == 5
+    assert [result.trainer.cut(result, count)[0] for count in (1, 2, 3, 5)] == [[5], [3, 2], [2, 2, 1], [1] * 5]
     chain = config({"updates_per_iteration": 2}, batch_size=6)
     assert most_processes(chain) == 12 and chain.trainer.cut(chain, 5) == [[3, 3, 2, 2, 2]] * 2
 
@@ -120,8 +120,8 @@ def test_who_would_have_nothing_to_do_and_who_waits_is_said_with_what_ends_it() 
         (2, 3, "cannot be put in groups of 2"),
         (2, 74, "37 groups of 2 processes, but an optimiser step has micro-batches for 36 only"),
     ):
-        found = processes_problem(load(FILE, [UNEVEN, f"distributed.context={context}"]), count)
-        assert found is says is None or says in str(found), count
+        result = processes_problem(load(FILE, [UNEVEN, f"distributed.context={context}"]), count)
+        assert result is says is None or says in str(result), count
     text = waiting(load(FILE, [UNEVEN]), 8)
     assert "8 micro-batches of 5 samples" in str(text) and "about 7.20 times as fast as one;" in str(text)
     assert "; with sampling.prompts_per_iteration=8 none does" in str(text)

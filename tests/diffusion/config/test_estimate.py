@@ -66,9 +66,9 @@ def config(**sections: Any) -> Config:
     ],
 )
 def test_model_calls(sections: str, sample: int, train: int, backward: int) -> None:
-    found = plan(config(**yaml.safe_load(f"{{{sections}}}")))
-    assert (found.sample_calls, found.train_calls, found.backward_calls) == (sample, train, backward)
-    assert (found.images, found.micro_batches) == (12, 3)
+    result = plan(config(**yaml.safe_load(f"{{{sections}}}")))
+    assert (result.sample_calls, result.train_calls, result.backward_calls) == (sample, train, backward)
+    assert (result.images, result.micro_batches) == (12, 3)
 
 
 WINDOW = {"size": 2, "high": 4}
@@ -95,18 +95,18 @@ WINDOW = {"size": 2, "high": 4}
 )
 def test_model_calls_of_windows_and_trees(trainer: dict[str, Any], sample: float, train: float) -> None:
     """By hand, for one of three prompts, averaged over 10 iterations; as runs have them: test_trees."""
-    found = plan(config(trainer={**FLOW_GRPO, **trainer}))
-    assert found.sample_calls == pytest.approx(3 * sample)
-    assert found.train_calls == pytest.approx(3 * train)
-    assert found.total_calls(10) == round(30 * (sample + train)) + found.evaluations * found.evaluation_calls
+    result = plan(config(trainer={**FLOW_GRPO, **trainer}))
+    assert result.sample_calls == pytest.approx(3 * sample)
+    assert result.train_calls == pytest.approx(3 * train)
+    assert result.total_calls(10) == round(30 * (sample + train)) + result.evaluations * result.evaluation_calls
 
 
 def test_whole_run() -> None:
-    found = plan(config(trainer={**FLOW_GRPO, "updates_per_iteration": 3, "inner_epochs": 2}))
-    assert found.optimizer_steps == 60
-    assert found.evaluations == 4  # before the first iteration, after 4 and 8, and at the end
-    assert found.evaluation_calls == 30
-    assert found.total_calls(10) == 10 * (60 + 96) + 4 * 30
+    result = plan(config(trainer={**FLOW_GRPO, "updates_per_iteration": 3, "inner_epochs": 2}))
+    assert result.optimizer_steps == 60
+    assert result.evaluations == 4  # before the first iteration, after 4 and 8, and at the end
+    assert result.evaluation_calls == 30
+    assert result.total_calls(10) == 10 * (60 + 96) + 4 * 30
     assert plan(config(evaluation={"every": 0})).evaluations == 0
     assert plan(config(evaluation={"num_inference_steps": 9, "guidance_scale": 2.0})).evaluation_calls == 6 * 9 * 2
     flux = Component("transformer", "FluxTransformer2DModel", 1, 4, {}, {"guidance_embeds": True})
@@ -195,8 +195,8 @@ def test_activations_scale_with_tokens_batch_and_layers(tmp_path: Path) -> None:
     assert dict(memory(checkpointed, components))[key] < small
 
     def kept(trainer: dict[str, Any]) -> int:
-        found = memory(config(trainer=trainer, sampling={"height": 32, "width": 32}), components)
-        return dict(found)["activations kept from sampling (rough)"]
+        result = memory(config(trainer=trainer, sampling={"height": 32, "width": 32}), components)
+        return dict(result)["activations kept from sampling (rough)"]
 
     keeps = {**FLOW_GRPO, "keep_graph": True}
     assert kept(keeps) == 12 * 4 / 4 * small
@@ -228,8 +228,8 @@ def test_quantised_and_offloaded_weights(tmp_path: Path) -> None:
     ahead = parts(offload={"text_encoders": "encode_then_free"})
     assert ahead.keys() == {key, "weights of vae"}  # alone on the device they need less than all the rest later
     big = Component("text_encoder", "Y", 5000, 0, {}, {})
-    found = dict(memory(config(model={"offload": {"text_encoders": "encode_then_free"}}), (transformer, big, vae)))
-    assert sum(found.values()) == 20_000
+    result = dict(memory(config(model={"offload": {"text_encoders": "encode_then_free"}}), (transformer, big, vae)))
+    assert sum(result.values()) == 20_000
 
 
 def test_the_formula_is_what_was_measured(root: Path) -> None:
@@ -242,9 +242,9 @@ def test_the_formula_is_what_was_measured(root: Path) -> None:
         (["model.gradient_checkpointing=true"], 79.5),
         (["model.lora=null", "optimizer.lr=1e-5"], 231.6),
     ):
-        found = load(root / "configs" / "flow_grpo.yaml", [*common, *changes])
-        assert isinstance(found, Config)
-        assert sum(size for _, size in memory(found, components)) / 1e6 == pytest.approx(measured, rel=0.15)
+        result = load(root / "configs" / "flow_grpo.yaml", [*common, *changes])
+        assert isinstance(result, Config)
+        assert sum(size for _, size in memory(result, components)) / 1e6 == pytest.approx(measured, rel=0.15)
 
 
 def test_files_that_are_not_safetensors(tmp_path: Path) -> None:
@@ -305,9 +305,9 @@ def test_what_blocks_keep(name: str, way: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(*(one.to(dtype) if one.is_floating_point() else one for one in inputs), **places)
-    found = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
+    result = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in own)
     settings = dict(model.config)
     layers = settings["num_layers"] + settings.get("num_single_layers", 0)
     component = Component("transformer", type(model).__name__, 0, 0, {}, settings)
     estimate = getattr(_kept_by_blocks(component, layers, 256 / tokens if "SD3" in name else 1.0), way)
-    assert found / (tokens * layers * WIDTH) == pytest.approx(estimate, rel=0.12)
+    assert result / (tokens * layers * WIDTH) == pytest.approx(estimate, rel=0.12)

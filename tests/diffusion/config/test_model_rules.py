@@ -57,8 +57,8 @@ def test_layers_that_are_not_there() -> None:
         (LoRA(ranks={"unet": 2}), {"model.lora.ranks.unet": "components: transformer; a layer: blocks.0.attn.to_q"}),
     ]
     for lora, wrong in rows:
-        found = dict(layer_problems(lora, [ENCODER, TRANSFORMER]))
-        assert found.keys() == wrong.keys() and all(wrong[key] in text for key, text in found.items())
+        result = dict(layer_problems(lora, [ENCODER, TRANSFORMER]))
+        assert result.keys() == wrong.keys() and all(wrong[key] in text for key, text in result.items())
     unread = Component("transformer", "X", 0, 0, {}, {}, "no weights")
     assert list(layer_problems(LoRA(targets=("nothing",), ranks={"no": 1}), [unread])) == []  # names are not known
 

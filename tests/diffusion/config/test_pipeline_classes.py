@@ -59,9 +59,9 @@ def test_a_loop_that_does_not_fit(tmp_path: Path) -> None:
     ],
 )
 def test_loops_by_their_source(kind: str, reason: str | None) -> None:
-    found = list(loop_problems(kind, is_flow=True, branches=False))
-    assert [key for key, _ in found] == (["model.path"] if reason else [])
-    assert all(reason in text for _, text in found)
+    result = list(loop_problems(kind, is_flow=True, branches=False))
+    assert [key for key, _ in result] == (["model.path"] if reason else [])
+    assert all(reason in text for _, text in result)
 
 
 def test_loras_by_the_class() -> None:

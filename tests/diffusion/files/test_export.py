@@ -197,8 +197,8 @@ def test_both_experts_are_merged(folder: Path) -> None:
     run = made_run(config, policy, probe, size=0.3)
     merged = Policy(DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True)))
     base = Policy(FAMILIES["wan22"]().pipe)
-    wanted, found, before = (one.roll_out(probe).final for one in (policy, merged, base))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    wanted, actual, before = (one.roll_out(probe).final for one in (policy, merged, base))
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
     assert float((wanted - before).abs().max()) > 0.1
     for name in ("transformer", "transformer_2"):
         pairs = zip(merged.denoisers[name].parameters(), base.denoisers[name].parameters(), strict=True)
@@ -242,8 +242,8 @@ def test_card_tells_what_was_trained_and_survives_hostile_prompts(trained: Path,
     code = text.split("```python\n")[1].split("```")[0]
     assert 'load_lora_weights("THIS_FOLDER")' in code and json.dumps("three stars") in code
     (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords)
-    told = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-    assert told == ARGUMENTS | {"guidance_scale": 1.0, "prompt": "three stars"}
+    arguments = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    assert arguments == ARGUMENTS | {"guidance_scale": 1.0, "prompt": "three stars"}
     config = runs.config(folder, model)
     prompts = ['a "sign"\n# heading\n<script>alert(1)</script>', "`code`\u202e", "{}"]
     write_card(folder / "card", config, [], prompts)
@@ -266,7 +266,7 @@ def run_of(folder: Path, family: str, **lora: Any) -> Path:
     return made_run(config, Policy(made.pipe), probe_of(config, prompts.load(config.prompts.train)[0]))
 
 
-def drawn(folder: Path, lora: Path | None) -> torch.Tensor:
+def render(folder: Path, lora: Path | None) -> torch.Tensor:
     pipe = DiffusionPipeline.from_pretrained(folder / "base")
     pipe.set_progress_bar_config(disable=True)
     if lora is not None:
@@ -286,8 +286,8 @@ def test_loads_anywhere_as_it_was_trained(folder: Path, family: str, form: Any) 
     start = "transformer." if family == "sd3" else "lora_unet_"
     assert all(name.startswith(start) for name in names)
     plain = export(run, folder / "plain")
-    base, wanted, found = (drawn(folder, lora) for lora in (None, plain, out))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    base, wanted, actual = (render(folder, lora) for lora in (None, plain, out))
+    torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
     assert float((wanted - base).abs().max()) > 1e-3
     card = (out / "README.md").read_text()
     assert "load_lora_weights" in card and {"kohya": "kohya's names", "comfyui": "ComfyUI's names"}[form] in card

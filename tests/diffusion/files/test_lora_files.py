@@ -113,11 +113,11 @@ def test_every_form_acts_as_it_was_trained(pipe: Any, tmp_path: Path, form: str)
         for source in (file, file.parent):
             name = f"a{number}_{source.is_dir()}"
             load_lora(pipe, str(source), name)
-            found = deltas(pipe.transformer, name)
-            assert found.keys() == weights.keys()
+            actual = deltas(pipe.transformer, name)
+            assert actual.keys() == weights.keys()
             for layer, parts in weights.items():
                 wanted = (alpha or RANK) / RANK * parts["B"].float() @ parts["A"].float()
-                torch.testing.assert_close(found[layer], wanted, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(actual[layer], wanted, rtol=1e-5, atol=1e-6)
             pipe.transformer.delete_adapters(name)
 
 
@@ -229,8 +229,8 @@ def test_alphas_contradict_no_settings(pipe: Any, tmp_path: Path) -> None:
 def test_eight_bits_are_read_as_numbers_or_refused(pipe: Any, tmp_path: Path) -> None:
     weights = trained(pipe.transformer, torch.float8_e4m3fn)
     load_lora(pipe, str(write(tmp_path / "fp8", "bare", weights, None)), "fp8")
-    for layer, found in deltas(pipe.transformer, "fp8").items():
-        torch.testing.assert_close(found, weights[layer]["B"].float() @ weights[layer]["A"].float())
+    for layer, result in deltas(pipe.transformer, "fp8").items():
+        torch.testing.assert_close(result, weights[layer]["B"].float() @ weights[layer]["A"].float())
     whole = {layer: {k: (9 * v.float()).to(torch.int8) for k, v in parts.items()} for layer, parts in weights.items()}
     with pytest.raises(ValueError, match="8 of its tensors hold whole numbers, whose scale is not known"):
         load_lora(pipe, str(write(tmp_path / "int8", "bare", whole, 4.0)), "bad")
@@ -244,10 +244,10 @@ def test_patterns_and_rslora_of_peft(pipe: Any, tmp_path: Path) -> None:
     settings |= {"alpha_pattern": {"to_q": 6.0}, "use_rslora": True}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     load_lora(pipe, str(file), "peft")
-    for layer, found in deltas(pipe.transformer, "peft").items():
+    for layer, actual in deltas(pipe.transformer, "peft").items():
         alpha = 6.0 if layer.endswith("to_q") else 4.0
         wanted = alpha / RANK**0.5 * weights[layer]["B"] @ weights[layer]["A"]
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_which_alpha_was_taken_is_said_and_which_file_is_asked(pipe: Any, tmp_path: Path, caplog: Any) -> None:
@@ -290,8 +290,8 @@ def test_kohyas_file_of_a_unet_and_its_text_encoder(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a.safetensors")
     load_lora(pipe, str(tmp_path), "a")
     for (part, key), delta in wanted.items():
-        found = deltas(part, "a")[key].flatten(1)
-        torch.testing.assert_close(found, delta, rtol=1e-4, atol=1e-5)
+        actual = deltas(part, "a")[key].flatten(1)
+        torch.testing.assert_close(actual, delta, rtol=1e-4, atol=1e-5)
     pipe.unload_lora_weights()
     save_file(tensors | {"lora_te2_text_model_encoder_layers_0_self_attn_q_proj.lora_down.weight": torch.ones(2, 4)},
               tmp_path / "a.safetensors")  # fmt: skip
@@ -308,8 +308,8 @@ def test_original_names_of_flux_go_through_diffusers_converter(tmp_path: Path) -
     tensors = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(2.0)}
     save_file(tensors, tmp_path / "a.safetensors")
     load_lora(pipe, str(tmp_path), "a")
-    found = deltas(pipe.transformer, "a")
-    rows = torch.cat([found[f"transformer_blocks.0.attn.to_{one}"] for one in "qkv"])
+    result = deltas(pipe.transformer, "a")
+    rows = torch.cat([result[f"transformer_blocks.0.attn.to_{one}"] for one in "qkv"])
     torch.testing.assert_close(rows, 0.5 * up @ down, rtol=1e-4, atol=1e-5)
     save_file(tensors | {f"{name}.dora_scale": torch.ones(3 * width, 1)}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="magnitudes|of no layer"):

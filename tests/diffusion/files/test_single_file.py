@@ -45,9 +45,9 @@ def test_the_weights_are_those_of_the_file_and_the_rest_of_the_base(
         source = trained_elsewhere if name == "transformer" or (whole and name == "vae") else base
         expected = getattr(source, name).state_dict()
         for one in (pipe, made["pipe"]):
-            found = getattr(one, name).state_dict()
-            assert found.keys() == expected.keys(), name
-            assert all(torch.equal(found[key], expected[key]) for key in expected), name
+            actual = getattr(one, name).state_dict()
+            assert actual.keys() == expected.keys(), name
+            assert all(torch.equal(actual[key], expected[key]) for key in expected), name
 
 
 def test_what_cannot_be_read_says_why(trained_elsewhere: Any, model: Path, tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_adapters_are_trained_on_a_gguf_file(
     states = []  # the autoencoders differ
     made["pipe"].load_lora_weights(straight / "lora")
     for pipe in (made["pipe"], trained_elsewhere):
-        drawn = pipe(**call, guidance_scale=1.0, output_type="latent", generator=torch.Generator().manual_seed(0))
-        states.append(drawn.images)
+        sampled = pipe(**call, guidance_scale=1.0, output_type="latent", generator=torch.Generator().manual_seed(0))
+        states.append(sampled.images)
     trained_elsewhere.unload_lora_weights()
     torch.testing.assert_close(*states, rtol=0, atol=0.05)  # eight bits
 
@@ -188,9 +188,9 @@ def sd3_transformer(transformer: Any) -> dict[str, Tensor]:
     last = f"transformer_blocks.{transformer.config.num_layers - 1}.norm1_context"
     for name, value in transformer.state_dict().items():
         for before, after in (("to_", "x_block"), ("add_", "context_block")):
-            found = re.match(rf"transformer_blocks\.(\d+)\.attn\.{before}([qkv])(?:_proj)?\.(\w+)$", name)
-            if found:
-                parts.setdefault(f"joint_blocks.{found[1]}.{after}.attn.qkv.{found[3]}", {})[found[2]] = value
+            result = re.match(rf"transformer_blocks\.(\d+)\.attn\.{before}([qkv])(?:_proj)?\.(\w+)$", name)
+            if result:
+                parts.setdefault(f"joint_blocks.{result[1]}.{after}.attn.qkv.{result[3]}", {})[result[2]] = value
                 break
         else:
             swapped = name.startswith((last, "norm_out"))
@@ -203,7 +203,7 @@ def kl_autoencoder(vae: Any) -> dict[str, Tensor]:
     held, blocks = {}, len(vae.config.up_block_types)
     for name, value in vae.state_dict().items():
         new = _renamed(name, AUTOENCODER)
-        new = re.sub(r"decoder\.up\.(\d)", lambda found: f"decoder.up.{blocks - 1 - int(found[1])}", new)
+        new = re.sub(r"decoder\.up\.(\d)", lambda result: f"decoder.up.{blocks - 1 - int(result[1])}", new)
         held[new] = value[:, :, None, None] if "attn_1" in new and value.ndim == 2 else value
     return held
 

@@ -108,9 +108,9 @@ def test_the_rewards_update_by_hand(critics: Path, model: Path, critic: str) -> 
     settings = {**ADVERSARY, "steps": 2, "warmup": 2, "schedule": "alternate", "every": 3}
     adversary = {"references": str(critics / "pictures"), **settings}
     chosen = {"algorithm": "adv_grpo", "clip_range": 1e-2, "adversary": adversary, "keep_graph": True}
-    found = config(critics, model, critic, trainer=chosen, iterations=3, **QUIET)
-    with runs.opened(found) as opened:
-        seen, pairs = paired(opened, found)
+    result = config(critics, model, critic, trainer=chosen, iterations=3, **QUIET)
+    with runs.opened(result) as opened:
+        seen, pairs = paired(opened, result)
         trained = opened.loop.kept.things["adversary"].state_dict()["weight"]
     first, _, last = seen.rows
     weight = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
@@ -175,9 +175,9 @@ def test_turns_and_the_learning_rate_counts_iterations_of_the_model(critics: Pat
 
 def test_references_take_turns_within_a_group(critics: Path, model: Path) -> None:
     """The three samples of a prompt see both of its references, in the samples' size; another iteration another way."""
-    found = config(critics, model, iterations=3, **QUIET)
-    with runs.opened(found) as opened:
-        _, pairs = paired(opened, found)
+    result = config(critics, model, iterations=3, **QUIET)
+    with runs.opened(result) as opened:
+        _, pairs = paired(opened, result)
     orders = set()
     for one in pairs:
         level = {slot: int(real[2, 0, 0]) for part in one for slot, real in zip(part.slots, part.real, strict=True)}

@@ -61,9 +61,9 @@ def run(config: Config) -> Seen:
             return norm
 
         def watched_noised(policy: Policy, rollouts: Rollouts, name: str, k: int) -> Iterator[Any]:
-            found = list(noised(policy, rollouts, name, k))
-            seen.noised.setdefault(name, []).append([(one.noisy, one.noise, one.time) for one, _ in found])
-            yield from found
+            result = list(noised(policy, rollouts, name, k))
+            seen.noised.setdefault(name, []).append([(one.noisy, one.noise, one.time) for one, _ in result])
+            yield from result
 
         patch.setattr(diff_instruct, "noised", watched_noised)
         run.loop.optimization.step_other = watched_other  # type: ignore[method-assign]
@@ -74,7 +74,7 @@ def run(config: Config) -> Seen:
 class Flow(Bare):
     """SD3, which reads its noise at the end of the path."""
 
-    def drawn(self, prompts: list[str], z: Tensor) -> Tensor:
+    def generate(self, prompts: list[str], z: Tensor) -> Tensor:
         return z - self.velocity(prompts, z, torch.ones(len(z)))
 
     def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,12 +90,12 @@ class Flow(Bare):
 class UNet(Flow):
     """Stable Diffusion 1.5, which reads its noise at timestep 399, as DMD2's and the paper's."""
 
-    def drawn(self, prompts: list[str], z: Tensor) -> Tensor:
+    def sampled(self, prompts: list[str], z: Tensor) -> Tensor:
         ab, last = self.pipe.scheduler.alphas_cumprod[399], self.pipe.scheduler.alphas_cumprod[0]
         predicted = self.noise(prompts, z, torch.full((len(z),), 399))
         clean = (z - (1 - ab).sqrt() * predicted) / ab.sqrt()
-        drawn: Tensor = last.sqrt() * clean + (1 - last).sqrt() * predicted  # it ends there unless set_alpha_to_one
-        return drawn
+        sampled: Tensor = last.sqrt() * clean + (1 - last).sqrt() * predicted  # it ends there unless set_alpha_to_one
+        return sampled
 
     def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
         ab = self.pipe.scheduler.alphas_cumprod[time].view(-1, 1, 1, 1)
@@ -113,7 +113,7 @@ def by_hand(kind: type[Flow], config: Config, seen: Seen, k: int) -> Given:
     loss = torch.zeros(())
     for one, (noisy, noise, time) in zip(seen.rollouts[k].mine.values(), seen.noised["generator"][k], strict=True):
         prompts, (a, s) = one.batch.prompts, generator.levels(time)
-        x0 = generator.drawn(prompts, one.pieces[0].trajectory.initial)
+        x0 = generator.generate(prompts, one.pieces[0].trajectory.initial)
         torch.testing.assert_close(x0.detach(), one.final, rtol=1e-4, atol=1e-4)
         xt = a * x0 + s * noise
         torch.testing.assert_close(xt.detach(), noisy, rtol=1e-4, atol=1e-4)
@@ -253,17 +253,17 @@ def test_the_recipe_of_sdxl_in_tiny_form(folder: Path, sdxl: tuple[Path, Path]) 
     plain: Any = DiffusionPipeline.from_pretrained(sdxl[0])
     plain.scheduler = DDIMScheduler.from_config(plain.scheduler.config, timestep_spacing="trailing", clip_sample=False)
 
-    def drawn() -> Tensor:
+    def generate() -> Tensor:
         return plain("a red star", generator=torch.Generator().manual_seed(3), **ONE_CALL, output_type="pt").images
 
-    begun = drawn()
+    begun = generate()
     plain.load_lora_weights(export(straight, folder / "out"))
-    found = drawn()
+    result = generate()
     assert plain.scheduler.timesteps.tolist() == [999]
     with runs.opened(rehearsed(folder, sdxl)) as opened, torch.no_grad():
         opened.weights.restore(runs.last_state(straight).tensors)
         noise = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(3))
         batch = Batch(["a red star"], [("x", 0)], ONE_CALL)
         trained = opened.policy.decode(batch, opened.policy.advance(batch, noise, 0))
-    torch.testing.assert_close(found.float(), trained, rtol=1e-3, atol=1e-3)
-    assert float((found - begun).abs().max()) > 1e-3
+    torch.testing.assert_close(result.float(), trained, rtol=1e-3, atol=1e-3)
+    assert float((result - begun).abs().max()) > 1e-3

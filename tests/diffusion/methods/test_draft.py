@@ -158,14 +158,14 @@ def test_rewards_get_their_columns_and_weights(folder: Path, model: Path) -> Non
     settings = config(folder, model, {}, rewards=judges, iterations=1, sampling=SIX)
     prompts = settings.prompts.model_copy(update={"train": str(folder / "train.jsonl"), "eval": None})
     settings = settings.model_copy(update={"prompts": prompts})
-    found: list[direct.Pulled] = []
+    result: list[direct.Pulled] = []
     with runs.opened(settings) as opened, pytest.MonkeyPatch.context() as patch:
         plain = direct.reward_gradient
-        patch.setattr(draft, "reward_gradient", lambda *given: found.append(plain(*given)) or found[-1])
+        patch.setattr(draft, "reward_gradient", lambda *given: result.append(plain(*given)) or result[-1])
         seen = watch(opened)
         draft.train(opened, settings.trainer)  # type: ignore[arg-type]
         targets = {text: 0.1 * k for k, text in enumerate(runs.PROMPTS)}
-        for one, pulled in zip(seen.rollouts[0].mine.values(), found, strict=True):
+        for one, pulled in zip(seen.rollouts[0].mine.values(), result, strict=True):
             leaf = one.final.clone().requires_grad_()
             images = opened.policy.decode(one.batch, leaf, grad=True)
             aims = torch.tensor([targets[text] for text in one.batch.prompts])

@@ -142,8 +142,8 @@ def test_a_run_is_logged_counted_and_gone_on_with(folder: Path, model: Path, kon
 
 def test_every_entry_is_logged_by_some_run() -> None:
     methods = built_in("diffusion")
-    found = [(SHARED | metrics_of(methods[name]).keys()) - absent for name, (_, absent, _) in CONFIGURATIONS.items()]
-    assert set().union(*found) == SHARED.union(*(metrics_of(method) for method in methods.values()))
+    result = [(SHARED | metrics_of(methods[name]).keys()) - absent for name, (_, absent, _) in CONFIGURATIONS.items()]
+    assert set().union(*result) == SHARED.union(*(metrics_of(method) for method in methods.values()))
 
 
 def test_ratios_are_measured_over_all_their_values() -> None:
@@ -155,7 +155,7 @@ def test_ratios_are_measured_over_all_their_values() -> None:
             meter.add_surrogate(
                 clipped_surrogate(part.log(), torch.zeros_like(part), torch.ones_like(part), 1, 1), part
             )
-        found = meter.result()
-        assert found["ratio/mean"] == pytest.approx(float(values.mean()), abs=1e-14)
-        assert found["ratio/std"] == pytest.approx(float(values.std(correction=0)), rel=1e-6)
-    assert found["ratio/std"] == found["ratio/max_abs_dev"] == 0.0
+        result = meter.result()
+        assert result["ratio/mean"] == pytest.approx(float(values.mean()), abs=1e-14)
+        assert result["ratio/std"] == pytest.approx(float(values.std(correction=0)), rel=1e-6)
+    assert result["ratio/std"] == result["ratio/max_abs_dev"] == 0.0

@@ -130,7 +130,7 @@ def drifting(size: float) -> Any:
 def nan(run: DiffusionRun) -> None:
     """From the end of sampling on, the denoiser's output is none."""
     hook = lambda module, arguments, output: (output[0] * math.nan,)  # noqa: E731
-    after_collect(run, lambda found: run.policy.denoiser.register_forward_hook(hook))
+    after_collect(run, lambda result: run.policy.denoiser.register_forward_hook(hook))
 
 
 @pytest.mark.parametrize(("prepare", "off"), [(drifting(1e-2), "0"), (nan, "nan")], ids=["drifting", "nan"])
@@ -170,9 +170,9 @@ def test_float16_gradients_do_not_vanish(folder: Path, model: Path, reduction: s
         whole = torch.cat([g.flatten() for _, g in sorted(seen.updates[0].gradient.items())])
         return whole / torch.linalg.vector_norm(whole) * seen.rows[0]["grad_norm"]
 
-    found, larger, unscaled = gradient(1.0), gradient(64.0), gradient(0.0)
+    result, larger, unscaled = gradient(1.0), gradient(64.0), gradient(0.0)
     norm = torch.linalg.vector_norm(larger)
-    assert torch.linalg.vector_norm(found - larger) < 0.01 * norm
+    assert torch.linalg.vector_norm(result - larger) < 0.01 * norm
     assert reduction == "sum" or torch.linalg.vector_norm(unscaled - larger) > 0.03 * norm
 
 

@@ -56,13 +56,13 @@ def test_advantages_are_measured_against_the_prompts_last_rewards(folder: Path, 
     """To which a run that goes on from a checkpoint returns."""
     sampling = {**DIFFUSION, "prompts_per_iteration": 4, "group_size": 1}
     common: dict[str, Any] = {"trainer": {**DDPO, "history": {"size": 4, "min_count": 3}}, "sampling": sampling}
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     original = ddpo.advantages_of
     with monkeypatch.context() as patch:
-        patch.setattr(ddpo, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+        patch.setattr(ddpo, "advantages_of", lambda *given: actual.append(original(*given)) or actual[-1])
         seen = run(runs.config(folder, sd, iterations=4, **common, **QUIET))
     history: dict[str, list[float]] = {}
-    for rollouts, advantages in zip(seen.rollouts, found, strict=True):
+    for rollouts, advantages in zip(seen.rollouts, actual, strict=True):
         expected, history = prompt_advantages(rollouts.total, rollouts.prompts, history, buffer_size=4, min_count=3)
         assert torch.equal(advantages, expected) and advantages.abs().max() > 0
     assert all(len(kept) == 4 for kept in history.values())
@@ -86,16 +86,16 @@ def test_divergences_are_named_functions() -> None:
 
 @pytest.mark.parametrize("aggregate", tiered(["gdpo", "log_tame", "log_tame_released"], ("gdpo", "log_tame_released")))
 def test_several_rewards_to_one_advantage(folder: Path, model: Path, aggregate: str, monkeypatch: Any) -> None:
-    found: list[Tensor] = []
+    actual: list[Tensor] = []
     algorithm, method = ("flow_grpo", flow_grpo) if aggregate == "gdpo" else ("paco_grpo", paco_grpo)
     original = method.advantages_of
-    monkeypatch.setattr(method, "advantages_of", lambda *given: found.append(original(*given)) or found[-1])
+    monkeypatch.setattr(method, "advantages_of", lambda *given: actual.append(original(*given)) or actual[-1])
     scale = "none" if aggregate == "log_tame_released" else "group"
     changes: dict[str, Any] = {"sampling": {"group_size": 4}, "iterations": 1, **QUIET}
     changes["trainer"] = {"algorithm": algorithm, "aggregate": aggregate, "advantage_scale": scale}
     rewards = [runs.reward(folder, "brightness", weight=2.0), runs.reward(folder, "redness", weight=0.5)]
     (rollouts,) = run(runs.config(folder, model, rewards=rewards, **changes)).rollouts
-    (advantages,), parts = found, list(rollouts.scored.values.values())
+    (advantages,), parts = actual, list(rollouts.scored.values.values())
     expected = gdpo_advantages(parts, [2.0, 0.5], rollouts.group)
     if aggregate != "gdpo":
         variant: Any = "paper" if aggregate == "log_tame" else "released"

@@ -56,17 +56,17 @@ def test_gradient_and_loss_by_hand(folder: Path, model: Path) -> None:
     config = runs.config(folder, model, trainer=trainer, sampling=TRIPLES, iterations=2, **runs.QUIET)
     seen = run(config)
     assert len(seen.updates) == 4
-    found = {n: by_hand(config, seen.rollouts[n // 2], seen.updates[n].weights) for n in (0, 2, 3)}
-    for number, (expected, _) in found.items():
+    actual = {n: by_hand(config, seen.rollouts[n // 2], seen.updates[n].weights) for n in (0, 2, 3)}
+    for number, (expected, _) in actual.items():
         assert relative(seen.updates[number].gradient, expected) < 2e-3, number
         assert max(float(g.abs().max()) for g in expected.values()) > 0
-    assert seen.rows[1]["loss"] == pytest.approx((found[2][1] + found[3][1]) / 2, rel=1e-3)
+    assert seen.rows[1]["loss"] == pytest.approx((actual[2][1] + actual[3][1]) / 2, rel=1e-3)
     assert seen.rows[1]["prdp/clip_frac"] > 0
 
 
 def test_samples_without_a_score_are_in_no_pair(folder: Path, sd: Path) -> None:
     def silence(opened: Any) -> None:
-        after_collect(opened, lambda found: found.total.__setitem__([0, 3, 4], math.nan))
+        after_collect(opened, lambda result: result.total.__setitem__([0, 3, 4], math.nan))
 
     seen = run(runs.config(folder, sd, trainer=DDIM, sampling=OF_NOISE, iterations=1, **runs.QUIET), silence)
     assert seen.rows[0]["prdp/pairs"] == 1 and seen.rows[0]["grad_norm"] > 0
@@ -104,12 +104,12 @@ def test_pairs_are_encoded_as_they_are_given(folder: Path) -> None:
     with runs.opened(config(folder, preference_set(folder))) as run, torch.no_grad():
         reader = open_set(run.config.prompts.train, run.prompts)
         pictures = GivenPictures(run, PREFERENCE_COLUMNS, PAIR)
-        found = pictures.rollouts()
+        rolls = pictures.rollouts()
         assert (
-            pictures.size == (64, 64) and found.total.tolist() == [1, 0, 1, 0] and found.group.tolist() == [0, 0, 1, 1]
+            pictures.size == (64, 64) and rolls.total.tolist() == [1, 0, 1, 0] and rolls.group.tolist() == [0, 0, 1, 1]
         )
-        assert sorted(slot for one in found.mine.values() for slot in one.slots) == [0, 1, 2, 3]
-        for one in found.mine.values():
+        assert sorted(slot for one in rolls.mine.values() for slot in one.slots) == [0, 1, 2, 3]
+        for one in rolls.mine.values():
             decoded = run.policy.decode(one.batch, one.final)
             for slot, prompt, picture in zip(one.slots, one.batch.prompts, decoded, strict=True):
                 (row,) = [row for row in run.prompts if row.text == prompt]

@@ -40,12 +40,12 @@ def trainer(**changes: Any) -> dict[str, Any]:
 
 def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn in each slot, and that scores are by the prompts as they were."""
-    drawn: dict[int, str] = {}
+    sampled: dict[int, str] = {}
     estimate = prompt_rl.estimate
 
     def watched(run: DiffusionRun, settings: PromptRL, rollouts: Rollouts, *rest: Any) -> Any:
         for one in rollouts.mine.values():
-            drawn.update(zip(one.slots, one.batch.prompts, strict=True))
+            sampled.update(zip(one.slots, one.batch.prompts, strict=True))
         assert rollouts.prompts == [runs.PROMPTS[k] for k in order for _ in range(4)]
         extra = (rollouts.total - run.rollouts.total).view(2, 4)  # type: ignore[union-attr]
         assert torch.allclose(extra[:, 3], extra[:, :3].mean(1))
@@ -59,7 +59,7 @@ def test_refinements_first_then_the_prompt_as_it_is(folder: Path, model: Path, m
     rewriter = Rewriter(config.trainer.rewriter, seed=config.seed)  # type: ignore[union-attr]
     for p, row in enumerate(order):
         texts = rewriter.write(runs.PROMPTS[row], 3, (0, "rewrite", 0, p), anything).texts
-        assert [drawn[4 * p + k] for k in range(4)] == [*texts, runs.PROMPTS[row]]
+        assert [sampled[4 * p + k] for k in range(4)] == [*texts, runs.PROMPTS[row]]
 
 
 def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Path) -> None:
@@ -91,9 +91,9 @@ def test_one_update_is_the_gradient_of_the_plain_formula(folder: Path, model: Pa
             new, ref = (table.gather(1, tokens[:, None]).T for table in (log_p, start))
             loss = loss + rewriter_loss(new, ref, advantages[p, k : k + 1], torch.ones(new.shape)).sum() / 6
     loss.backward()
-    found = {name: p.grad for name, p in rewriter.model.named_parameters() if p.grad is not None}
-    assert wanted.keys() == found.keys() != set()
-    for name, gradient in found.items():
+    actual = {name: p.grad for name, p in rewriter.model.named_parameters() if p.grad is not None}
+    assert wanted.keys() == actual.keys() != set()
+    for name, gradient in actual.items():
         assert torch.allclose(wanted[name], gradient, atol=2e-6), name
 
 
@@ -103,14 +103,14 @@ def written_by(path: str, out: str) -> None:
     with runs.opened(config) as run:
         seen = watch(run)
         prompt_rl.train(run, config.trainer)  # type: ignore[arg-type]
-        drawn = []
+        sampled = []
         for rollouts in seen.rollouts:
             pairs = (pair for one in rollouts.mine.values() for pair in zip(one.slots, one.batch.prompts, strict=True))
-            drawn.append({"texts": dict(pairs), "total": rollouts.total.tolist()})
+            sampled.append({"texts": dict(pairs), "total": rollouts.total.tolist()})
         adapter = run.loop.kept.things["rewriter"].state_dict()["adapter"]
         sums = {key: float(t.double().sum()) for key, t in adapter.items()}
         rank = run.accelerator.process_index
-        Path(f"{out}-{rank}.json").write_text(json.dumps({"drawn": drawn, "adapter": sums}))
+        Path(f"{out}-{rank}.json").write_text(json.dumps({"drawn": sampled, "adapter": sums}))
 
 
 @pytest.mark.slow
@@ -139,19 +139,19 @@ def test_pictures_are_drawn_of_rewritten_prompts(model: Path, tmp_path: Path) ->
     record = json.loads((tmp_path / "out" / "prompts.json").read_text())
     assert [row["prompt"] for row in record] == prompts
     fits = TextRoom(pipe, arguments)
-    drawn = [rewriter.rewrite(prompt, (7 + k,), fits) for k, prompt in enumerate(prompts)]
-    assert [row["drawn"] for row in record] == drawn != prompts
+    sampled = [rewriter.rewrite(prompt, (7 + k,), fits) for k, prompt in enumerate(prompts)]
+    assert [row["drawn"] for row in record] == sampled != prompts
     unwritten = genrl.sample(model, prompts, seed=7, arguments=arguments, rewriter=tmp_path / "rewriter")
     for k, path in enumerate(paths):
-        wanted = pipe(prompt=drawn[k], generator=torch.Generator().manual_seed(7 + k), **arguments).images[0]
+        wanted = pipe(prompt=sampled[k], generator=torch.Generator().manual_seed(7 + k), **arguments).images[0]
         assert np.array_equal(Image.open(path), wanted) and np.array_equal(unwritten[k], wanted)
 
 
 def test_what_is_compared_and_texts_are_measured_by_the_longest_encoder(folder: Path, model: Path) -> None:
     generation = torch.tensor([[1.0, 0.5, 0.0], [0.5, float("nan"), 0.25]], dtype=torch.float64)
     formats = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
-    found = compared(generation, formats, [["a", "a"], ["a", "b"]])
-    assert found == {"rewriter/format": 0.75, "rewriter/distinct": 0.75, "rewriter/gain": 0.5}
+    result = compared(generation, formats, [["a", "a"], ["a", "b"]])
+    assert result == {"rewriter/format": 0.75, "rewriter/distinct": 0.75, "rewriter/gain": 0.5}
     assert "rewriter/gain" not in compared(generation[:, :2], formats, [["a", "a"], ["a", "b"]])
     with runs.opened(runs.config(folder, model)) as run:
         pipe = run.policy.pipe
@@ -167,13 +167,13 @@ def test_what_is_compared_and_texts_are_measured_by_the_longest_encoder(folder: 
 
 def test_a_prompt_that_would_be_cut_is_refused(folder: Path, model: Path) -> None:
     """Or that leaves the rewriter no room: before the first iteration, whenever it would have had its turn."""
-    for times, told, rewriter in (
+    for times, message, rewriter in (
         (80, r"train.txt:2: \d+ tokens, but tokenizer of .* takes 77", {}),
         (8, r"max_new_tokens: \d+ tokens .* more than the 256 positions", {"max_new_tokens": 240}),
     ):
         (folder / "train.txt").write_text("a red star\n" + "a red star " * times)
         output = folder / f"run-{times}"
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             train(runs.config(folder, model, trainer=trainer(rewriter=rewriter), output=str(output), **GROUPS))
         assert runs.rows(output) == []
 

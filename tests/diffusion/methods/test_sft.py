@@ -47,15 +47,15 @@ def _random_autoencoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_loss_is_the_matching_error_beside_the_source_picture(folder: Path, kontext: Path) -> None:
     """Of each target its own noise and level; the gradient is that of the mean over pictures."""
-    found = config(folder, kontext, iterations=1)
-    with runs.opened(found) as run:
+    result = config(folder, kontext, iterations=1)
+    with runs.opened(result) as run:
         seen = watch(run)
-        sft.train(run, found.trainer)  # type: ignore[arg-type]
+        sft.train(run, result.trainer)  # type: ignore[arg-type]
         (update,) = seen.updates
         for name, parameter in run.weights.named.items():
             parameter.data.copy_(update.weights[name])
             parameter.grad = None
-        reader = open_set(found.prompts.train, run.prompts, TARGET_COLUMNS)
+        reader = open_set(result.prompts.train, run.prompts, TARGET_COLUMNS)
         levels, losses = [], []
         for piece in update.pieces:
             rows = [next(row for row in run.prompts if row.text == text) for text in piece.batch.prompts]
@@ -80,26 +80,26 @@ def test_the_loss_is_the_matching_error_beside_the_source_picture(folder: Path, 
 
 def test_calls_are_the_predicted_ones_and_nothing_is_sampled(folder: Path, kontext: Path) -> None:
     """Over a stop, after which the run goes on to the bit."""
-    found = config(folder, kontext, trainer={"inner_epochs": 2}, iterations=2)
-    for row in runs.rows(resumed(found, folder)):
-        assert row["model_calls/sample"] == plan(found).sample_calls == 0
-        assert row["model_calls/train"] == plan(found).train_calls == 4 * 2
+    result = config(folder, kontext, trainer={"inner_epochs": 2}, iterations=2)
+    for row in runs.rows(resumed(result, folder)):
+        assert row["model_calls/sample"] == plan(result).sample_calls == 0
+        assert row["model_calls/train"] == plan(result).train_calls == 4 * 2
         assert "reward/total_mean" not in row
 
 
 def test_impossible_settings_and_sets_are_refused(folder: Path, kontext: Path) -> None:
-    found, pairs = config(folder, kontext), folder / "pairs.jsonl"
+    actual, pairs = config(folder, kontext), folder / "pairs.jsonl"
     pairs.write_text(pairs.read_text().replace("target_image", "targt_image"))
     wanted = r"pairs.jsonl:1: no column 'target_image', found .*; did you mean 'targt_image'\? \(needed: target_image\)"
     with pytest.raises(ConfigError, match=wanted):
-        check_files(found, {})
-    found = config(folder, kontext)  # writes the set anew
+        check_files(actual, {})
+    actual = config(folder, kontext)  # writes the set anew
     Image.new("RGB", (24, 16)).save(folder / "1-target.png")
-    told = r"pairs.jsonl:2: unlike shapes \(target_image 24 x 16, source_image 16 x 16, the size .* 16 x 16\)"
-    with pytest.raises(PromptError, match=told):
-        train(found)
+    message = r"pairs.jsonl:2: unlike shapes \(target_image 24 x 16, source_image 16 x 16, the size .* 16 x 16\)"
+    with pytest.raises(PromptError, match=message):
+        train(actual)
     Image.new("RGB", (16, 16)).save(folder / "1-target.png")
     (folder / "2-target.png").write_bytes(b"no picture")
     with pytest.raises(PromptError, match=r"pairs.jsonl:3: target_image cannot be read as an image"):
-        train(found)
+        train(actual)
     assert not (folder / "run" / "checkpoints").exists()

@@ -50,7 +50,7 @@ def test_winners_by_hand_and_picks_are_uniform_and_differ() -> None:
 
 @dataclass
 class Learnt:
-    found: CandidateTable
+    table: CandidateTable
     pairs: Pairs
     slots: list[list[int]]
     prompts: list[str]
@@ -60,10 +60,10 @@ def learning(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Watched, 
     learnt: list[Learnt] = []
     learn = spo.learn
 
-    def watched(run: Any, settings: Any, rollouts: Any, found: CandidateTable, pairs: Pairs, *rest: Any) -> Any:
+    def watched(run: Any, settings: Any, rollouts: Any, result: CandidateTable, pairs: Pairs, *rest: Any) -> Any:
         slots = [micro_batch.slots for micro_batch in rollouts.mine.values()]
-        learnt.append(Learnt(dict(found), pairs, slots, rollouts.prompts))
-        return learn(run, settings, rollouts, found, pairs, *rest)
+        learnt.append(Learnt(dict(result), pairs, slots, rollouts.prompts))
+        return learn(run, settings, rollouts, result, pairs, *rest)
 
     monkeypatch.setattr(spo, "learn", watched)
     return run(config), learnt
@@ -91,7 +91,7 @@ def by_hand(config: Config, update: Update, learnt: Learnt) -> tuple[Given, floa
 
     losses, pairs = [], learnt.pairs
     for slots in learnt.slots:
-        for column, (i, candidates) in enumerate(learnt.found[slots[0]].items()):
+        for column, (i, candidates) in enumerate(learnt.table[slots[0]].items()):
             for row, slot in enumerate(slots):
                 if pairs.valid[slot, column]:
                     actions = (candidates.next_states[row, int(t[slot, column])] for t in (pairs.win, pairs.lose))
@@ -116,15 +116,15 @@ def test_scores_are_the_rewards_of_predicted_pictures(folder: Path, sd: Path) ->
     config = runs.config(folder, sd, trainer=SPO, sampling={**DIFFUSION, **CHAINS}, **QUIET)
     with runs.opened(config) as opened:
         plan = config.trainer.plan(config.sampling, last=True)  # type: ignore[attr-defined]
-        kernel, found = Kernel("ddim", 1.0), CandidateTable()
-        drawing = partial(draw, plan=plan, kernel=kernel, batch_size=3, candidates=found)
+        kernel, result = Kernel("ddim", 1.0), CandidateTable()
+        drawing = partial(draw, plan=plan, kernel=kernel, batch_size=3, candidates=result)
         rollouts = next(opened.collect(drawing) for _ in opened.iterations())
-        scores = judge(opened, rollouts, found, plan)
+        scores = judge(opened, rollouts, result, plan)
         assert scores.shape == (4, 3, WAYS) and not scores.isnan().any() and len(scores.unique()) > 20
         for micro_batch in rollouts.mine.values():
             for column, i in enumerate(plan.splits):
                 for row, slot in enumerate(micro_batch.slots):
-                    clean = found[micro_batch.slots[0]][i].clean[row]
+                    clean = result[micro_batch.slots[0]][i].clean[row]
                     with torch.no_grad():
                         images = opened.policy.decode(micro_batch.batch.take([row] * WAYS), clean)
                     torch.testing.assert_close(scores[slot, column].float(), images.mean(dim=(1, 2, 3)))
@@ -145,11 +145,11 @@ def test_two_processes_learn_as_one(folder: Path, model: Path, fsdp: bool) -> No
     """The same samples, pairs and gradients: 3 micro-batches, cut anew in equal shares; a model in shards."""
     sampling = {"prompts_per_iteration": 4 if fsdp else 3, "group_size": 2, "batch_size": 2, "num_inference_steps": 4}
     common: dict[str, Any] = {"trainer": FLOW, "sampling": sampling, "lora": None if fsdp else runs.LORA, **QUIET}
-    found = []
+    result = []
     for count in (1, 2):
         runs.config(folder, model, distributed={"fsdp": fsdp and count == 2}, iterations=1, **common)
-        found.append(runs.rows(trained_by(count, folder))[0])
-    one, two = found
+        result.append(runs.rows(trained_by(count, folder))[0])
+    one, two = result
     assert one["spo/valid_ratio"] > 0 and one["grad_norm"] > 0
     for key in one.keys() - {"model_calls/train"} if fsdp else one.keys():  # in shards, pairs that do not count too
         assert two[key] == pytest.approx(one[key], rel=1e-4), key
@@ -165,8 +165,8 @@ def crawled(name: str, kernel: Kernel) -> Any:
     plan = SamplingPlan(roots=1, branching=ways, noise_levels=levels, continue_one=True)
     batch, calls = family.batch(**family.unguided), policy.model_calls
     with torch.no_grad():
-        found, final, sigmas = crawl(policy, batch, plan, kernel)
-    return policy, plan, batch, found, final, sigmas, policy.model_calls - calls
+        result, final, sigmas = crawl(policy, batch, plan, kernel)
+    return policy, plan, batch, result, final, sigmas, policy.model_calls - calls
 
 
 DDIM, SDE = ("sd15", Kernel("ddim", 1.0)), ("sd3", Kernel("flow_sde", 0.7))
@@ -176,11 +176,11 @@ DDIM, SDE = ("sd15", Kernel("ddim", 1.0)), ("sd3", Kernel("flow_sde", 0.7))
 def test_chains_go_on_from_one_of_their_candidates(name: str, kernel: Kernel) -> None:
     """Candidates are draws with their own noise from one state; the next state is the one that was picked. The calls
     per chain are first + 1 + k (T - first - 1): the parents, then every candidate that is not a picture."""
-    policy, plan, batch, found, final, _, calls = crawled(name, kernel)
+    policy, plan, batch, result, final, _, calls = crawled(name, kernel)
     assert calls == 2 * plan.calls == 2 * (1 + 1 + WAYS * (4 - 1 - 1))
-    assert list(found) == list(range(1, 4 if name == "sd15" else 3))
+    assert list(result) == list(range(1, 4 if name == "sd15" else 3))
     chains, settings = torch.arange(2), SimpleNamespace(kernel=kernel.name)
-    for i, candidates in found.items():
+    for i, candidates in result.items():
         pair = pair_of(batch, kernel, i, candidates, chains, torch.tensor([[0, 2], [1, 0]]))
         with torch.no_grad():
             replayed = replayed_step(settings, policy, Recorded(batch, pair))
@@ -189,8 +189,8 @@ def test_chains_go_on_from_one_of_their_candidates(name: str, kernel: Kernel) ->
             made = sample(replayed.mean[row : row + 1], replayed.std[row : row + 1], noise[None])
             torch.testing.assert_close(made[0], candidates.next_states[chain, j])
         picked = chosen_rows(batch, WAYS, i + 1) - WAYS * chains
-        if i + 1 in found:
-            assert torch.equal(found[i + 1].state, candidates.next_states[chains, picked])
+        if i + 1 in result:
+            assert torch.equal(result[i + 1].state, candidates.next_states[chains, picked])
         elif name == "sd15":
             assert i == 3 and torch.equal(final, candidates.next_states[chains, picked])
         else:  # the last step is deterministic: it ends in the clean sample that was predicted
@@ -201,13 +201,13 @@ def test_chains_go_on_from_one_of_their_candidates(name: str, kernel: Kernel) ->
 def test_clean_samples_are_those_of_the_model() -> None:
     """x - sigma v of a flow, (x - sqrt(1 - ab) eps) / sqrt(ab) of a noise prediction."""
     for name, kernel in (DDIM, SDE):
-        policy, _, batch, found, _, sigmas, _ = crawled(name, kernel)
+        policy, _, batch, actual, _, sigmas, _ = crawled(name, kernel)
         for i, j in product((1, 2), range(WAYS)):
-            x, level = found[i].next_states[:, j], sigmas[i + 1]
+            x, level = actual[i].next_states[:, j], sigmas[i + 1]
             with torch.no_grad():
                 out = policy.velocity(batch, x, level)
             expected = x - level * out
             if name == "sd15":
                 ab = policy.head.alphas_cumprod[int(level)]
                 expected = (x - (1 - ab).sqrt() * out) / ab.sqrt()
-            torch.testing.assert_close(found[i].clean[:, j], expected, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(actual[i].clean[:, j], expected, atol=2e-4, rtol=1e-4)

@@ -75,8 +75,8 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(
     with runs.opened(config(folder, kontext, trainer=MOVE, **QUIET)) as opened:
         trainer, policy = opened.config.trainer, opened.policy
         kernel = choose_kernel(opened, trainer, Steps.of(opened.config, trainer, 0).plan)  # type: ignore[arg-type]
-        found = talk2move.evaluate_steps(opened, trainer, kernel, 0)  # type: ignore[arg-type]
-        assert found.shape == (2, STEPS, 3) and bool(found[:, 0].isnan().all()) and not bool(found[:, 1:].isnan().any())
+        table = talk2move.evaluate_steps(opened, trainer, kernel, 0)  # type: ignore[arg-type]
+        assert table.shape == (2, STEPS, 3) and bool(table[:, 0].isnan().all()) and not bool(table[:, 1:].isnan().any())
         rows = [opened.prompts[r] for r in talk2move.prompt_indices(3, 2, seed=0, iteration=0)]
         for p, row in enumerate(rows):
             for k in range(1, STEPS):
@@ -89,9 +89,9 @@ def test_the_exit_step_is_where_rewards_of_separate_chains_differ_most(
                         chain = policy.roll_out(batch, kernel, range(k), stop=k)
                         final = take_shortcut(policy, batch, chain.final, chain.sigmas, k, 2)
                         bright = policy.decode(batch, final).mean(dim=(1, 2, 3)).double()
-                    assert torch.allclose(found[p, k, slots], bright, atol=1e-5), (p, k)
+                    assert torch.allclose(table[p, k, slots], bright, atol=1e-5), (p, k)
         chosen, _ = talk2move.choose_exit(opened, trainer, kernel, 0)  # type: ignore[arg-type]
-        assert chosen == exit_step(found) == opened.loop.memory["exit"]["step"] and 1 <= chosen < STEPS
+        assert chosen == exit_step(table) == opened.loop.memory["exit"]["step"] and 1 <= chosen < STEPS
 
 
 @pytest.mark.slow
@@ -101,13 +101,13 @@ def test_finding_the_exit_step_is_paid_when_it_is_found(folder: Path, kontext: P
     chosen = config(folder, kontext, trainer=MOVE, iterations=3, evaluation={"every": 0})
     straight = resumed(chosen, folder)
     assert plan(chosen).sample_calls == pytest.approx(4 * 5 + 6 * (4 + 7) / 3)  # at most: no exit is later
-    found = runs.rows(straight)
-    for n, row in enumerate(found):
+    result = runs.rows(straight)
+    for n, row in enumerate(result):
         size = int(row["window/size"])
         own = 4 * (size + min(2, STEPS - size))
         assert row["model_calls/sample"] == own + (6 * (4 + 7) if n == 0 else 0)
         assert row["exit/variance"] > 0
-    assert len({row["exit/variance"] for row in found}) == 1
+    assert len({row["exit/variance"] for row in result}) == 1
     assert runs.last_state(straight).state["memory"]["exit"]["step"] >= 1
 
 

@@ -56,13 +56,13 @@ def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: 
     """Over all iterations of a run; those of `genrl check` and `genrl plan`. Trees are guided, in training or not."""
     guided: dict[str, Any] = {"guidance_scale": 4.5} if name.startswith("tree") else {}
     trainer = SETTINGS[name] | ({"guidance_in_training": False} if name == "tree_and_tail" else {})
-    found = config(folder, model, trainer, iterations=3 if name == "sliding_prune" else 2, sampling=guided)
-    expected = estimate.plan(found, estimate.read_components(model))
-    rows = runs.rows(train(found))
+    actual = config(folder, model, trainer, iterations=3 if name == "sliding_prune" else 2, sampling=guided)
+    expected = estimate.plan(actual, estimate.read_components(model))
+    rows = runs.rows(train(actual))
     assert sum(row["model_calls/sample"] for row in rows) == pytest.approx(len(rows) * expected.sample_calls)
     assert sum(row["model_calls/train"] for row in rows) == pytest.approx(len(rows) * expected.train_calls)
     for iteration, row in enumerate(rows):
-        steps = Steps.of(found, found.trainer, iteration)  # type: ignore[arg-type]
+        steps = Steps.of(actual, actual.trainer, iteration)  # type: ignore[arg-type]
         assert row["model_calls/sample"] == 2 * steps.plan.calls * (2 if guided else 1)
         assert row["ratio/max_abs_dev"] == 0.0 or "kl" in row  # a second epoch is off-policy
         assert row["window/size"] == len(steps.trained)
@@ -74,9 +74,9 @@ B2["window"] = {"size": 3, "high": 3, "schedule": "backward", "shortest": 2}
 
 def test_the_last_step_of_ddim_is_trained_where_it_has_noise(folder: Path, sd: Path) -> None:
     """As theirs (B2-DiffuRL); its calls are those of the estimate, and its log-probabilities replay."""
-    found = config(folder, sd, B2, iterations=2, sampling={"num_inference_steps": 3, "pipeline_args": {}})
-    expected = estimate.plan(found, estimate.read_components(sd))
-    rows = runs.rows(train(found))
+    actual = config(folder, sd, B2, iterations=2, sampling={"num_inference_steps": 3, "pipeline_args": {}})
+    expected = estimate.plan(actual, estimate.read_components(sd))
+    rows = runs.rows(train(actual))
     assert [row["window/size"] for row in rows] == [2, 3]
     assert sum(row["model_calls/sample"] for row in rows) == 2 * expected.sample_calls
     assert all(row["ratio/max_abs_dev"] == 0 and row["grad_norm"] > 0 for row in rows)
@@ -84,9 +84,9 @@ def test_the_last_step_of_ddim_is_trained_where_it_has_noise(folder: Path, sd: P
     pipe = FAMILIES["sd15"]().pipe
     pipe.scheduler.register_to_config(set_alpha_to_one=True)
     pipe.save_pretrained(folder / "sd15")
-    found = config(folder, folder / "sd15", B2, sampling={"num_inference_steps": 3, "pipeline_args": {}})
+    actual = config(folder, folder / "sd15", B2, sampling={"num_inference_steps": 3, "pipeline_args": {}})
     with pytest.raises(ValueError, match=r"window.high: .* ends at alpha-bar 1, so its last step has no noise; use 2"):
-        run(found)
+        run(actual)
 
 
 class Supervised(NamedTuple):
@@ -102,17 +102,17 @@ class Supervised(NamedTuple):
 def supervised(folder: Path, model: Path, target: str) -> Supervised:
     trainer = {**TREE_RPO, "window": {"size": 2, "low": 1, "high": 3}, "layer_tuning": {"target": target}}
     settings = config(folder, model, trainer, optimizer={"lr": 1e-12})
-    found: list[Supervised] = []
+    result: list[Supervised] = []
     made = dynamic_tree_rpo.best_targets
 
     def kept(run: DiffusionRun, chosen: Any, rollouts: Rollouts, tree: Tree, edges: Edges) -> Any:
-        found.append(Supervised(tree, edges, made(run, chosen, rollouts, tree, edges), rollouts, run))
-        return found[-1].targets
+        result.append(Supervised(tree, edges, made(run, chosen, rollouts, tree, edges), rollouts, run))
+        return result[-1].targets
 
     with runs.opened(settings) as opened, pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_tree_rpo, "best_targets", kept)
         code_of(settings.trainer).train(opened, settings.trainer)
-    return found[0]
+    return result[0]
 
 
 def test_samples_learn_the_velocity_on_the_best_path(folder: Path, model: Path) -> None:

@@ -99,9 +99,9 @@ def after_collect(run: DiffusionRun, change: Callable[[Rollouts], object]) -> No
     collect = run.collect
 
     def collected(draw: Any, **shape: Any) -> Rollouts:
-        found = collect(draw, **shape)
-        change(found)
-        return found
+        result = collect(draw, **shape)
+        change(result)
+        return result
 
     run.collect = collected  # type: ignore[method-assign]
 
@@ -181,9 +181,9 @@ class Bare:
 
     def gradient(self, loss: Tensor) -> Given:
         """Of the loss in every trained weight; 0 where it is in none."""
-        found = torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
+        result = torch.autograd.grad(loss, list(self.named.values()), allow_unused=True)
         return {
-            key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(self.named.items(), found, strict=True)
+            key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(self.named.items(), result, strict=True)
         }
 
 

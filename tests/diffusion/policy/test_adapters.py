@@ -31,7 +31,7 @@ def made(**keys: Any) -> tuple[Policy, Weights]:
 
 
 @torch.no_grad()
-def drawn(policy: Policy) -> Tensor:
+def sample(policy: Policy) -> Tensor:
     return policy.generate(BATCH)
 
 
@@ -66,12 +66,12 @@ def test_goes_on_from_a_file_and_refers_to_it(tmp_path: Path) -> None:
     weights.snapshot(REFERENCE)
     config = policy.denoiser.peft_config["default"]
     assert (config.r, config.lora_alpha, config.use_dora) == (2, 6, True)
-    start = drawn(policy)
-    assert torch.equal(start, drawn(first)) and weights.is_lora
+    start = sample(policy)
+    assert torch.equal(start, sample(first)) and weights.is_lora
     runs.move(weights, 1)
-    assert not torch.equal(drawn(policy), start)
+    assert not torch.equal(sample(policy), start)
     with weights.reference():
-        assert torch.equal(drawn(policy), start)
+        assert torch.equal(sample(policy), start)
     save_lora(policy, tmp_path / "again", BATCH)
     flux = Policy(FAMILIES["flux"]().pipe)
     with pytest.raises(ValueError, match="is of another model"):
@@ -87,28 +87,28 @@ def test_frozen_ones_stay_active_and_as_they_are(tmp_path: Path) -> None:
     load_lora(base, str(two), "two")
     base.set_adapters(["one", "two"])
     plain = Policy(base)
-    expected = drawn(plain)
+    expected = sample(plain)
     policy, weights = made(frozen=[str(one), str(two)])
     weights.snapshot(REFERENCE)
-    assert torch.equal(drawn(policy), expected)
+    assert torch.equal(sample(policy), expected)
     names = {name for name, p in policy.denoiser.named_parameters() if p.requires_grad}
     assert names == {key.removeprefix("transformer.") for key in weights.named}
     kept = {n: p.clone() for n, p in policy.denoiser.named_parameters() if ".frozen_" in n}
     assert kept and all(".default." in name for name in names)
     runs.move(weights)
-    after = drawn(policy)
+    after = sample(policy)
     assert not torch.equal(after, expected)
     save_lora(policy, tmp_path / "trained", BATCH)
-    assert torch.equal(drawn(policy), after)
+    assert torch.equal(sample(policy), after)
     assert {name for name, p in policy.denoiser.named_parameters() if p.requires_grad} == names
     assert all(torch.equal(p, kept[n]) for n, p in policy.denoiser.named_parameters() if n in kept)
     with weights.reference():
-        assert torch.equal(drawn(policy), expected)
+        assert torch.equal(sample(policy), expected)
     load_lora(base, str(tmp_path / "trained"), "trained")
     base.set_adapters(["trained", "one", "two"])
-    torch.testing.assert_close(drawn(plain), after, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sample(plain), after, rtol=1e-5, atol=1e-5)
     activate(policy.denoiser)
-    assert torch.equal(drawn(policy), after)
+    assert torch.equal(sample(policy), after)
 
 
 BOTH = {"text_encoder", "text_encoder_2"}
@@ -118,11 +118,11 @@ ON: dict[str, Any] = {"model": {"lora": {"rank": 4, "alpha": 8, "text_encoders":
 
 
 def moved(family: str) -> tuple[Policy, Weights, Batch]:
-    found = FAMILIES[family]()
-    policy = Policy(found.pipe, trains_encoders=True)
+    result = FAMILIES[family]()
+    policy = Policy(result.pipe, trains_encoders=True)
     weights = trainable(policy.denoisers, LoRA(rank=4, alpha=8.0, text_encoders=True), pipe=policy.pipe)
     runs.move(weights)
-    return policy, weights, found.batch(num_inference_steps=3).take([0, 1, 0])
+    return policy, weights, result.batch(num_inference_steps=3).take([0, 1, 0])
 
 
 @pytest.mark.parametrize("family", tiered(ENCODERS, ("sd15", "sd3")))

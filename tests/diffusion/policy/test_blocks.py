@@ -29,18 +29,18 @@ Recorded = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 def block_calls(policy: Policy, family: Family) -> list[Recorded]:
     """Every block of the denoisers with the arguments of one of its calls in a rollout."""
-    found: dict[nn.Module, Recorded] = {}
+    result: dict[nn.Module, Recorded] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found[module] = (module, args, kwargs)
+        result[module] = (module, args, kwargs)
 
     blocks = [m for d in policy.denoisers.values() for m in d.modules() if type(m) in BLOCKS or hasattr(m, "processor")]
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in blocks]
     policy.roll_out(family.batch())
     for handle in handles:
         handle.remove()
-    assert set(found) == set(blocks)
-    return list(found.values())
+    assert set(result) == set(blocks)
+    return list(result.values())
 
 
 def values_and_gradients(call: Recorded) -> list[Tensor]:
@@ -128,12 +128,12 @@ def test_in_half_precision_blocks_are_as_near_to_float32(make: Callable[[], Reco
             install([nn.ModuleList([block])], Switches(fused=True, attention="math"))
         kinds = {torch.float32: dtype}
         args = [t.to(kinds.get(t.dtype, t.dtype)) if isinstance(t, Tensor) else t for t in args]
-        found = block(*args, **{name: t.to(kinds.get(t.dtype, t.dtype)) for name, t in kwargs.items()})
-        return [t for t in (found if isinstance(found, tuple) else (found,)) if t is not None]
+        result = block(*args, **{name: t.to(kinds.get(t.dtype, t.dtype)) for name, t in kwargs.items()})
+        return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
 
-    for found, own, exact in zip(values(dtype, True), values(dtype, False), values(torch.float32, False), strict=True):
-        assert found.dtype == own.dtype == dtype
-        assert (found.float() - exact).abs().max() <= 2 * (own.float() - exact).abs().max()
+    for result, own, exact in zip(values(dtype, True), values(dtype, False), values(torch.float32, False), strict=True):
+        assert result.dtype == own.dtype == dtype
+        assert (result.float() - exact).abs().max() <= 2 * (own.float() - exact).abs().max()
 
 
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the model

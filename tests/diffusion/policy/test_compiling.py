@@ -33,16 +33,16 @@ def _no_graphs_of_other_tests() -> Iterator[None]:
 @pytest.mark.slow
 def test_a_run_is_the_same_with_the_same_names(folder: Path, model: Path, traced: None, capsys: Any) -> None:
     """A divergence runs the model without its adapter: a graph of its own."""
-    found = {}
+    result = {}
     for compiled in (False, True):
         trainer = {"algorithm": "flow_grpo", "kl_weight": 0.1}
         output = str(folder / f"run-{compiled}")
         run = train(runs.config(folder, model, trainer=trainer, kernels={"compile": compiled}, output=output))
         assert [row["ratio/max_abs_dev"] for row in runs.rows(run)[1:]] == [0.0, 0.0]
-        found[compiled] = runs.last_state(run).tensors["weights"]
-    assert found[True].keys() == found[False].keys()
-    for key, tensor in found[True].items():
-        torch.testing.assert_close(tensor, found[False][key], atol=1e-5, rtol=1e-4)
+        result[compiled] = runs.last_state(run).tensors["weights"]
+    assert result[True].keys() == result[False].keys()
+    for key, tensor in result[True].items():
+        torch.testing.assert_close(tensor, result[False][key], atol=1e-5, rtol=1e-4)
     said = capsys.readouterr().err
     assert "compiled in" in said and "(2 of at most 16 times)" in said and "(3 of" not in said
     torch._dynamo.reset()

@@ -70,10 +70,10 @@ def tried(request: pytest.FixtureRequest) -> Tried:
 def reached(policy: Policy) -> float:
     """The share of the denoisers' parameters that a backward pass gave a gradient, which is taken away."""
     parameters = [p for denoiser in policy.denoisers.values() for p in denoiser.parameters()]
-    found = sum(p.grad is not None and bool(p.grad.abs().max() > 0) for p in parameters)
+    result = sum(p.grad is not None and bool(p.grad.abs().max() > 0) for p in parameters)
     for parameter in parameters:
         parameter.grad = None
-    return found / len(parameters)
+    return result / len(parameters)
 
 
 def test_steps_are_recorded_and_replayed_with_gradients(tried: Tried) -> None:

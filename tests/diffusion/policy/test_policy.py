@@ -59,12 +59,12 @@ def test_ddim_and_the_bounds_of_a_clean_sample(asked: dict[str, object]) -> None
     pipe = FAMILIES["sd15"]().pipe
     config = {**pipe.scheduler.config, "clip_sample": False, "set_alpha_to_one": False, **asked}
     pipe.scheduler = DDIMScheduler.from_config(config)
-    policy, drawn = Policy(pipe), replace(batch([0, 1]), sampling=DDIM_SAMPLING)
-    torch.testing.assert_close(policy.roll_out(drawn).final, policy.generate(drawn), rtol=1e-4, atol=1e-4)
-    recorded = policy.roll_out(drawn, Kernel("ddim", 1.0), range(STEPS))
+    policy, sampled = Policy(pipe), replace(batch([0, 1]), sampling=DDIM_SAMPLING)
+    torch.testing.assert_close(policy.roll_out(sampled).final, policy.generate(sampled), rtol=1e-4, atol=1e-4)
+    recorded = policy.roll_out(sampled, Kernel("ddim", 1.0), range(STEPS))
     assert sorted(recorded.log_probs)[:3] == [0, 1, 2]
     for i, log_prob in recorded.log_probs.items():
-        policy.generate(replace(drawn, sampling={**DDIM_SAMPLING, "num_inference_steps": 3}))
+        policy.generate(replace(sampled, sampling={**DDIM_SAMPLING, "num_inference_steps": 3}))
         assert torch.equal(policy.replay(recorded.step(i)).log_prob, log_prob)
 
 
@@ -163,22 +163,22 @@ def test_what_cannot_become_a_policy_is_refused(policy: Policy) -> None:
 
 @pytest.mark.parametrize(("guidance", "factor"), [(4.5, 2), (1.0, 1)])
 def test_model_calls_are_the_closed_form(guidance: float, factor: int) -> None:
-    policy, drawn = Policy(FAMILIES["sd3"]().pipe), batch([0, 1, 2], guidance_scale=guidance)
+    policy, sampled = Policy(FAMILIES["sd3"]().pipe), batch([0, 1, 2], guidance_scale=guidance)
 
     def calls(run: Callable[[], object]) -> int:
         before = policy.model_calls
         run()
         return policy.model_calls - before
 
-    recorded = policy.roll_out(drawn, FLOW_KERNELS["flow_sde"], ACTIONS)
+    recorded = policy.roll_out(sampled, FLOW_KERNELS["flow_sde"], ACTIONS)
     assert policy.model_calls == STEPS * 3 * factor
     assert calls(lambda: policy.replay(recorded.step(1))) == 3 * factor
-    assert calls(lambda: policy.velocity(drawn, recorded.final, torch.tensor(0.5))) == 3 * factor
-    assert calls(lambda: policy.decode(drawn, recorded.final)) == 0
-    assert calls(lambda: policy.generate(drawn)) == STEPS * 3 * factor
-    assert calls(lambda: policy.roll_out(drawn, start=1, stop=3, state=recorded.final)) == 2 * 3 * factor
+    assert calls(lambda: policy.velocity(sampled, recorded.final, torch.tensor(0.5))) == 3 * factor
+    assert calls(lambda: policy.decode(sampled, recorded.final)) == 0
+    assert calls(lambda: policy.generate(sampled)) == STEPS * 3 * factor
+    assert calls(lambda: policy.roll_out(sampled, start=1, stop=3, state=recorded.final)) == 2 * 3 * factor
     unequal = torch.tensor([0.7, 0.3, 0.7])  # the first time it is asked, uncounted, whether timesteps broadcast
-    assert [calls(lambda: policy.velocity(drawn, recorded.final, unequal)) for _ in range(2)] == [3 * factor] * 2
+    assert [calls(lambda: policy.velocity(sampled, recorded.final, unequal)) for _ in range(2)] == [3 * factor] * 2
     with pytest.raises(RuntimeError, match="planted"), policy.uncounted():
         assert calls(lambda: policy.roll_out(batch([0]))) > 0
         before = policy.model_calls

@@ -80,8 +80,8 @@ def test_tokens_are_drawn_from_the_model(saved: Callable[[str], Path]) -> None:
     with torch.no_grad():
         p = rewriter.model(**rewriter.asked("a jade disc")).logits[0, -1].double().softmax(-1)
     assert float(written.log_probs.mean()) == pytest.approx(float((p * p.log()).sum()), abs=0.04)
-    found = torch.bincount(written.tokens[:, 0], minlength=len(p)).double() / 20_000
-    assert float((found - p).abs().max()) < 5 * float((p.max() / 20_000).sqrt())
+    result = torch.bincount(written.tokens[:, 0], minlength=len(p)).double() / 20_000
+    assert float((result - p).abs().max()) < 5 * float((p.max() / 20_000).sqrt())
 
 
 def test_the_new_prompt_is_what_stands_between_the_tags() -> None:

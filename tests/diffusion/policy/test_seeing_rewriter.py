@@ -60,8 +60,8 @@ def test_its_answers_are_those_of_the_model_and_of_the_picture(saved: Callable[[
     again = rewriter.log_probs(written)
     assert again.dtype == torch.float32 and again.shape == written.tokens.shape
     for one in (written, other):
-        found = rewriter.log_probs(one)
-        assert torch.allclose(found[one.mask], one.log_probs[one.mask], atol=1e-5)
+        result = rewriter.log_probs(one)
+        assert torch.allclose(result[one.mask], one.log_probs[one.mask], atol=1e-5)
     assert not torch.isin(written.tokens, rewriter.forbidden).any()
     seen = {**written.asked, **{k: v for k, v in rewriter.asked("a jade disc", [picture(1)]).items() if "pixel" in k}}
     unlike = rewriter.log_probs(type(written)(seen, written.tokens, written.log_probs, written.mask, [], []))
@@ -101,19 +101,19 @@ def test_an_editing_model_and_a_rewriter_that_sees_what_is_edited(
     write, collect = Rewriter.write, DiffusionRun.collect
 
     def made_up(self: Rewriter, prompt: str, count: int, key: Any, fits: Any, pictures: Any = ()) -> Any:
-        found = write(self, prompt, count, key, fits, pictures)
+        actual = write(self, prompt, count, key, fits, pictures)
         shown[prompt] = [one.tobytes() for one in pictures]
         for k in range(0, count, 2):  # a model of random weights never writes the tags
-            found.texts[k], found.well_formed[k] = f"{prompt}, better {k}", True
-        return found
+            actual.texts[k], actual.well_formed[k] = f"{prompt}, better {k}", True
+        return actual
 
     given: list[tuple[str, bytes]] = []
 
     def watched(self: DiffusionRun, draw: Any, **shape: Any) -> Any:
-        found = collect(self, draw, **shape)
-        for one in found.mine.values():
+        actual = collect(self, draw, **shape)
+        for one in actual.mine.values():
             given.extend(zip(one.batch.prompts, [image.tobytes() for image in one.batch.inputs["image"]], strict=True))
-        return found
+        return actual
 
     monkeypatch.setattr(Rewriter, "write", made_up)
     monkeypatch.setattr(DiffusionRun, "collect", watched)
@@ -164,6 +164,6 @@ def test_what_sees_passes_the_check_with_its_processor(saved: Callable[[str], Pa
     settings["text_config"]["max_position_embeddings"] = 8
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "tokenizer_config.json").write_text((saved("qwen2_5_vl") / "tokenizer_config.json").read_text())
-    found = problems(tmp_path)
-    assert "sees, but has no image processor (processor_config.json or preprocessor_config.json); save the" in found
-    assert "12 new tokens leave no place for the prompt in 8 positions" in found
+    result = problems(tmp_path)
+    assert "sees, but has no image processor (processor_config.json or preprocessor_config.json); save the" in result
+    assert "12 new tokens leave no place for the prompt in 8 positions" in result

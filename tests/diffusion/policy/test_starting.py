@@ -78,9 +78,9 @@ def test_steps_one_by_one_are_those_of_a_rollout(name: str) -> None:
 def test_steps_are_those_that_are_left() -> None:
     """Steps and strengths that do not go together: tests/fixtures/config/impossible.yaml."""
     sampling = {"num_inference_steps": 12, "pipeline_args": {"strength": 0.6}}
-    found = runs.unloaded(sampling=sampling, evaluation={"num_inference_steps": 6})
-    assert call_arguments(found.sampling)["num_inference_steps"] == 20
-    assert evaluation_arguments(found)["num_inference_steps"] == 10
+    result = runs.unloaded(sampling=sampling, evaluation={"num_inference_steps": 6})
+    assert call_arguments(result.sampling)["num_inference_steps"] == 20
+    assert evaluation_arguments(result)["num_inference_steps"] == 10
 
 
 def test_a_strength_has_to_be_said() -> None:
@@ -165,8 +165,8 @@ def gradient(policy: Policy, batch: Batch, state: Tensor) -> tuple[Tensor, Tenso
     parameters = [p for denoiser in policy.denoisers.values() for p in denoiser.requires_grad_(True).parameters()]
     reached = policy.advance(batch, state, 0)
     weight = torch.randn(reached.shape, generator=torch.Generator().manual_seed(1))
-    found = torch.autograd.grad((reached * weight).sum(), parameters, allow_unused=True)
-    return reached.detach(), torch.cat([torch.zeros(1) if one is None else one.flatten() for one in found])
+    result = torch.autograd.grad((reached * weight).sum(), parameters, allow_unused=True)
+    return reached.detach(), torch.cat([torch.zeros(1) if one is None else one.flatten() for one in result])
 
 
 @pytest.mark.parametrize("name", tiered(GUIDED, ("sd15", "sd3", "z_image", "lumina2")))
@@ -222,13 +222,13 @@ def test_without_a_second_prediction(name: str) -> None:
 
 def test_a_run(folder: Path, model: Path) -> None:
     """Samples and ratios of the first iteration are those of a run that trains both; the gradient is another."""
-    found = []
+    result = []
     for guidance in (True, "detached"):
         trainer = {"algorithm": "flow_grpo", "guidance_in_training": guidance}
         changes = {"trainer": trainer, "sampling": {"guidance_scale": 3.0}, "output": str(folder / f"run-{guidance}")}
         config = runs.config(folder, model, **changes, evaluation={"every": 0}, iterations=1)
-        found.append(runs.rows(train(config))[-1])
-    both, conditional = found
+        result.append(runs.rows(train(config))[-1])
+    both, conditional = result
     alike = ("reward/total_mean", "ratio/mean", "ratio/max_abs_dev", "model_calls/sample", "model_calls/train")
     assert {key: both[key] for key in alike} == {key: conditional[key] for key in alike}
     assert conditional["ratio/max_abs_dev"] == 0 and both["grad_norm"] != conditional["grad_norm"] > 0

@@ -36,7 +36,7 @@ def tiny(lora: LoRA | None = ADAPTER, *, seed: int = 0, dtype: torch.dtype = tor
 
 
 @torch.no_grad()
-def drawn(policy: Policy) -> Tensor:
+def sample(policy: Policy) -> Tensor:
     return policy.generate(BATCH)
 
 
@@ -69,7 +69,7 @@ def test_only_the_adapter_is_trained_and_in_float32(dtype: torch.dtype) -> None:
 def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor the generators, of other devices either."""
     policy = Policy(FAMILIES["sd3"]().pipe)
-    untouched, touched = drawn(policy), list[str]()
+    untouched, touched = sample(policy), list[str]()
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with monkeypatch.context() as patch:
@@ -78,7 +78,7 @@ def test_adapter_starts_from_the_seed_alone_and_changes_nothing_yet(monkeypatch:
                 patch.setattr(module, name, lambda *_, place=f"{module}.{name}": touched.append(place), raising=False)
         weights = trainable(policy.denoisers, ADAPTER, seed=3)
     assert touched == [] and torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(drawn(policy), untouched)
+    assert torch.equal(sample(policy), untouched)
     torch.manual_seed(6)
     assert equal(copied(weights.named), copied(tiny(seed=3)[1].named))
     assert not equal(copied(weights.named), copied(tiny(seed=4)[1].named))
@@ -106,16 +106,16 @@ def test_unknown_targets_are_refused_and_full_fine_tuning_of_a_bfloat16_model_is
 @pytest.mark.parametrize("lora", [ADAPTER, None], ids=["lora", "full"])
 def test_reference_is_the_untouched_model_after_training(lora: LoRA | None) -> None:
     """And is left again, also where the block fails."""
-    untouched = drawn(Policy(FAMILIES["sd3"]().pipe))
+    untouched = sample(Policy(FAMILIES["sd3"]().pipe))
     policy, weights = tiny(lora)
     some_steps(policy, weights)
-    trained, values = drawn(policy), copied(weights.named)
+    trained, values = sample(policy), copied(weights.named)
     assert (trained - untouched).abs().max() > 1e-3
     with weights.reference():
-        assert torch.equal(drawn(policy), untouched)
+        assert torch.equal(sample(policy), untouched)
     with pytest.raises(RuntimeError, match="planted"), weights.reference():
         raise RuntimeError("planted")
-    assert torch.equal(drawn(policy), trained) and equal(copied(weights.named), values)
+    assert torch.equal(sample(policy), trained) and equal(copied(weights.named), values)
     assert all(p.requires_grad for p in weights.parameters)
     some_steps(policy, weights, 1)  # and can still be trained
     assert not equal(copied(weights.named), values)
@@ -127,14 +127,14 @@ def test_snapshots_are_exchanged_by_pointer(lora: LoRA | None) -> None:
     policy, weights = tiny(lora)
     some_steps(policy, weights, 1)
     weights.snapshot("old")
-    kept, picture = copied(weights.named), drawn(policy)
+    kept, picture = copied(weights.named), sample(policy)
     some_steps(policy, weights, 1)
     moved = copied(weights.named)
     pointers = {key: p.data_ptr() for key, p in weights.named.items()}
     held = {key: tensor.data_ptr() for key, tensor in weights.snapshots["old"].items()}
     with weights.use("old"):
         assert {key: p.data_ptr() for key, p in weights.named.items()} == held
-        assert torch.equal(drawn(policy), picture)
+        assert torch.equal(sample(policy), picture)
     assert {key: p.data_ptr() for key, p in weights.named.items()} == pointers
     assert {key: tensor.data_ptr() for key, tensor in weights.snapshots["old"].items()} == held
     assert equal(copied(weights.named), moved) and equal(copied(weights.snapshots["old"]), kept)
@@ -150,14 +150,14 @@ def test_state_and_restore_are_exact(lora: LoRA | None) -> None:
     some_steps(policy, weights, 1)
     kept = {stem: copied(tensors) for stem, tensors in weights.state().items()}
     assert kept.keys() == {"weights", "snapshot-average"}  # and no reference: it is the model that is loaded
-    trained = drawn(policy)
+    trained = sample(policy)
     with weights.reference():
-        untouched = drawn(policy)
+        untouched = sample(policy)
     other_policy, other = tiny(lora, seed=9)
     other.restore(kept | {"optimizer": {"state/0/step": torch.ones(())}})
-    assert torch.equal(drawn(other_policy), trained)
+    assert torch.equal(sample(other_policy), trained)
     with other.reference():
-        assert torch.equal(drawn(other_policy), untouched)
+        assert torch.equal(sample(other_policy), untouched)
     assert all(equal(copied(tensors), kept[stem]) for stem, tensors in other.state().items())
     some_steps(other_policy, other)  # the restored tensors are the run's own: what it was given does not change
     again = {stem: copied(tensors) for stem, tensors in weights.state().items()}
@@ -177,12 +177,12 @@ def test_a_checkpoint_of_another_adapter_is_refused(lora: LoRA | None) -> None:
 
 def test_a_copy_without_a_trained_adapter_is_made_of_a_lora_alone() -> None:
     policy, weights = tiny()
-    plain = drawn(policy)
+    plain = sample(policy)
     some_steps(policy, weights)
     snapshot_base(weights, "base", goes_on=True)
     with weights.use("base"):
-        assert torch.equal(drawn(policy), plain)
-    assert not torch.equal(drawn(policy), plain)
+        assert torch.equal(sample(policy), plain)
+    assert not torch.equal(sample(policy), plain)
     for kind in ("lokr", "dora"):
         _, other = tiny(ADAPTER.model_copy(update={"type": kind}))
         snapshot_base(other, "new", goes_on=False)
@@ -227,14 +227,14 @@ def test_the_adapter_fits_the_weights_that_were_published(folder: Path, model: P
     published = DiffusionPipeline.from_pretrained(model)
     before = runs.picture(published)
     published.load_lora_weights(run / "lora")
-    found = runs.picture(published)
+    result = runs.picture(published)
     quantised = load_pipeline(Model(path=str(model), quantize="int8"))
     load_lora(quantised, str(run / "lora"))
-    change = np.abs(found - before).mean()
+    change = np.abs(result - before).mean()
     assert change > 1e-3
-    assert np.abs(found - runs.picture(quantised)).mean() < 0.2 * change  # what is left is the rounding of the base
+    assert np.abs(result - runs.picture(quantised)).mean() < 0.2 * change  # what is left is the rounding of the base
     merged = DiffusionPipeline.from_pretrained(export(run, folder / "merged", full=True))
-    np.testing.assert_allclose(runs.picture(merged), found, atol=1e-3)
+    np.testing.assert_allclose(runs.picture(merged), result, atol=1e-3)
     assert type(merged.transformer.transformer_blocks[0].attn.to_q.weight.data) is torch.Tensor
 
 

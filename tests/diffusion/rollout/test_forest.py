@@ -52,17 +52,17 @@ def roots(plan: SamplingPlan, family: Family) -> tuple[Batch, list[int]]:
     return replace(batch, keys=[(7, 3, slot) for slot in slots]), slots
 
 
-def drawn(policy: Policy, plan: SamplingPlan, batch_size: int = 100, family: Family = SD3) -> Samples:
+def sample(policy: Policy, plan: SamplingPlan, batch_size: int = 100, family: Family = SD3) -> Samples:
     batch, slots = roots(plan, family)
     return roll_out(
         policy, batch, slots, plan, kernel_of(plan, "flow_sde" if family.kind == "flow" else "ddim"), batch_size
     )
 
 
-def edges_of(found: Samples) -> dict[tuple[int, int], tuple[Tensor, float]]:
+def edges_of(result: Samples) -> dict[tuple[int, int], tuple[Tensor, float]]:
     """(step, slot) -> (next state, log-probability) of every recorded transition."""
     every = {}
-    for piece in found.pieces:
+    for piece in result.pieces:
         for i, slots in piece.slots.items():
             for row, slot in enumerate(slots):
                 assert (i, slot) not in every  # what is shared is run once
@@ -79,10 +79,10 @@ few = settings(
 @given(plan=plans())
 def test_counts_are_the_closed_forms_and_replay_equals_record(policy: Policy, plan: SamplingPlan) -> None:
     before = policy.model_calls
-    found = drawn(policy, plan, batch_size=3)
+    actual = sample(policy, plan, batch_size=3)
     assert policy.model_calls - before == 2 * plan.calls  # two prompts
-    assert found.slots == list(range(2 * plan.leaves)) and len(found.final) == len(found.batch) == 2 * plan.leaves
-    tree, every = grow(plan), edges_of(found)
+    assert actual.slots == list(range(2 * plan.leaves)) and len(actual.final) == len(actual.batch) == 2 * plan.leaves
+    tree, every = grow(plan), edges_of(actual)
     assert len(every) == 2 * plan.trained_edges(plan.stochastic)
     expected = {
         (int(tree.depth[n]) - 1, p * plan.leaves + int(tree.first_leaf[n]))
@@ -93,15 +93,15 @@ def test_counts_are_the_closed_forms_and_replay_equals_record(policy: Policy, pl
     assert every.keys() == expected
     assert tree.num_nodes == sum(plan.nodes) and tree.num_nodes - plan.roots == plan.edges
     before = policy.model_calls
-    for piece in found.pieces:
+    for piece in actual.pieces:
         for i, recorded in piece.trajectory.log_probs.items():
             assert torch.equal(policy.replay(piece.trajectory.step(i)).log_prob, recorded)
     assert policy.model_calls - before == 2 * plan.training_calls(plan.stochastic)
-    whole = drawn(policy, plan)  # in one batch: the same up to the rounding of differently shaped calls
-    torch.testing.assert_close(found.final, whole.final, rtol=1e-3, atol=1e-4)
+    whole = sample(policy, plan)  # in one batch: the same up to the rounding of differently shaped calls
+    torch.testing.assert_close(actual.final, whole.final, rtol=1e-3, atol=1e-4)
     logs = edges_of(whole)
     assert all(every[key][1] == pytest.approx(logs[key][1], abs=1e-4) for key in every)
-    assert all(len(piece.trajectory.batch) <= 3 for piece in found.pieces)
+    assert all(len(piece.trajectory.batch) <= 3 for piece in actual.pieces)
 
 
 def walk(policy: Policy, plan: SamplingPlan, tree: Tree, prompt: int, leaf: int) -> list[Trajectory]:
@@ -135,15 +135,15 @@ def test_the_tail_is_the_solvers_and_ends_at_0(
     plan = compress_tail(make_plan(8, noise={1: 0.7}, splits=splits), ratio)
     assert plan.tail is not None
     before = policy.model_calls
-    found = drawn(policy, plan)
+    result = sample(policy, plan)
     assert policy.model_calls - before == 2 * plan.calls
     levels = [sigma for _, sigma, _ in seen]
     assert len(levels) == plan.tail.steps and levels == sorted(levels, reverse=True)
-    assert levels[0] == float(found.sigmas[2])
+    assert levels[0] == float(result.sigmas[2])
     state, sigma, last = seen[-1]  # the solver's last step is to the predicted clean sample
-    torch.testing.assert_close(found.final, state - sigma * last, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result.final, state - sigma * last, rtol=1e-5, atol=1e-6)
     if ratio == 1.0:
-        torch.testing.assert_close(torch.tensor(levels), found.sigmas[2:-1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(levels), result.sigmas[2:-1], rtol=1e-5, atol=1e-6)
 
 
 def test_a_branch_without_noise_is_refused(policy: Policy) -> None:
@@ -169,16 +169,16 @@ def test_trees_and_windows_of_families(name: str) -> None:
     policy = Policy(family.pipe)
     for plan in PLANS:
         before = policy.model_calls
-        found = drawn(policy, plan, 3, family)
+        result = sample(policy, plan, 3, family)
         assert (policy.model_calls - before) / (2 * plan.calls) in (1.0, 2.0)  # twice with guidance
-        for piece in found.pieces:
+        for piece in result.pieces:
             assert sorted(piece.slots) == sorted(piece.trajectory.log_probs)
             for i, recorded in piece.trajectory.log_probs.items():
                 assert torch.equal(policy.replay(piece.trajectory.step(i)).log_prob, recorded)
-        assert len(edges_of(found)) == 2 * plan.trained_edges(plan.stochastic)
-        assert found.slots == list(range(2 * plan.leaves)) and found.final.isfinite().all()
-        assert len({tuple(x.flatten().tolist()) for x in found.final}) == 2 * plan.leaves  # all differ
-    pictures = policy.decode(found.batch.take([0, 3, 4]), found.final[[0, 3, 4]])
+        assert len(edges_of(result)) == 2 * plan.trained_edges(plan.stochastic)
+        assert result.slots == list(range(2 * plan.leaves)) and result.final.isfinite().all()
+        assert len({tuple(x.flatten().tolist()) for x in result.final}) == 2 * plan.leaves  # all differ
+    pictures = policy.decode(result.batch.take([0, 3, 4]), result.final[[0, 3, 4]])
     assert len(pictures) == 3 and pictures.isfinite().all() and not torch.equal(pictures[0], pictures[1])
 
 
@@ -204,9 +204,9 @@ def test_the_gradient_of_a_tree_is_that_of_its_leaves_as_rollouts(
     )  # fmt: skip
     assert float(tables.weight.sum()) == leaves * len(plan.stochastic)  # what separate rollouts are divided by
     shared, separate = torch.zeros(()), torch.zeros(())
-    found = drawn(policy, plan, batch_size=3)
+    result = sample(policy, plan, batch_size=3)
     with torch.enable_grad():
-        for piece in found.pieces:
+        for piece in result.pieces:
             for i, slots in piece.slots.items():
                 share = (tables.weight[i, slots] * tables.advantage[i, slots]).float()
                 shared = shared + (share * policy.replay(piece.trajectory.step(i)).log_prob).sum()
@@ -258,18 +258,18 @@ def test_a_shared_edge_is_worth_the_mean_of_its_leaves(plan: SamplingPlan, weigh
     """Of those that have a score; and it weighs as many, or one. Two prompts."""
     tree, rewards = grow(plan), values(2 * plan.leaves)
     rewards[[slot for slot in missing if slot < len(rewards)]] = math.nan
-    found = edges(plan, rewards, rewards.nan_to_num(0.0), weight=weight)
+    result = edges(plan, rewards, rewards.nan_to_num(0.0), weight=weight)
     for step in range(plan.steps):
         for slot in range(2 * plan.leaves):
             first = slot - slot % plan.leaves
             leaves = below(tree, step, slot - first)
             scored = [rewards[first + leaf] for leaf in leaves or () if not rewards[first + leaf].isnan()]
             if step not in plan.stochastic or not scored:
-                assert float(found.weight[step, slot]) == float(found.advantage[step, slot]) == 0.0
+                assert float(result.weight[step, slot]) == float(result.advantage[step, slot]) == 0.0
                 continue
             mean = float(sum(scored) / len(scored))
-            assert float(found.advantage[step, slot]) == pytest.approx(mean, abs=1e-12)
-            assert float(found.weight[step, slot]) == (len(scored) if weight == "leaf_multiplicity" else 1)
+            assert float(result.advantage[step, slot]) == pytest.approx(mean, abs=1e-12)
+            assert float(result.weight[step, slot]) == (len(scored) if weight == "leaf_multiplicity" else 1)
 
 
 @settings(max_examples=40)
@@ -284,14 +284,14 @@ def test_tables_are_values_of_nodes(plan: SamplingPlan) -> None:
 
 def test_independent_samples_have_their_own_advantages_and_progress_falls_short_of_the_best_leaf() -> None:
     plan = make_plan(4, noise={1: 0.7, 2: 0.7}, roots=3)
-    found = independent_edges(torch.tensor([1.0, -2.0, 0.0]), Steps(plan, (1, 2), (), None))
-    assert found.advantage.tolist() == [[0] * 3, [1, -2, 0], [1, -2, 0], [0] * 3]
-    assert found.weight.tolist() == [[0] * 3, [1] * 3, [1] * 3, [0] * 3]
+    result = independent_edges(torch.tensor([1.0, -2.0, 0.0]), Steps(plan, (1, 2), (), None))
+    assert result.advantage.tolist() == [[0] * 3, [1, -2, 0], [1, -2, 0], [0] * 3]
+    assert result.weight.tolist() == [[0] * 3, [1] * 3, [1] * 3, [0] * 3]
     rewards = torch.tensor([0.0, 1.0, 2.0, 4.0, 8.0, 6.0, 4.0, 0.0])
-    found = progress_table(grow(BINARY), rewards)
-    torch.testing.assert_close(found[3], (8 - rewards.double()) / 8, rtol=0, atol=1e-6)
-    assert float(found[0, 0]) == pytest.approx(float((8 - rewards[:4]).mean() / 8))
-    assert float(found[2, 4]) == 0.0  # the best
+    result = progress_table(grow(BINARY), rewards)
+    torch.testing.assert_close(result[3], (8 - rewards.double()) / 8, rtol=0, atol=1e-6)
+    assert float(result[0, 0]) == pytest.approx(float((8 - rewards[:4]).mean() / 8))
+    assert float(result[2, 4]) == 0.0  # the best
 
 
 BINARY = make_plan(5, noise=dict.fromkeys(range(4), 0.7), splits={0: 2, 1: 2, 2: 2})
@@ -300,29 +300,29 @@ BINARY = make_plan(5, noise=dict.fromkeys(range(4), 0.7), splits={0: 2, 1: 2, 2:
 def test_depths_with_fewer_than_four_states_are_measured_against_the_leaves() -> None:
     """Depth 1 has two: +-0.707 whatever the rewards. Depths 2 and on are normalised by themselves."""
     rewards = values(8)
-    found = edges(BINARY, rewards, normalise="depth")
-    assert found.skipped == [1]
+    actual = edges(BINARY, rewards, normalise="depth")
+    assert actual.skipped == [1]
     late = make_plan(5, noise={3: 0.7}, splits={3: 4}, roots=2)  # two states at depths 0 to 3, eight leaves
     assert edges(late, rewards, normalise="depth").skipped == []  # depths that are not trained are not reported
     leaf, pairs = (rewards - rewards.mean()) / rewards.std(), rewards.view(4, 2).mean(1)
     wanted = {3: leaf, 0: leaf.view(2, 4).mean(1), 1: (pairs - pairs.mean()) / pairs.std()}
     for depth, slots in ((3, range(8)), (0, (0, 4)), (1, (0, 2, 4, 6))):
-        torch.testing.assert_close(found.advantage[depth][[*slots]], wanted[depth], rtol=0, atol=1e-6)
+        torch.testing.assert_close(actual.advantage[depth][[*slots]], wanted[depth], rtol=0, atol=1e-6)
 
 
 def test_what_is_pruned_is_not_trained() -> None:
     """The worse sibling below the last split; those depths; a group without scores, which stops nothing."""
     rewards = values(8)
-    found = edges(BINARY, rewards, prune={"width": "best_sibling"})
+    result = edges(BINARY, rewards, prune={"width": "best_sibling"})
     kept = rewards.view(4, 2).argmax(1) + torch.arange(0, 8, 2)
-    assert found.weight[3].nonzero()[:, 0].tolist() == kept.tolist()
-    assert (found.weight[:3].sum(1) == 8).all()  # up to the last split all is trained
-    found = edges(BINARY, rewards, prune={"depths": [2, 3]})
-    assert [bool(row.any()) for row in found.weight] == [True, False, False, True, False]
+    assert result.weight[3].nonzero()[:, 0].tolist() == kept.tolist()
+    assert (result.weight[:3].sum(1) == 8).all()  # up to the last split all is trained
+    result = edges(BINARY, rewards, prune={"depths": [2, 3]})
+    assert [bool(row.any()) for row in result.weight] == [True, False, False, True, False]
     both = torch.cat([rewards, torch.full((8,), math.nan, dtype=torch.float64)])
     for width in ("best_sibling", "extremes"):
-        found = edges(BINARY, both, both.nan_to_num(0.0), prune={"width": width})
-        assert float(found.weight[:, 8:].abs().sum()) == 0.0 < float(found.weight[:, :8].sum())
+        result = edges(BINARY, both, both.nan_to_num(0.0), prune={"width": width})
+        assert float(result.weight[:, 8:].abs().sum()) == 0.0 < float(result.weight[:, :8].sum())
 
 
 @pytest.mark.parametrize("credit", ["path_softmax", "level_softmax"])
@@ -331,5 +331,5 @@ def test_likely_leaves_count_more_in_a_softmax(credit: Any) -> None:
     logs, rewards = torch.full((3, 2), math.nan), torch.tensor([1.0, 0.0])
     logs[0, 0], logs[1, 0], logs[1, 1] = -1.0, -1.0, -3.0
     settings = TreeSettings(ways=2, credit=credit)
-    found = tree_edges(settings, plan, (0, 1), rewards, rewards, logs, clip=CLIP, iteration=0)
-    assert float(found.advantage[0, 0]) == pytest.approx(1 / (1 + math.exp(-2)), abs=1e-6)
+    result = tree_edges(settings, plan, (0, 1), rewards, rewards, logs, clip=CLIP, iteration=0)
+    assert float(result.advantage[0, 0]) == pytest.approx(1 / (1 + math.exp(-2)), abs=1e-6)

@@ -232,8 +232,8 @@ def test_a_cluster_of_the_run_ends_with_it(folder: Path, model: Path) -> None:
 
 def children(pid: int | None) -> list[int]:
     """Of a process, and theirs."""
-    found = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    return found + [below for child in found for below in children(child)]
+    result = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return result + [below for child in result for below in children(child)]
 
 
 @needs_ray

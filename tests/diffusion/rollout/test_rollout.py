@@ -90,22 +90,22 @@ def test_processes_share_out_one_iteration(num_processes: int) -> None:
     assert torch.equal(scores.nansum(dim=0), alone.scored.values["pixel"])
 
 
-def keys(found: Rollouts, name: str) -> dict[int, Any]:
+def keys(result: Rollouts, name: str) -> dict[int, Any]:
     """By slot."""
-    of = ((one.slots, getattr(one.batch, name)) for one in found.mine.values())
+    of = ((one.slots, getattr(one.batch, name)) for one in result.mine.values())
     return {slot: key for slots, some in of for slot, key in zip(slots, some, strict=True)}
 
 
 def test_keys_name_seed_iteration_and_slot() -> None:
     """A group may share its initial noise; the noise of steps stays each one's own."""
-    found = gather(tiny_config(), iteration=4)
-    assert keys(found, "keys") == {slot: (11, 4, slot) for slot in range(9)}
-    assert all(one.batch.initial_keys is None for one in found.mine.values())
-    found = gather(tiny_config(same_initial_noise=True), iteration=4)
-    assert keys(found, "initial_keys") == {slot: (11, 4, "group", slot // 3) for slot in range(9)}
-    assert len(set(keys(found, "keys").values())) == 9
-    found = rollout.call_arguments(tiny_config(guidance_scale=None).sampling)
-    assert found == {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 4}
+    result = gather(tiny_config(), iteration=4)
+    assert keys(result, "keys") == {slot: (11, 4, slot) for slot in range(9)}
+    assert all(one.batch.initial_keys is None for one in result.mine.values())
+    result = gather(tiny_config(same_initial_noise=True), iteration=4)
+    assert keys(result, "initial_keys") == {slot: (11, 4, "group", slot // 3) for slot in range(9)}
+    assert len(set(keys(result, "keys").values())) == 9
+    result = rollout.call_arguments(tiny_config(guidance_scale=None).sampling)
+    assert result == {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 4}
 
 
 def test_samples_without_a_score_are_left_out_and_counted() -> None:
@@ -117,17 +117,17 @@ def test_samples_without_a_score_are_left_out_and_counted() -> None:
     scorers = {"one": lambda images: [1.0] * len(images), "dogs": dogs_only}
     scorers["watched"] = lambda images: [math.nan] * len(images)
     weights = {"one": 2.0, "dogs": -1.0, "watched": 0.0}
-    found = gather(tiny_config(prompts_per_iteration=4), scorers=scorers, weights=weights)
-    dogs = torch.tensor([text == "a dog" for text in found.prompts])
-    assert dogs.sum() == 3 and torch.equal(found.total.isnan(), ~dogs)
-    torch.testing.assert_close(found.total[dogs], 2.0 - found.scored.values["dogs"][dogs])
-    metrics = score_metrics(found.scored, found.total)
+    result = gather(tiny_config(prompts_per_iteration=4), scorers=scorers, weights=weights)
+    dogs = torch.tensor([text == "a dog" for text in result.prompts])
+    assert dogs.sum() == 3 and torch.equal(result.total.isnan(), ~dogs)
+    torch.testing.assert_close(result.total[dogs], 2.0 - result.scored.values["dogs"][dogs])
+    metrics = score_metrics(result.scored, result.total)
     assert metrics["reward/one_mean"] == 1.0 and metrics["reward/one_std"] == 0.0
     assert metrics["reward/dogs_failed"] == 9.0
     assert metrics["reward/watched_failed"] == 12.0 and math.isnan(metrics["reward/watched_mean"])
-    assert metrics["reward/total_mean"] == pytest.approx(float(found.total[dogs].mean()))
-    assert metrics["reward/total_std"] == pytest.approx(float(found.total[dogs].std(correction=0)))
-    advantages = group_advantages(found.total, found.group, scale="global")
+    assert metrics["reward/total_mean"] == pytest.approx(float(result.total[dogs].mean()))
+    assert metrics["reward/total_std"] == pytest.approx(float(result.total[dogs].std(correction=0)))
+    advantages = group_advantages(result.total, result.group, scale="global")
     assert torch.equal(advantages != 0, dogs) and advantages.isfinite().all()
 
 
@@ -139,9 +139,9 @@ def test_a_reward_may_fail_now_and_then_and_not_often() -> None:
             raise OSError("the camera is broken")
         return first_pixel(images)
 
-    found = gather(tiny_config(prompts_per_iteration=5), scorers={"shaky": shaky})  # 2 of 15 samples, in 8 calls
-    assert int(found.total.isnan().sum()) == 2
-    assert score_metrics(found.scored, found.total)["reward/shaky_failed"] == 2.0
+    result = gather(tiny_config(prompts_per_iteration=5), scorers={"shaky": shaky})  # 2 of 15 samples, in 8 calls
+    assert int(result.total.isnan().sum()) == 2
+    assert score_metrics(result.scored, result.total)["reward/shaky_failed"] == 2.0
     with pytest.raises(genrl_rewards.RewardFailed, match=r"(?s)'shaky' raised for 4 of 9 samples.*camera is broken"):
         gather(tiny_config(), scorers={"shaky": shaky})
     with pytest.raises(ValueError, match="reward 'short' returned 1 numbers for 2 samples"):

@@ -65,13 +65,13 @@ def scored_by(opened: dict[str, Any], *, background: bool = False, **more: Any) 
 
 
 def test_scores_stand_at_their_slots_and_rewards_of_groups_get_whole_ones() -> None:
-    found = score(plain({"b": brightness, "rank": rank, "wins": wins}), pieces(), ROWS, GROUP)
-    assert torch.equal(found.values["b"], IMAGES.mean((1, 2, 3)).double())
-    assert torch.equal(found.parts["b/red"], IMAGES[:, 0].mean((1, 2)).double())
+    actual = score(plain({"b": brightness, "rank": rank, "wins": wins}), pieces(), ROWS, GROUP)
+    assert torch.equal(actual.values["b"], IMAGES.mean((1, 2, 3)).double())
+    assert torch.equal(actual.parts["b/red"], IMAGES[:, 0].mean((1, 2)).double())
     means = IMAGES.mean((1, 2, 3)).view(3, 4)
     expected = (means[:, None, :] < means[:, :, None]).sum(2).flatten().double()
-    assert torch.equal(found.values["rank"], expected)
-    assert torch.allclose(found.values["wins"], expected / 3)
+    assert torch.equal(actual.values["rank"], expected)
+    assert torch.allclose(actual.values["wins"], expected / 3)
     opened = {"noisy": noisy, "b": brightness, "rank": rank, "again": noisy}
     assert same(scored_by(opened, background=True), scored_by(opened))
 
@@ -113,8 +113,8 @@ def test_a_reward_with_copies_is_asked_about_several_at_a_time(background: bool)
     with Scoring(copies, ROWS, GROUP, background=background) as scoring:
         for slots, images in pieces():
             scoring.add(slots, images)
-        found = scoring.result()
-    assert same(found, score(plain({"b": brightness, "many": brightness, "rank": rank}), pieces(), ROWS, GROUP))
+        result = scoring.result()
+    assert same(result, score(plain({"b": brightness, "many": brightness, "rank": rank}), pieces(), ROWS, GROUP))
 
 
 def score_groups(file: str) -> None:
@@ -127,8 +127,8 @@ def score_groups(file: str) -> None:
         return [1.0] * len(images)
 
     slots = [s for s in range(12) if (s % 4 < 3) == (state.process_index == 0)]  # most of each group is on the first
-    found = score(plain({"means": means}), [(slots, IMAGES[slots])], ROWS, GROUP)
-    assert bool((found.values["means"] == 1).all())
+    result = score(plain({"means": means}), [(slots, IMAGES[slots])], ROWS, GROUP)
+    assert bool((result.values["means"] == 1).all())
     Path(f"{file}-{state.process_index}").write_text(json.dumps(asked))
 
 
@@ -182,9 +182,9 @@ def test_an_offloaded_model_is_on_its_device_while_it_scores(background: bool) -
 def test_a_picture_that_is_not_finite_has_no_score() -> None:
     broken = IMAGES.clone()
     broken[4, 0, 0, 0] = math.nan
-    found = score(plain({"style": lambda style: [1.0] * len(style)}), [([4, 5], broken[4:6])], ROWS, GROUP)
-    assert math.isnan(found.values["style"][4]) and found.values["style"][5] == 1.0
-    assert found.values["style"].isnan().sum() == 11  # what nobody drew has no score either
+    result = score(plain({"style": lambda style: [1.0] * len(style)}), [([4, 5], broken[4:6])], ROWS, GROUP)
+    assert math.isnan(result.values["style"][4]) and result.values["style"][5] == 1.0
+    assert result.values["style"].isnan().sum() == 11  # what nobody drew has no score either
     assert score(plain({"b": brightness}), [], ROWS, GROUP).values["b"].isnan().all()  # in a process without samples
 
 
@@ -220,13 +220,13 @@ def test_rewards_are_opened_as_the_configuration_says(tmp_path: Path) -> None:
   - {{name: '{mine}:plain', weight: 0.5, schedule: [[0, 0], [10, 1]], gate: {{reward: Typed, at_least: 0.5}}}}
 """
     mine.write_text(MINE)
-    found = open_scorers(runs.unloaded(rewards=yaml.safe_load(entries)), "cpu")
-    calls = found.rewards["Typed"]
+    result = open_scorers(runs.unloaded(rewards=yaml.safe_load(entries)), "cpu")
+    calls = result.rewards["Typed"]
     assert calls.reward.seen == ["meta", "bfloat16", "cpu"] and (calls.batch_size, calls.cache) == (2, 5)
-    assert found.offloaded == {"Typed": "meta"}
-    with found.placed():
+    assert result.offloaded == {"Typed": "meta"}
+    with result.placed():
         assert calls.reward.seen[-1] == "meta"
-    assert found.components == {
+    assert result.components == {
         "Typed": Component(normalize="group"),
         "plain": Component(0.5, ((0, 0.0), (10, 1.0)), "none", Gate("Typed", 0.5)),
     }

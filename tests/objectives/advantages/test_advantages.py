@@ -49,9 +49,9 @@ def test_golden_columns(golden) -> None:
             r"out_flow_factory_gdpo_.*": (advantages.gdpo_advantages(parts, weights, group), 1e-4),
         }
         for pattern, (value, tolerance) in ours.items():
-            for found in a.matches(pattern):
-                want = a.given(found[0])  # of several timesteps: the same reward at each
-                a.near(found[0], value if want.dim() < 2 else value[:, None].expand_as(want), tolerance)
+            for actual in a.matches(pattern):
+                want = a.given(actual[0])  # of several timesteps: the same reward at each
+                a.near(actual[0], value if want.dim() < 2 else value[:, None].expand_as(want), tolerance)
     a.all_used("out_.*", but="out_(paco_rank_grpo|mixgrpo|(flow|adv)_grpo_(rwr|sft)).*")
 
 
@@ -156,11 +156,11 @@ def test_golden_columns_aggregation(golden) -> None:
     a.check("out_tracker_with_log_tame_fn", released)
     name = "out_released_default_weighted_sum_global"
     a.check(name, advantages.group_advantages(weighted, group, scale="global", **floor))
-    for found in a.matches(r"out_log_tame_mean_then_grpo_(group|global)"):
-        a.check(found[0], aggregation.log_tame_advantages(rewards, weights, group, scale=found[1]))
-    for found in a.matches(r"out_weighted_advantage_sum_(group|global)"):
-        parts = [advantages.group_advantages(reward, group, scale=found[1], **floor) for reward in rewards]
-        a.check(found[0], sum(w * part for w, part in zip(weights, parts, strict=True)))
+    for actual in a.matches(r"out_log_tame_mean_then_grpo_(group|global)"):
+        a.check(actual[0], aggregation.log_tame_advantages(rewards, weights, group, scale=actual[1]))
+    for actual in a.matches(r"out_weighted_advantage_sum_(group|global)"):
+        parts = [advantages.group_advantages(reward, group, scale=actual[1], **floor) for reward in rewards]
+        a.check(actual[0], sum(w * part for w, part in zip(weights, parts, strict=True)))
     a.check("out_log_tame_mean", aggregation.log_tame(rewards, weights))
     a.all_used("out_.*", but=r"out_(geometric|harmonic)_mean|out_log_tame_(median|[\dp]+)")
 

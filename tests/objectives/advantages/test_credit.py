@@ -46,15 +46,15 @@ def test_leaves_without_a_score_are_left_out(tree: Tree, seed: int, data) -> Non
     holes[list(missing)] = math.nan
     for backup in (credit.mean_of_leaves, credit.path_softmax, credit.level_softmax):
         more = () if backup is credit.mean_of_leaves else (logs,)
-        found = backup(tree.parent, holes, *more)
+        result = backup(tree.parent, holes, *more)
         whole = backup(tree.parent, values, *more)
         for node in range(tree.num_nodes):
             kept = [k for k in below(tree, node) if k not in missing]
-            assert bool(found[node].isnan()) == (not kept)
+            assert bool(result[node].isnan()) == (not kept)
             if len(kept) == len(below(tree, node)):
-                assert found[node] == pytest.approx(float(whole[node]), abs=1e-12)
+                assert result[node] == pytest.approx(float(whole[node]), abs=1e-12)
             elif kept:
-                assert values[kept].min() - 1e-12 <= found[node] <= values[kept].max() + 1e-12
+                assert values[kept].min() - 1e-12 <= result[node] <= values[kept].max() + 1e-12
 
 
 def test_deterministic_edges_weigh_nothing() -> None:
@@ -63,8 +63,8 @@ def test_deterministic_edges_weigh_nothing() -> None:
     logs[(tree.depth != 2) & (tree.depth != 3)] = math.nan
     zero = torch.where(logs.isnan(), 0.0, logs)
     for backup in (credit.path_softmax, credit.level_softmax):
-        found = backup(tree.parent, values, logs)
-        assert found.isfinite().all() and torch.equal(found, backup(tree.parent, values, zero))
+        result = backup(tree.parent, values, logs)
+        assert result.isfinite().all() and torch.equal(result, backup(tree.parent, values, zero))
 
 
 def test_prompts_in_rows_are_treated_apart() -> None:
@@ -107,14 +107,14 @@ def test_a_depth_is_normalised_from_four_nodes_on() -> None:
     for nodes, skipped in ((3, True), (4, False)):
         tree = from_parents([-1, *[0] * nodes, *range(1, nodes + 1)])
         values = credit.mean_of_leaves(tree.parent, numbers(nodes, 0))
-        found = credit.normalise_per_depth(values, tree.depth)
-        assert (1 in found.skipped) == skipped
-        last = found.advantages[-nodes:]  # the leaves' depth always is
+        result = credit.normalise_per_depth(values, tree.depth)
+        assert (1 in result.skipped) == skipped
+        last = result.advantages[-nodes:]  # the leaves' depth always is
         assert abs(last.mean()) < 1e-6 and abs(last.std() - 1) < 1e-4
     values = torch.tensor([0.0, 1.0, 2.0, math.nan, 3.0, 6.0])  # a missing one gets nothing and changes no other
-    found = credit.normalise_per_depth(values, torch.tensor([0, 1, 1, 1, 1, 1])).advantages
+    result = credit.normalise_per_depth(values, torch.tensor([0, 1, 1, 1, 1, 1])).advantages
     kept = values[[1, 2, 4, 5]].double()
-    assert found[3] == 0 and torch.allclose(found[[1, 2, 4, 5]], (kept - kept.mean()) / (kept.std() + 1e-8))
+    assert result[3] == 0 and torch.allclose(result[[1, 2, 4, 5]], (kept - kept.mean()) / (kept.std() + 1e-8))
 
 
 # -- BranchGRPO's pruning on leaves (of depths: test_tree_golden); PODS's down-sampling

@@ -34,22 +34,22 @@ def test_golden_awm(golden) -> None:
         a.near(f"out_{peer}_logprob_ghuber", new.detach())
     advantage = matching.awm_advantage(raw, clip=a.number("in_adv_clip_max"))
     regularised = a.number("in_kl_beta") * kl("in_v_ref") + a.number("in_ema_kl_beta") * kl("in_v_ema")
-    for found in a.matches(r"out_official_loss_((exp|sum)_first_clip(.*))"):
-        clip, pair = number(found[3]), (new, old) if found[2] == "exp" else (new.mean(0), old.mean(0))
+    for actual in a.matches(r"out_official_loss_((exp|sum)_first_clip(.*))"):
+        clip, pair = number(actual[3]), (new, old) if actual[2] == "exp" else (new.mean(0), old.mean(0))
         surrogate = policy_losses.clipped_surrogate(*pair, advantage, clip, clip)
         policy = surrogate.loss.mean()
         loss = policy + regularised.mean()
-        a.near(found[0], loss)
-        a.near(f"out_official_policy_loss_{found[1]}", policy)
-        a.near(f"out_official_ratio_{found[1]}", surrogate.ratio.flatten())
-        a.near(f"out_official_grad_v_{found[1]}", torch.autograd.grad(loss, velocity, retain_graph=True)[0])
-    for found in a.matches(r"out_flow_factory_loss_(clip(.*)_adv(.*))"):
-        clip, limit = number(found[2]), number(found[3])
+        a.near(actual[0], loss)
+        a.near(f"out_official_policy_loss_{actual[1]}", policy)
+        a.near(f"out_official_ratio_{actual[1]}", surrogate.ratio.flatten())
+        a.near(f"out_official_grad_v_{actual[1]}", torch.autograd.grad(loss, velocity, retain_graph=True)[0])
+    for actual in a.matches(r"out_flow_factory_loss_(clip(.*)_adv(.*))"):
+        clip, limit = number(actual[2]), number(actual[3])
         clamped = raw.clamp(-limit, limit)  # Flow-Factory does not rescale
         losses = (policy_losses.clipped_surrogate(new, old, clamped, clip, clip).loss + regularised).mean(dim=1)
-        a.near(found[0], losses)
+        a.near(actual[0], losses)
         gradient = torch.autograd.grad(losses.sum(), velocity, retain_graph=True)[0]
-        a.near(f"out_flow_factory_grad_v_{found[1]}", gradient)
+        a.near(f"out_flow_factory_grad_v_{actual[1]}", gradient)
     a.all_used("out_.*", but=".*_logprob_.*")
 
 
@@ -59,8 +59,8 @@ def test_golden_dgpo(golden) -> None:
     velocity, old_velocity, reference = a.given("in_v_new").requires_grad_(), a.given("in_v_old"), a.given("in_v_ref")
     target, group, bound = a.given("in_noise") - a.given("in_x0"), a.given("in_group_id"), a.number("in_adv_clip_max")
     advantage = a.given("in_advantage").clamp(-bound, bound)
-    for found in a.matches(r"in_(beta.*)"):
-        beta, clip, kl_weight, dynamic = a.given(found[0]).tolist()
+    for actual in a.matches(r"in_(beta.*)"):
+        beta, clip, kl_weight, dynamic = a.given(actual[0]).tolist()
         losses = []
         for velocities in zip(velocity, old_velocity, reference, strict=True):
             new, old, ref = (matching.matching_error(v, target) for v in velocities)
@@ -70,8 +70,8 @@ def test_golden_dgpo(golden) -> None:
         loss = torch.stack(losses)
         gradient = torch.autograd.grad(loss.sum(), velocity)[0]
         for peer in ("official", "flow_factory"):  # float32 errors times beta
-            a.near(f"out_{peer}_loss_{found[1]}", loss, max(1e-5, 2e-8 * beta))
-            a.near(f"out_{peer}_grad_v_{found[1]}", gradient, max(1e-5, 2e-8 * beta))
+            a.near(f"out_{peer}_loss_{actual[1]}", loss, max(1e-5, 2e-8 * beta))
+            a.near(f"out_{peer}_grad_v_{actual[1]}", gradient, max(1e-5, 2e-8 * beta))
     a.all_used("out_.*")
 
 
@@ -86,10 +86,10 @@ def test_golden_crd(golden) -> None:
     loss = matching.crd_loss(implicit, target, matching.group_centres(implicit, target, everyone), beta=beta).mean()
     a.near("out_crd_loss_mse_tempm1p0", loss)
     a.near("out_crd_grad_r_mse_tempm1p0", torch.autograd.grad(loss, implicit)[0])
-    for found in a.matches(r"out_decay_(.*-.*)"):  # the others are of ramps too: test_golden_decays
-        start_step, start_value, slope, maximum = map(number, found[1].split("-"))
+    for actual in a.matches(r"out_decay_(.*-.*)"):  # the others are of ramps too: test_golden_decays
+        start_step, start_value, slope, maximum = map(number, actual[1].split("-"))
         ramp = partial(matching.ramp, slope=slope, maximum=maximum, start_step=int(start_step), start_value=start_value)
-        a.check(found[0], [ramp(int(n)) for n in a.given("in_decay_steps")], atol=1e-12)
+        a.check(actual[0], [ramp(int(n)) for n in a.given("in_decay_steps")], atol=1e-12)
     velocity, clean = a.given("in_v_new").requires_grad_(), a.given("in_x0")
     scaled, losses = matching.reward_adaptive_weight(target, kl_weight), []
     others = (a.given(f"in_{n}") for n in ("v_old", "v_ref", "noise"))
@@ -128,10 +128,10 @@ def test_golden_decays(golden) -> None:
     check("out_ff_constant", matching.ramp, start_value=0.995, slope=0.0, maximum=1.0)
     check("out_ff_power10", matching.ema_decay, maximum=0.995)
     check("out_ff_cosine", matching.cosine, **shape)
-    for found in a.matches(r"out_awm_dgpo_linear_min_(.*)"):
-        check(found[0], matching.ramp, slope=0.001, maximum=number(found[1]))
-    for found in a.matches(r"out_ff_piecewise_(\d+)_(.*)_(.*)"):
-        check(found[0], matching.ramp, slope=number(found[2]), maximum=number(found[3]), start_step=int(found[1]))
+    for actual in a.matches(r"out_awm_dgpo_linear_min_(.*)"):
+        check(actual[0], matching.ramp, slope=0.001, maximum=number(actual[1]))
+    for actual in a.matches(r"out_ff_piecewise_(\d+)_(.*)_(.*)"):
+        check(actual[0], matching.ramp, slope=number(actual[2]), maximum=number(actual[3]), start_step=int(actual[1]))
     a.all_used("out_.*", but="out_(ff_(discrete|logit_normal|uniform|warmup_cosine|linear)|nft|flow_grpo).*")
 
 

@@ -22,9 +22,9 @@ def test_golden_losses_and_gradients(golden) -> None:
     velocity, old, reference, noisy = (a.given(f"in_{name}") for name in ("v_new", "v_old", "v_ref", "xt"))
     velocity.requires_grad_()
     clean, sigmas, bound = a.given("in_x0"), a.given("in_sigma"), a.number("in_adv_clip_max")
-    for found in a.matches(r"out_(\w+?)_(loss|unweighted|grad_v)_beta([\dp]+)"):
+    for actual in a.matches(r"out_(\w+?)_(loss|unweighted|grad_v)_beta([\dp]+)"):
         weight = matching.nft_reward_weight(a.given("in_advantage"), bound)
-        options = {"beta": float(found[3].replace("p", ".")), "advantage_clip": bound}
+        options = {"beta": float(actual[3].replace("p", ".")), "advantage_clip": bound}
         rows = zip(velocity, old, noisy, sigmas, strict=True)
         policy = torch.stack(
             [matching.diffusion_nft_loss(v, o, x, clean, s, weight, **options).mean() for v, o, x, s in rows]
@@ -32,7 +32,7 @@ def test_golden_losses_and_gradients(golden) -> None:
         kl = [policy_losses.kl_velocity(*pair).mean() for pair in zip(velocity, reference, strict=True)]
         total = policy + a.number("in_kl_beta") * torch.stack(kl)
         gradient = torch.autograd.grad(total.sum(), velocity)[0]
-        a.near(found[0], {"loss": total, "unweighted": policy / bound, "grad_v": gradient}[found[2]])
+        a.near(actual[0], {"loss": total, "unweighted": policy / bound, "grad_v": gradient}[actual[2]])
     a.all_used("out_.*", but=r".*_(only|binary)")  # modes that nobody uses
 
 
@@ -43,14 +43,14 @@ def test_golden_decays(golden) -> None:
         a.check(f"out_nft_return_decay_type{i}", [matching.nft_old_policy_decay(step, kind) for step in steps])
     a.check("out_flow_grpo_ema_current_decay", [matching.ema_decay(step) for step in steps])
     path = a.given("in_param_path")
-    for found in a.matches(r"out_flow_grpo_ema_path_interval(\d+)"):
+    for actual in a.matches(r"out_flow_grpo_ema_path_interval(\d+)"):
         average, averages = torch.zeros_like(path[0]), []  # the parameter before the first step
         for step, value in enumerate(path):
-            if (step + 1) % int(found[1]) == 0:
+            if (step + 1) % int(actual[1]) == 0:
                 decay = matching.ema_decay(step)
                 average = decay * average + (1 - decay) * value
             averages.append(average)
-        a.near(found[0], torch.stack(averages))
+        a.near(actual[0], torch.stack(averages))
     a.all_used("out_(nft|flow_grpo).*")
 
 
@@ -181,8 +181,8 @@ def test_scores_of_velocity_and_noise_are_one(seed: int, sigma: float) -> None:
     a, s = 1 - sigma, (1 - (1 - sigma) ** 2) ** 0.5  # of a diffusion: its noise, its v or the sample as predicted
     predicted = {"epsilon": e, "v_prediction": a * e - s * clean, "sample": clean}
     for kind, output in predicted.items():
-        found = train.score_from_prediction(a * clean + s * e, output, a * a, kind)
-        torch.testing.assert_close(found, -e / s, rtol=1e-8, atol=1e-8)
+        result = train.score_from_prediction(a * clean + s * e, output, a * a, kind)
+        torch.testing.assert_close(result, -e / s, rtol=1e-8, atol=1e-8)
 
 
 # -- Losses of direct reward back-propagation

@@ -26,9 +26,9 @@ def test_golden_d3po_and_spo(golden) -> None:
             a.check(which, gradient)
 
     compare("d3po_loss", a.given("d3po_pref"), ("d3po_grad0", "d3po_grad1"), *a.given("d3po_beta_eps").tolist())
-    (found,) = a.matches(r"spo_loss_beta(\d+)_eps0(\d+)")
+    (actual,) = a.matches(r"spo_loss_beta(\d+)_eps0(\d+)")
     first = torch.ones(len(moving[0]))
-    compare(found[0], first, ("spo_grad_win", "spo_grad_lose"), float(found[1]), float(f"0.{found[2]}"))
+    compare(actual[0], first, ("spo_grad_win", "spo_grad_lose"), float(actual[1]), float(f"0.{actual[2]}"))
     (ranked,) = a.tags(r"(d3po_rewards\d*)")
     rewards = a.given(ranked)
     group = torch.zeros(len(rewards)).long()
@@ -50,12 +50,12 @@ def test_golden_trainers_dpo(golden) -> None:
     target = torch.cat([source, source]) - both("x0")
     errors = matching.matching_error(velocity, target).chunk(2)
     reference = matching.matching_error(both("v_ref"), target).chunk(2)
-    for found in a.matches(r"out_flow_grpo_loss_beta([\d.]+)"):
+    for actual in a.matches(r"out_flow_grpo_loss_beta([\d.]+)"):
         gains = [old - new for new, old in zip(errors, reference, strict=True)]
-        out = preferences.pair_loss("sigmoid", *gains, beta=float(found[1]) / 2)
+        out = preferences.pair_loss("sigmoid", *gains, beta=float(actual[1]) / 2)
         gradient = torch.autograd.grad(out.loss.mean(), velocity, retain_graph=True)[0]
         for field, value in (("loss", out.loss.mean()), ("inside", out.logit), ("grad_v", gradient)):
-            for name in a.tags(rf"(out_\w+_{field}_beta{found[1]})"):
+            for name in a.tags(rf"(out_\w+_{field}_beta{actual[1]})"):
                 a.check(name, value, 0.0, 1e-4 * float(a.given(name).abs().max()))
     a.all_used("out_.*")
 
@@ -78,18 +78,18 @@ def test_golden_pairs_and_marks_of_answers(golden) -> None:
         smoothing = a.number("label_smoothing") if kind == "robust" else 0.0
         sides = (h[:pairs], h[pairs:], tokens[:pairs], tokens[pairs:])
         output = preferences.pair_loss(kind, *sides, beta=beta, smoothing=smoothing)
-        found = output.loss
+        actual = output.loss
         assert kind != "sigmoid" or torch.equal(output.correct, h[:pairs] > h[pairs:])
-        a.check(f"dpo_{kind}", found.detach(), rtol=1e-8)
-        a.check(f"dpo_{kind}_grad", torch.autograd.grad(found.mean(), log_prob, retain_graph=True)[0], rtol=1e-8)
+        a.check(f"dpo_{kind}", actual.detach(), rtol=1e-8)
+        a.check(f"dpo_{kind}_grad", torch.autograd.grad(actual.mean(), log_prob, retain_graph=True)[0], rtol=1e-8)
     good, heavier = a.given("kto_label"), a.number("kto_undesirable_weight")
     for name in ("positive", "zero"):
         others = a.given("kto_kl_logp") + a.number(f"kto_{name}_kl_shift") - a.given("kto_kl_ref_logp")
         z = (others * mask).sum(1).mean().clamp(min=0)
         a.check(f"kto_{name}_kl_z", z)
-        found = preferences.marked_loss(h, good, z, beta=beta).loss
-        a.check(f"kto_{name}_kl_loss", found.detach(), rtol=1e-8)
-        mean = (found * torch.where(good, torch.ones_like(found), heavier)).mean()
+        actual = preferences.marked_loss(h, good, z, beta=beta).loss
+        a.check(f"kto_{name}_kl_loss", actual.detach(), rtol=1e-8)
+        mean = (actual * torch.where(good, torch.ones_like(actual), heavier)).mean()
         a.check(f"kto_{name}_kl_weighted_mean", mean.detach(), rtol=1e-8)
         a.check(f"kto_{name}_kl_grad", torch.autograd.grad(mean, log_prob, retain_graph=True)[0], rtol=1e-8)
     a.all_used(but="dpo_(exo_pair|bco_pair|aot|aot_unpaired|discopop).*")  # which are not built
@@ -101,8 +101,8 @@ def test_odds_and_smoothed_or_robust_labels() -> None:
     assert not preferences.pair_loss("sigmoid", zero, zero, beta=0.1).correct.any()
     shares = torch.tensor([0.8, 0.5], dtype=torch.float64)  # odds 4 and 1
     win, lose = 3 * shares.log()
-    found = preferences.pair_loss("orpo", win[None], lose[None], 3 * one, 3 * one, beta=0.1)
-    torch.testing.assert_close(found.loss, -0.1 * torch.tensor([4 / 5], dtype=torch.float64).log())
+    result = preferences.pair_loss("orpo", win[None], lose[None], 3 * one, 3 * one, beta=0.1)
+    torch.testing.assert_close(result.loss, -0.1 * torch.tensor([4 / 5], dtype=torch.float64).log())
     # e over labels that are flipped with probability e of the robust loss is the loss of the right labels
     h = torch.tensor([1.5, -2.0], dtype=torch.float64), torch.tensor([0.5, 1.0], dtype=torch.float64)
     right, flipped = (preferences.pair_loss("sigmoid", *sides, beta=0.5).loss for sides in (h, h[::-1]))

@@ -42,9 +42,9 @@ def test_golden_losses_and_gradients(golden) -> None:
         for suffix, loss in (("nokl", policy), ("kl", policy + a.number("in_kl_beta") * torch.stack(kls))):
             gradients = torch.autograd.grad(loss.sum(), (log_prob, mean), retain_graph=True, allow_unused=True)
             ours = dict(zip(("loss", "grad_logprob", "grad_mean"), (loss, *gradients), strict=True))
-            for found in a.matches(rf"out_{peer}_(loss|grad_logprob|grad_mean)(_{suffix})?"):
-                if found[2] or found[1] == "grad_logprob":
-                    a.near(found[0], ours[found[1]])
+            for actual in a.matches(rf"out_{peer}_(loss|grad_logprob|grad_mean)(_{suffix})?"):
+                if actual[2] or actual[1] == "grad_logprob":
+                    a.near(actual[0], ours[actual[1]])
     a.all_used("out_.*")
 
 
@@ -201,13 +201,13 @@ def test_golden_losses_and_gradients_guard(golden) -> None:
         ):
             out = guard.guard_surrogate(log_ratio, advantage, divisor, clip, clip)
             on_mean = torch.autograd.grad(out.loss.mean(), mean, retain_graph=True)[0]
-            for found in a.matches(rf"out_{peer}_guard_(loss|ratio|grad_mean)"):
-                want = a.given(found[0])[k] if found[1] == "loss" else a.given(found[0])[:, k]
-                if found[1] == "grad_mean":
+            for actual in a.matches(rf"out_{peer}_guard_(loss|ratio|grad_mean)"):
+                want = a.given(actual[0])[k] if actual[1] == "loss" else a.given(actual[0])[:, k]
+                if actual[1] == "grad_mean":
                     want = want + a.given(f"out_{peer}_guard_grad_logprob")[:, k].view(column) * slope
-                    assert (on_mean - want).abs().max() <= 1e-5 * want.abs().max(), found[0]
+                    assert (on_mean - want).abs().max() <= 1e-5 * want.abs().max(), actual[0]
                 else:
-                    assert error(out.loss.mean() if found[1] == "loss" else out.ratio, want) <= 1e-5, found[0]
+                    assert error(out.loss.mean() if actual[1] == "loss" else out.ratio, want) <= 1e-5, actual[0]
     a.all_used("out_.*")
 
 
@@ -238,11 +238,11 @@ def test_golden_flow_dppo(golden) -> None:
     moved = torch.stack([kl_gaussian(means[:, k], before[:, k], std[k].expand(len(means))[:, None, None, None])
                          for k in range(len(std))], 1)  # fmt: skip
     a.check("kl", moved)
-    found = divergence_surrogate(new, old, advantage, moved, threshold=threshold)
-    a.check("loss", found.loss.detach())
-    a.check("keep", ~found.clipped)
-    a.check("grad_new_logp", torch.autograd.grad(found.loss.mean(), new)[0])
-    a.near("metric_masked_fraction", found.clipped.double().mean(), 1e-6)
+    actual = divergence_surrogate(new, old, advantage, moved, threshold=threshold)
+    a.check("loss", actual.loss.detach())
+    a.check("keep", ~actual.clipped)
+    a.check("grad_new_logp", torch.autograd.grad(actual.loss.mean(), new)[0])
+    a.near("metric_masked_fraction", actual.clipped.double().mean(), 1e-6)
     a.near("metric_kl_mask_fraction", (moved >= threshold).double().mean(), 1e-6)
     big = divergence_surrogate(torch.tensor([200.0]), torch.zeros(1), torch.ones(1), torch.ones(1), threshold=0.5)
     assert float(big.loss) == 0  # an infinite ratio that is left out is no NaN

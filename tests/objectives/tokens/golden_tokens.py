@@ -59,9 +59,9 @@ def cases(data: np.lib.npyio.NpzFile) -> Iterator[tuple[str, Case]]:
     for key in data.files:
         if key == "meta":
             continue
-        found = re.fullmatch(r"c(\d+)_(.+)", key)
-        assert found, f"no case in the name {key}"
-        names.setdefault(int(found[1]), {})[found[2]] = data[key]
+        result = re.fullmatch(r"c(\d+)_(.+)", key)
+        assert result, f"no case in the name {key}"
+        names.setdefault(int(result[1]), {})[result[2]] = data[key]
     for number, arrays in sorted(names.items()):
         yield f"c{number}", Case(arrays)
 

@@ -128,8 +128,8 @@ def test_golden_audio_and_3d(golden) -> None:
     a.check("bt_loss", preferences.preference_loss(preferred, other).mean())
     high, low = a.given("hi_reward_high"), a.given("hi_reward_low")
     group = torch.arange(len(high)).repeat_interleave(high.shape[1])
-    found = token_advantages.hierarchical_advantages(high.flatten(), low.flatten(), group, share=a.number("hi_lambda"))
-    a.checks("hi_adv", high=found.high.view(high.shape), low=found.low.view(high.shape))
+    actual = token_advantages.hierarchical_advantages(high.flatten(), low.flatten(), group, share=a.number("hi_lambda"))
+    a.checks("hi_adv", high=actual.high.view(high.shape), low=actual.low.view(high.shape))
     lengths = a.given("agg_lengths")
     ragged = torch.arange(int(lengths.max())) < lengths[:, None]
     terms = torch.full(ragged.shape, torch.nan, dtype=torch.float64)
@@ -163,16 +163,16 @@ def test_probability_masks_and_the_quadratic(golden: Any) -> None:
     mask = ~old.isnan()
     terms = (new, old, advantage, mask)
     for delta in (0.15, 0.05):
-        found = token_weights.probability_mask_surrogate(*terms, delta=delta)
-        data.check(f"dppo_keep_delta{delta}", ~found.clipped[mask])
+        actual = token_weights.probability_mask_surrogate(*terms, delta=delta)
+        data.check(f"dppo_keep_delta{delta}", ~actual.clipped[mask])
     data.check("masked_loss_dppo0.15", token_weights.probability_mask_surrogate(*terms).loss[mask].detach())
     for name in data.tags(r"cppo_keep_(.+)"):
         delta, last, slack = map(float, name.split("_"))
-        found = token_weights.cumulative_mask_surrogate(*terms, delta=delta, last=last, slack=slack)
-        data.check(f"cppo_keep_{name}", ~found.clipped[mask])
-    found = token_weights.quadratic_surrogate(*terms, width=data.number("drpo_epsilon"))
-    data.check("drpo_loss_mu", found.loss[mask].detach())
-    data.check("drpo_grad_mu", torch.autograd.grad(found.loss[mask].sum(), new)[0][mask])
+        actual = token_weights.cumulative_mask_surrogate(*terms, delta=delta, last=last, slack=slack)
+        data.check(f"cppo_keep_{name}", ~actual.clipped[mask])
+    actual = token_weights.quadratic_surrogate(*terms, width=data.number("drpo_epsilon"))
+    data.check("drpo_loss_mu", actual.loss[mask].detach())
+    data.check("drpo_grad_mu", torch.autograd.grad(actual.loss[mask].sum(), new)[0][mask])
     data.all_used(but=r"drpo_\w+_spo")  # without the old probability: plain SPO, which is no preset
 
 
@@ -185,8 +185,8 @@ def test_lp_reg(golden: Any) -> None:
     new, mask = data.given("lpreg_new_logp").requires_grad_(), data.given("lpreg_mask")
     old, advantage = data.given("lpreg_old_logp"), data.given("lpreg_advantages")
     chosen = token_weights.lowest_share(new, mask.bool() & (advantage < 0), share=data.number("lpreg_share"))
-    found = token_weights.low_probability_surrogate(new, old, advantage, mask, proxy, chosen)
-    loss = aggregate(found.loss, mask, "token_mean_global")
+    actual = token_weights.low_probability_surrogate(new, old, advantage, mask, proxy, chosen)
+    loss = aggregate(actual.loss, mask, "token_mean_global")
     data.check("lpreg_loss", loss.detach())
     data.check("lpreg_grad", torch.autograd.grad(loss, new)[0])
     data.all_used("lpreg_.*")
@@ -196,9 +196,9 @@ def test_icpo(golden: Any) -> None:
     data = Arrays(golden("small_presets"))
     new, old = data.given("icpo_new_logp").requires_grad_(), data.given("icpo_old_logp")
     advantage, mask = data.given("hapo_advantage_in"), data.given("rein_mask")
-    found = ts.clip_surrogate(new, old, advantage, mask, low=0.2, high=0.2).loss
+    actual = ts.clip_surrogate(new, old, advantage, mask, low=0.2, high=0.2).loss
     others = ts.unsampled_loss(new, advantage, shaping=0.1)
-    loss = aggregate(torch.where(data.given("icpo_hinted").bool()[:, None], others, found), mask, "token_mean_global")
+    loss = aggregate(torch.where(data.given("icpo_hinted").bool()[:, None], others, actual), mask, "token_mean_global")
     data.check("icpo_loss", loss.detach())
     data.check("icpo_grad", torch.autograd.grad(loss, new)[0])
     data.all_used("icpo_.*")
@@ -209,8 +209,8 @@ def test_hapo_as_intended(golden: Any) -> None:
     mask, ratio = data.given("rein_mask"), data.given("hapo_ratio")
     height = token_weights.relative_entropy(data.given("hapo_entropy"), mask)
     terms = (ratio.log(), torch.zeros(ratio.shape), data.given("hapo_advantage_in"), mask)
-    found = token_weights.entropy_adaptive(*terms, height)
-    for name, got in zip(("h", "clip_low", "clip_high", "advantage"), (height, *found), strict=True):
+    actual = token_weights.entropy_adaptive(*terms, height)
+    for name, got in zip(("h", "clip_low", "clip_high", "advantage"), (height, *actual), strict=True):
         data.check(f"hapo_signed_{name}", torch.where(mask, got, data.given(f"hapo_signed_{name}")))
     assert float(height.min()) == -1 and float(height.max()) == 1
 
@@ -218,12 +218,12 @@ def test_hapo_as_intended(golden: Any) -> None:
 def test_statistics_over_tokens_are_those_of_rows_repeated() -> None:
     rewards, lengths = torch.tensor([1.0, 0, 0, 1, 0, 1]), torch.tensor([3, 1, 2, 40, 1, 1])
     group = torch.tensor([0, 0, 0, 1, 1, 1])
-    found = token_advantages.over_tokens(rewards, lengths, group)
+    result = token_advantages.over_tokens(rewards, lengths, group)
     tokens = torch.tensor([1.0, 1, 1, 0, 0, 0])
     want = (rewards[:3] - tokens.mean()) / tokens.std()
-    torch.testing.assert_close(found[:3].float(), want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(result[:3].float(), want, rtol=1e-5, atol=0)
     # one wrong token among 41 right ones would count more than 5: GRPO's instead
-    torch.testing.assert_close(found[3:], group_advantages(rewards, group, scale="group", eps=1e-6, ddof=1)[3:])
+    torch.testing.assert_close(result[3:], group_advantages(rewards, group, scale="group", eps=1e-6, ddof=1)[3:])
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])
@@ -250,10 +250,10 @@ def test_a_grae(golden: Any) -> None:
     data.near("agrae_on", token_advantages.asymmetric(plain, right, group))
     # half of all right, in a group of half: (1/2 + 1/2) / 2 / sqrt(1/2) or its complement, and praise counts in full
     right, group = torch.tensor([1.0, 0, 0, 1]), torch.tensor([0, 0, 1, 1])
-    found = token_advantages.asymmetric(torch.tensor([1.0, -1, -1, 1]), right, group, alpha=0.5)
+    actual = token_advantages.asymmetric(torch.tensor([1.0, -1, -1, 1]), right, group, alpha=0.5)
     root = 0.5**0.5
     wanted = torch.full((4,), 0.25 / (1 - root) + 0.25 / root).double()
-    torch.testing.assert_close(found.abs(), wanted, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.abs(), wanted, rtol=1e-5, atol=0)
     kept = token_advantages.asymmetric(torch.tensor([1.0, -1, 2, -2]), group.float(), group)
     assert kept.tolist() == [0.5, -1, 1, -2]  # groups of one outcome; half of all are right
     assert token_advantages.asymmetric(right[:0], right[:0], group[:0]).shape == (0,)  # no row has a score

@@ -46,8 +46,8 @@ def test_a_sample_without_score_or_without_others_gets_nothing() -> None:
     assert ta.rank_quantiles(rewards, group)[[1, 3]].tolist() == [0.0, 0.0]
     virtual = ta.with_virtual_reward(rewards, group, best=5.0)
     assert virtual[1] == 0.0 and virtual[3] == 0.0  # equal to the virtual sample: no spread
-    found = ta.length_weighted(rewards, torch.tensor([1, 7, 3, 2]), group)
-    assert found.tolist() == [-1.5, 0.0, 0.5, 0.0]
+    result = ta.length_weighted(rewards, torch.tensor([1, 7, 3, 2]), group)
+    assert result.tolist() == [-1.5, 0.0, 0.5, 0.0]
     assert ta.whitened(torch.zeros(2, 3), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
     assert ta.whitened(torch.full((2, 3), 0.1), torch.ones(2, 3), eps=0.0).tolist() == [[0.0] * 3] * 2
 
@@ -124,9 +124,9 @@ def test_critics_and_advantages_are_those_of_the_formulas() -> None:
     wanted_q = sum(np.mean((q[c] - rewards - 0.9 * (1 - ended) * slow_v[c]) ** 2) for c in range(2))
     wanted_v = sum(np.mean((v[c] - slow_q[c]) ** 2) for c in range(2))
     tensors = [torch.tensor(one, requires_grad=True) for one in (q, v, slow_q, slow_v)]
-    found = tc.critic_losses(*tensors, torch.tensor(rewards), torch.tensor(ended).bool(), gamma=0.9)
-    assert float(found.q.detach()) == pytest.approx(wanted_q) and float(found.v.detach()) == pytest.approx(wanted_v)
-    (found.q + found.v).backward()
+    result = tc.critic_losses(*tensors, torch.tensor(rewards), torch.tensor(ended).bool(), gamma=0.9)
+    assert float(result.q.detach()) == pytest.approx(wanted_q) and float(result.v.detach()) == pytest.approx(wanted_v)
+    (result.q + result.v).backward()
     assert tensors[0].grad is not None and tensors[2].grad is None and tensors[3].grad is None
     advantages = tc.utterance_advantages(tensors[0], tensors[1])
     np.testing.assert_allclose(advantages.numpy(), q.min(0) - v.min(0))
@@ -136,14 +136,14 @@ def test_critics_and_advantages_are_those_of_the_formulas() -> None:
 # -- TRLOO's advantages against loops over the formula, and cases that can be reckoned in the head
 def test_a_turn_is_worth_what_follows_and_is_compared_with_that_turn_of_others() -> None:
     """One that no other has keeps its return; equal returns have exactly no advantage."""
-    found = tc.turn_returns(torch.tensor([[1.0, 2.0, 4.0], [3.0, NAN, NAN]]), gamma=0.5)
+    actual = tc.turn_returns(torch.tensor([[1.0, 2.0, 4.0], [3.0, NAN, NAN]]), gamma=0.5)
     wanted = torch.tensor([[3.0, 4.0, 4.0], [3.0, NAN, NAN]], dtype=torch.float64)
-    torch.testing.assert_close(found, wanted, equal_nan=True)
+    torch.testing.assert_close(actual, wanted, equal_nan=True)
     rewards = torch.tensor([[1.0, 2.0], [5.0, NAN], [7.0, NAN]])
-    found = tc.turn_leave_one_out(rewards, torch.tensor([4, 4, 9]), gamma=1.0)
-    assert found.tolist() == [[-2.0, 2.0], [2.0, 0.0], [7.0, 0.0]]
-    found = tc.turn_leave_one_out(torch.full((3, 2), 0.1), torch.zeros(3, dtype=torch.int64), gamma=0.9)
-    assert (found == 0).all()
+    actual = tc.turn_leave_one_out(rewards, torch.tensor([4, 4, 9]), gamma=1.0)
+    assert actual.tolist() == [[-2.0, 2.0], [2.0, 0.0], [7.0, 0.0]]
+    actual = tc.turn_leave_one_out(torch.full((3, 2), 0.1), torch.zeros(3, dtype=torch.int64), gamma=0.9)
+    assert (actual == 0).all()
 
 
 # -- TEMPO's credit of branches: a tree of four answers, worked out, and two that are alike
@@ -153,15 +153,15 @@ def test_a_branch_has_the_mean_of_those_that_take_it_less_the_mean_before() -> N
     lengths, group = torch.tensor([3, 3, 2, 1, 3, 3, 3]), torch.tensor([5, 5, 5, 5, 2, 2, 5])
     mask = torch.arange(3) < lengths[:, None]
     rewards = torch.tensor([1.0, 0, 1, 0, 1, 0, NAN])  # the last has no score: it moves no mean
-    found = tc.branch_credit(rewards, tokens, mask, group)
+    actual = tc.branch_credit(rewards, tokens, mask, group)
     wanted = [[1 / 6, -1 / 6, 1 / 2], [1 / 6, -1 / 6, -1 / 2], [1 / 6, 1 / 3, 0], [-1 / 2, 0, 0]]
-    torch.testing.assert_close(found[:4], torch.tensor(wanted, dtype=torch.float64))
-    assert (found[4:6] == 0).all(), "answers that never part have GRPO's advantage"
-    assert torch.allclose(found[:4].sum(1), rewards[:4].double() - 0.5), "the credits of an answer add up"
+    torch.testing.assert_close(actual[:4], torch.tensor(wanted, dtype=torch.float64))
+    assert (actual[4:6] == 0).all(), "answers that never part have GRPO's advantage"
+    assert torch.allclose(actual[:4].sum(1), rewards[:4].double() - 0.5), "the credits of an answer add up"
     order = [3, 5, 0, 6, 2, 4, 1]
     junk = torch.where(mask, tokens, torch.randint(9, tokens.shape))
     other = tc.branch_credit(*(scrambled(one, order) for one in (rewards, junk, mask, group)))
-    torch.testing.assert_close(other, scrambled(found, order))
+    torch.testing.assert_close(other, scrambled(actual, order))
 
 
 # -- Credit from a critic: closed forms (golden arrays: test_token_surrogates)
@@ -212,7 +212,7 @@ def test_bounds_of_rejection_on_the_inverse_are_one_over_these(level: Any) -> No
     if level != "token":
         theirs = theirs.sum(1, keepdim=True) / (mask.sum(1, keepdim=True) if level == "sequence_geo" else 1)
     accepted = (theirs.exp() >= low) & (theirs.exp() <= high)
-    found = tw.mismatch_weights(old, sampler, mask, level=level, low=1 / high, high=1 / low)
-    assert torch.equal(found > 0, accepted) and 0 < int(accepted.sum()) < accepted.numel()
+    result = tw.mismatch_weights(old, sampler, mask, level=level, low=1 / high, high=1 / low)
+    assert torch.equal(result > 0, accepted) and 0 < int(accepted.sum()) < accepted.numel()
     same = tw.mismatch_weights(old, sampler, mask, level=level, low=low, high=high)
     assert not torch.equal(same > 0, accepted)

@@ -35,7 +35,7 @@ EVERY = PER_TOKEN | ROWS
 SEEDS = st.integers(0, 99)
 
 
-def drawn(seed: int, drift: float = 0.5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def random_case(seed: int, drift: float = 0.5) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     old = -torch.randn(3, 5, generator=generator, dtype=torch.float64).abs() - 0.1
     new = old + drift * torch.randn(3, 5, generator=generator, dtype=torch.float64)
@@ -51,7 +51,7 @@ def total(output: SurrogateOutput, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", sorted(PER_TOKEN))
 @given(seed=SEEDS)
 def test_on_policy_the_gradient_is_that_of_reinforce(name: str, seed: int) -> None:
-    new, _, advantage, mask = drawn(seed)
+    new, _, advantage, mask = random_case(seed)
     output = PER_TOKEN[name](new, new.detach(), advantage, mask)
     (gradient,) = torch.autograd.grad(total(output, mask), new)
     wanted = torch.where(mask, -advantage[:, None].expand(mask.shape), 0.0)
@@ -65,7 +65,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name: str, seed: int) -> No
 @given(seed=SEEDS)
 def test_one_ratio_of_a_row_moves_its_mean_on_policy(name: str, seed: int) -> None:
     """For GMPO this is GRPO's gradient: that of the row's mean of -A l."""
-    new, _, advantage, mask = drawn(seed)
+    new, _, advantage, mask = random_case(seed)
     output = ROWS[name](new, new.detach(), advantage, mask)
     (gradient,) = torch.autograd.grad(output.loss.sum(), new)
     wanted = torch.where(mask, -advantage[:, None] / mask.sum(1, keepdim=True), 0.0)
@@ -75,7 +75,7 @@ def test_one_ratio_of_a_row_moves_its_mean_on_policy(name: str, seed: int) -> No
 @pytest.mark.parametrize("name", sorted(set(EVERY) - {"sapo", "reinforce", "vespo", "cispo", "kl_cov"}))
 @given(seed=SEEDS)
 def test_what_is_marked_as_clipped_has_no_gradient_and_nothing_else(name: str, seed: int) -> None:
-    new, old, advantage, mask = drawn(seed, drift=0.7)
+    new, old, advantage, mask = random_case(seed, drift=0.7)
     output = EVERY[name](new, old, advantage, mask)
     (gradient,) = torch.autograd.grad(total(output, mask), new)
     clipped = output.clipped.expand(mask.shape)
@@ -107,7 +107,7 @@ def test_vespo_vanishes_on_both_sides() -> None:
 @given(SEEDS)
 def test_gmpo_is_the_product_of_clipped_ratios_to_the_power_of_one_over_their_number(seed: int) -> None:
     """Written out. Its gradient on policy: above."""
-    new, old, advantage, mask = drawn(seed, drift=0.5)
+    new, old, advantage, mask = random_case(seed, drift=0.5)
     wanted = 0.0
     for b in range(3):
         sign, product, length = math.copysign(1.0, advantage[b].item()), 1.0, int(mask[b].sum())

@@ -73,7 +73,7 @@ def test_by_hand() -> None:
 
 
 # -- Which tokens Clip-Cov and KL-Cov choose, against NumPy's covariance
-def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def random_case(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]
     old = torch.where(mask, 3.0 * torch.randn(4, 6, generator=generator), torch.nan)
@@ -82,17 +82,17 @@ def drawn(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @given(st.integers(0, 99))
 def test_the_mean_of_the_terms_is_the_covariance(seed: int) -> None:
-    old, advantage, mask = drawn(seed)
-    found = tc.token_covariance(old, advantage, mask)
+    old, advantage, mask = random_case(seed)
+    actual = tc.token_covariance(old, advantage, mask)
     by_token = advantage[:, None].expand(4, 6)
     wanted = np.cov(old[mask].double().numpy(), by_token[mask].numpy(), bias=True)[0, 1]
-    assert np.isclose(float(found[mask].mean()), wanted) and bool((found[~mask] == 0).all())
-    assert torch.equal(found, tc.token_covariance(old, by_token, mask))
+    assert np.isclose(float(actual[mask].mean()), wanted) and bool((actual[~mask] == 0).all())
+    assert torch.equal(actual, tc.token_covariance(old, by_token, mask))
 
 
 @given(st.integers(0, 99))
 def test_kl_cov_takes_the_largest(seed: int) -> None:
-    old, advantage, mask = drawn(seed)
+    old, advantage, mask = random_case(seed)
     covariance = tc.token_covariance(old, advantage, mask)
     chosen = tc.kl_cov_tokens(covariance, mask, share=0.25)  # of 14 tokens: 3
     largest = np.sort(covariance[mask].numpy())[::-1]
@@ -133,9 +133,9 @@ def test_whole_distributions_and_those_of_the_likeliest_tokens_with_the_rest(gol
     some = [with_rest(rows.gather(-1, ids)) for rows in (log_p, log_t)]
     for name in data.tags(r"full_alpha(0|0\.5|1)"):
         for rows, key in (((log_p, log_t), f"full_alpha{name}"), (some, f"top_alpha{name}_tail")):
-            found = generalised_divergence(*rows, float(name))
-            data.check(key, found.detach())
-            data.check(f"{key}_grad", torch.autograd.grad(found.sum(), student, retain_graph=True)[0])
+            actual = generalised_divergence(*rows, float(name))
+            data.check(key, actual.detach())
+            data.check(f"{key}_grad", torch.autograd.grad(actual.sum(), student, retain_graph=True)[0])
     data.all_used(r"(full|top)_.*", but=r".*renorm.*")  # renormalising over the likeliest is not offered
 
 
@@ -217,14 +217,14 @@ def test_the_velocity_of_one_point_has_no_error_and_a_shifted_one_that_of_the_sh
 def test_charges_by_hand() -> None:
     score = torch.tensor([[1.0, 5.0, 4.5, 3.0, 99.0], [2.0, 2.0, 2.0, 7.0, 7.0], [0.0, 10.0, 9.0, 8.0, 7.0]])
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    found = unlikely_tokens(score, mask, threshold=0.6, most=2)
+    actual = unlikely_tokens(score, mask, threshold=0.6, most=2)
     wanted = [[0, 1.0, 0.875, 0, 0], [0] * 5, [0, 1.0, 0.9, 0, 0]]
-    assert found.tolist() == wanted
+    assert actual.tolist() == wanted
     every = unlikely_tokens(score, mask, threshold=0.6, most=None)
-    assert every[2].tolist() == [0, 1.0, 0.9, 0.8, 0.7] and torch.equal(every[:2], found[:2])
+    assert every[2].tolist() == [0, 1.0, 0.9, 0.8, 0.7] and torch.equal(every[:2], actual[:2])
     for odd in (torch.nan, torch.inf, -torch.inf):  # what is masked does not matter
-        assert torch.equal(unlikely_tokens(score.where(mask > 0, odd), mask, threshold=0.6, most=2), found)
-    paid = flow_returns(found, mask, coefficient=0.5)
+        assert torch.equal(unlikely_tokens(score.where(mask > 0, odd), mask, threshold=0.6, most=2), actual)
+    paid = flow_returns(actual, mask, coefficient=0.5)
     torch.testing.assert_close(paid[0], torch.tensor([-0.9375, -0.9375, -0.4375, 0, 0], dtype=torch.float64))
     assert (paid[1] == 0).all()
 
@@ -237,8 +237,8 @@ def test_a_turn_gets_what_follows_up_to_the_next_mismatch_and_step_and_episode_h
     rewards = torch.tensor([[1.0, 0.1, 1.0, 1.0], [1.0, 1.0, 0.5, NAN]])
     matched = torch.tensor([[True, False, True, True], [True, True, False, False]])
     wanted = [[1.0, 0.1, 1.5, 1.0], [1.5, 1.0, 0.5, NAN]]
-    found = semi_online_returns(rewards, matched, gamma=0.5)
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
+    actual = semi_online_returns(rewards, matched, gamma=0.5)
+    torch.testing.assert_close(actual, torch.tensor(wanted, dtype=torch.float64), equal_nan=True)
     # each part by itself, and what is made of both; its value in a run: tests/vlm/methods/episodes/test_archer.py
     rewards = torch.tensor([[1.0, 0.1], [0.5, 1.0], [0.1, NAN]], dtype=torch.float64)
     arguments = (rewards, rewards > 0.4, torch.zeros(3, dtype=torch.int64))
@@ -253,9 +253,9 @@ def test_a_turn_gets_what_follows_up_to_the_next_mismatch_and_step_and_episode_h
 def test_episodes_weigh_the_same_whatever_their_length() -> None:
     """UI-S1's paper; its code takes mean and deviation over all turns: here (1 + 3 3) / 4 and 1, so -1.5 and .5."""
     rewards = torch.tensor([[1.0, NAN, NAN], [1.0, 1.0, 1.0]], dtype=torch.float64)
-    found = semi_online_advantages(rewards, rewards > 0, torch.tensor([0, 0]), gamma=0.5, episode=1.0, step=0.0)
+    actual = semi_online_advantages(rewards, rewards > 0, torch.tensor([0, 0]), gamma=0.5, episode=1.0, step=0.0)
     wanted = torch.tensor([[-1.0, 0, 0], [1.0, 1, 1]], dtype=torch.float64) / 2**0.5
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=0)
 
 
 def test_just_grpo_is_the_mean_of_each_answers_own_tokens() -> None:

@@ -81,8 +81,8 @@ def test_what_cannot_be_loaded_says_why(folder: Path, tmp_path: Path, monkeypatc
     assert "open_clip cannot load 'nobody/nothing'" in said("nobody/nothing")
     assert "config file missing" in said(str(tmp_path))
     assert "leave processor out" in said(str(folder), processor="somewhere")
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "open_clip" else found(name))
+    result = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "open_clip" else result(name))
     assert "needs open_clip, which is not installed: pip install 'open_clip_torch" in said(str(folder))
 
 
@@ -97,8 +97,8 @@ def test_the_network_is_dino_and_two_layers_on_its_class_token(tmp_path: Path) -
     random = np.random.default_rng(0)
     pictures = [Image.fromarray(random.integers(0, 255, (40, 28, 3), dtype=np.uint8)) for _ in range(3)]
     model = OrientAnything(str(tmp_path), str(backbone))
-    found = model(pictures)
-    assert found == OrientAnything(str(file), str(backbone))(pictures) and len(set(found)) > 1
+    result = model(pictures)
+    assert result == OrientAnything(str(file), str(backbone))(pictures) and len(set(result)) > 1
     held = torch.load(file, weights_only=True)
     pixels = model.processor(images=pictures, return_tensors="pt")["pixel_values"]
     assert torch.equal(model.dino.state_dict()["layernorm.weight"], held["dinov2.layernorm.weight"])
@@ -112,7 +112,7 @@ def test_the_network_is_dino_and_two_layers_on_its_class_token(tmp_path: Path) -
         x = x @ linear["weight"].T + linear["bias"]
         x = (x - norm["running_mean"]) / (norm["running_var"] + 1e-5).sqrt() * norm["weight"] + norm["bias"]
         x = x.clamp_min(0) if net == "net1" else x
-    assert [orientation_of(scores)[:3] for scores in x] == [one[:3] for one in found]
+    assert [orientation_of(scores)[:3] for scores in x] == [one[:3] for one in result]
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:

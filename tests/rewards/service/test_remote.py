@@ -152,8 +152,8 @@ def test_every_fault_ends_by_the_policy(name: str, policy: Any, clock: Clock) ->
         assert name not in LASTING or policy == "drop" or "no reply within" in scores.failures[0].error
     else:
         assert fatal == ([False] if fault.meaning == "failure" else []) and len(calls) == 1
-        told = {"status 401": "status 401: no", "raised": "status 500: raised KeyError"}
-        assert told.get(name, "") in "".join(failure.error for failure in scores.failures)
+        messages = {"status 401": "status 401: no", "raised": "status 500: raised KeyError"}
+        assert messages.get(name, "") in "".join(failure.error for failure in scores.failures)
 
 
 def test_a_redirect_takes_no_token_along_and_a_malformed_description_is_an_outage() -> None:
@@ -248,11 +248,11 @@ def test_several_servers_share_the_calls() -> None:
     with servers.live(counted(1)) as one:
         with servers.live(counted(2)) as two:
             remote = Remote([one, two], "mine")
-            found: list[genrl_rewards.Scores] = []
-            threads = [threading.Thread(target=lambda: found.append(score(remote))) for _ in range(2)]
+            result: list[genrl_rewards.Scores] = []
+            threads = [threading.Thread(target=lambda: result.append(score(remote))) for _ in range(2)]
             [thread.start() for thread in threads]
             [thread.join() for thread in threads]
-            assert found == [score(brightness)] * 2 and sorted(seen) == [1, 2]
+            assert result == [score(brightness)] * 2 and sorted(seen) == [1, 2]
             both.abort()
         seen.clear()
         remote.servers[0].busy = 1  # so that the one that is gone comes first

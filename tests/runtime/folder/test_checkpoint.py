@@ -213,12 +213,12 @@ def test_no_flipped_bit_of_a_manifest_goes_unseen(tmp_path: Path) -> None:
         data = bytearray(whole)
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         manifest.write_bytes(data)
-        found = to_resume(tmp_path)
+        result = to_resume(tmp_path)
         try:
             same = json.loads(bytes(data)) == json.loads(whole)  # a space became a line break, ...
         except ValueError:
             same = False
-        assert_is_step(found, 2 if same else 1)
+        assert_is_step(result, 2 if same else 1)
 
 
 def points_of_a_save(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -209,11 +209,11 @@ def test_rows_of_which_other_processes_write_none(tmp_path: Path, monkeypatch: p
 def events(folder: Path) -> dict[str, Any]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
-    tags = found.Tags()
-    scalars = {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in tags["scalars"]}
-    images = {tag: [(e.step, e.width) for e in found.Images(tag)] for tag in tags["images"]}
-    texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode().splitlines() for tag in tags["tensors"]}
+    result = EventAccumulator(str(folder), purge_orphaned_data=True).Reload()
+    tags = result.Tags()
+    scalars = {tag: [(e.step, e.value) for e in result.Scalars(tag)] for tag in tags["scalars"]}
+    images = {tag: [(e.step, e.width) for e in result.Images(tag)] for tag in tags["images"]}
+    texts = {tag: result.Tensors(tag)[0].tensor_proto.string_val[0].decode().splitlines() for tag in tags["tensors"]}
     return scalars | images | texts
 
 

@@ -37,10 +37,10 @@ class Synthetic:
         self.loop: Any = SimpleNamespace(config=config, memory={}, iteration=0, is_main=False)
         self.noticed: dict[str, int] = {}
         for self.loop.iteration in range(length + 1):
-            found = collapse.note(self.loop, self.row()) if self.loop.iteration else {}
+            result = collapse.note(self.loop, self.row()) if self.loop.iteration else {}
             if evaluates and self.loop.iteration % EVERY == 0:
-                found |= collapse.watch(self.loop, self.held_out())
-            for key in found:
+                result |= collapse.watch(self.loop, self.held_out())
+            for key in result:
                 if key.startswith("collapse/"):
                     self.noticed.setdefault(key, self.loop.iteration)
 
@@ -128,14 +128,14 @@ def test_another_method_begins_a_history_of_its_own(tmp_path: Path) -> None:
 
 def judged(folder: Path, settings: Settings, scores: list[float] | None = None) -> tuple[Any, list[dict[str, Tensor]]]:
     """A loop that is scored by the list, and its weights at the evaluations."""
-    found: list[dict[str, Tensor]] = []
+    result: list[dict[str, Tensor]] = []
 
     def judge(iteration: int) -> dict[str, float]:
-        found.append(values(one))
+        result.append(values(one))
         return {"eval/success_mean": (scores or SCORES)[iteration]}
 
     one = loop(folder, settings, evaluate=judge, kind=torch.optim.AdamW)
-    return one, found
+    return one, result
 
 
 MONITOR = Monitor(reward="success", tolerance=0.05)
@@ -146,9 +146,9 @@ class TestActing:
     def test_stop_ends_the_run_as_it_is(self, tmp_path: Path, monitor: Any) -> None:
         """A second scorer is watched by the same rule, with a tolerance of its own."""
         settings = Settings(iterations=9, ema=EMA(decay=0.5), evaluation=Evaluation(1, monitor, "stop"))
-        one, found = judged(tmp_path, settings)
+        one, result = judged(tmp_path, settings)
         train(one, Counter())
-        assert one.is_complete and one.iteration == 3 and moved(one, found[1])
+        assert one.is_complete and one.iteration == 3 and moved(one, result[1])
         rows = read_metrics(one.process.run.metrics)
         assert [row["eval/below_best"] for row in rows] == pytest.approx([0.0, 0.0, 0.3, 0.4])
         assert rows[3]["collapse/stopped"] == 1.0 and rows[3]["collapse/success"] == pytest.approx(0.4)

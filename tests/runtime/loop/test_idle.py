@@ -51,8 +51,8 @@ def test_what_changes_nothing_is_said_and_only_iterations_in_a_row_count(tmp_pat
     for gradient in (0.0, 1.0):
         one.optimization.updates = 1
         one.finish({"grad_norm": gradient})
-    told = [record.getMessage() for record in caplog.records if "taught nothing" in record.getMessage()]
-    assert told == [
+    messages = [record.getMessage() for record in caplog.records if "taught nothing" in record.getMessage()]
+    assert messages == [
         "iteration 1 taught nothing: its method made no optimiser step",
         "iteration 2 taught nothing: the gradient was 0",
     ]

@@ -195,16 +195,16 @@ class TestLeaving:
     def test_global_generators_are_seeded_by_the_iteration(self, tmp_path: Path) -> None:
         """A user's simulator may draw from them; the same iteration draws the same numbers in a resumed run."""
 
-        def drawn(start: int) -> list[float]:
-            one, found = loop(tmp_path), []
+        def numbers(start: int) -> list[float]:
+            one, result = loop(tmp_path), []
             one.iteration = start
             for _ in one.iterations():
-                found.append(torch.rand(()).item())
+                result.append(torch.rand(()).item())
                 one.iteration += 1
-            return found
+            return result
 
-        whole = drawn(0)
-        assert len(set(whole)) == 4 and drawn(2) == whole[2:]
+        whole = numbers(0)
+        assert len(set(whole)) == 4 and numbers(2) == whole[2:]
 
 
 def full(one: Loop) -> None:

@@ -73,8 +73,8 @@ def test_the_live_line_and_the_time_left() -> None:
 
 
 def test_durations_and_markup_in_what_is_said() -> None:
-    told = {0.4: "0 s", 59: "59 s", 61: "1 min 01 s", 3599.6: "1 h 00 min", 7500: "2 h 05 min"}
-    assert {seconds: duration(seconds) for seconds in told} == told
+    texts = {0.4: "0 s", 59: "59 s", 61: "1 min 01 s", 3599.6: "1 h 00 min", 7500: "2 h 05 min"}
+    assert {seconds: duration(seconds) for seconds in texts} == texts
     out = io.StringIO()
     Progress(1, console=Console(file=out)).say("[red]prompt[/red] 3")
     assert out.getvalue() == "[red]prompt[/red] 3\n"

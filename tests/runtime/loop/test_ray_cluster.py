@@ -64,14 +64,14 @@ def test_every_actor_finds_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("visible", "trainers", "found"), [("0,1,2,3", 2, ["2", "3"]), ("5,7", 1, ["7"]), ("0", 1, []), ("0,1", 2, [])]
+    ("visible", "trainers", "left"), [("0,1,2,3", 2, ["2", "3"]), ("5,7", 1, ["7"]), ("0", 1, []), ("0,1", 2, [])]
 )
 def test_workers_have_gpus_of_their_own_where_there_are_some(
-    monkeypatch: Any, visible: str, trainers: int, found: list[str]
+    monkeypatch: Any, visible: str, trainers: int, left: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(trainers))
-    assert ray_cluster.gpus_of_workers() == found
-    with ray_cluster.seeing(found):
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == (",".join(found) or visible)
+    assert ray_cluster.gpus_of_workers() == left
+    with ray_cluster.seeing(left):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == (",".join(left) or visible)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible

@@ -24,8 +24,8 @@ from tests.runtime.loop.test_loop import Counter, learn, train
 
 
 def saved(one: Loop) -> str | None:
-    found = checkpoint.latest(one.process.run.checkpoints)
-    return None if found is None else found.name
+    result = checkpoint.latest(one.process.run.checkpoints)
+    return None if result is None else result.name
 
 
 def failing(one: Loop, at: int, *, where: str) -> None:

@@ -167,8 +167,8 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
         assert killed_ranks(Run(tmp_path), 3) == []
         process.kill()
         time.sleep(0.2)  # a zombie now
-        (found,) = killed_ranks(Run(tmp_path), 3)
-        assert found.startswith(f"rank 1 (process {process.pid}, ")
+        (result,) = killed_ranks(Run(tmp_path), 3)
+        assert result.startswith(f"rank 1 (process {process.pid}, ")
         process.wait()
-        assert killed_ranks(Run(tmp_path), 3) == [found]
+        assert killed_ranks(Run(tmp_path), 3) == [result]
     assert killed_ranks(Run(tmp_path), 1) == []

@@ -107,7 +107,7 @@ def test_in_their_order_and_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "POLL_S", 0.001)
     coming: Ahead[int] = Ahead()
     heard, order = threading.Event(), []
-    told: list[tuple[int, str]] = []
+    calls: list[tuple[int, str]] = []
 
     def work(number: int, advance: Advance) -> int:
         order.append(number)
@@ -117,13 +117,13 @@ def test_in_their_order_and_told_here(monkeypatch: pytest.MonkeyPatch) -> None:
         return number * number
 
     def advance(count: int) -> None:
-        told.append((count, threading.current_thread().name))
+        calls.append((count, threading.current_thread().name))
         heard.set()
 
     for number in (0, 3):
         coming.begin(number, lambda tell, number=number: work(number, tell))
-    assert coming.take(0, advance) == 0 and [name for _, name in told] == ["MainThread"] * len(told)
-    assert 1 <= sum(count for count, _ in told) <= 3
+    assert coming.take(0, advance) == 0 and [name for _, name in calls] == ["MainThread"] * len(calls)
+    assert 1 <= sum(count for count, _ in calls) <= 3
     assert (coming.take(3, advance), order, coming.underway) == (9, [0, 3], {})
     coming.close()
 

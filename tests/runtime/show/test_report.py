@@ -93,15 +93,15 @@ SPANS = [(0, 1), (0.123, 0.987), (-5, 5), (0.99997, 1.00002), (1e-9, 3e-9), (123
 
 def test_ticks_are_round_ordered_and_enclose_and_those_of_steps_are_whole_and_inside() -> None:
     for low, high in SPANS:
-        found = ticks(low, high, 4)
-        assert 3 <= len(found) <= 8 and found == sorted(set(found))
-        gap = found[1] - found[0]
-        assert found[0] <= low + gap * 1e-6 and found[-1] >= high - gap * 1e-6
-        texts = labels(found)
+        result = ticks(low, high, 4)
+        assert 3 <= len(result) <= 8 and result == sorted(set(result))
+        gap = result[1] - result[0]
+        assert result[0] <= low + gap * 1e-6 and result[-1] >= high - gap * 1e-6
+        texts = labels(result)
         assert len(set(texts)) == len(texts) and all(len(text) <= 9 for text in texts)
     for low, high in ((0, 120), (1, 2), (5, 5), (0, 3), (7, 100000)):
-        found = ticks(low, high, 5, whole=True)
-        assert found and all(low <= tick <= high and tick == int(tick) for tick in found)
+        result = ticks(low, high, 5, whole=True)
+        assert result and all(low <= tick <= high and tick == int(tick) for tick in result)
 
 
 @pytest.mark.parametrize("values", [[0.5, 0.5 - 1e-16, 0.5], [1e-200, 3e-200], [-1e200, 1e200], [0.0], [7.0] * 200])

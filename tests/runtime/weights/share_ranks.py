@@ -61,12 +61,12 @@ def reads(path: str, out: str) -> None:
         wanted = in_shares(loaded.step)
         for stem, named in wanted.items():
             for name, tensor in named.items():
-                found = loaded.tensors[stem][name]
+                actual = loaded.tensors[stem][name]
                 if isinstance(tensor, DTensor):
-                    found = like(found, tensor)
-                    assert isinstance(found, DTensor) and found.placements == tensor.placements
-                    found, tensor = found.to_local(), tensor.to_local()
-                if found.dtype != tensor.dtype or not torch.equal(found, tensor):
+                    actual = like(actual, tensor)
+                    assert isinstance(actual, DTensor) and actual.placements == tensor.placements
+                    actual, tensor = actual.to_local(), tensor.to_local()
+                if actual.dtype != tensor.dtype or not torch.equal(actual, tensor):
                     wrong.append(f"{stem}: {name}")
         (Path(out) / f"{rank}.json").write_text(json.dumps(wrong))
 

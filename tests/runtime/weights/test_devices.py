@@ -12,7 +12,7 @@ from genrl.runtime.loop.process import make_accelerator
 from genrl.runtime.weights import devices
 
 
-def found(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def pretend(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     device = None if kind is None else torch.device(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
     monkeypatch.delenv(devices.VARIABLE, raising=False)
@@ -20,11 +20,11 @@ def found(kind: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_accelerator_at_hand_is_taken_but_one_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind, taken in ((None, "cpu"), ("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu")):
-        found(kind, monkeypatch)
+        pretend(kind, monkeypatch)
         assert devices.default_device() == taken
     monkeypatch.setenv(devices.VARIABLE, "mps")
     assert devices.default_device() == "mps"
-    found("cuda", monkeypatch)
+    pretend("cuda", monkeypatch)
     monkeypatch.setenv(devices.VARIABLE, "cpu")
     assert devices.default_device() == "cpu"
     monkeypatch.setenv(devices.VARIABLE, "xpu")

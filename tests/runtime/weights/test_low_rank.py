@@ -33,16 +33,16 @@ def adapted(dtype: torch.dtype, **settings: object) -> nn.Module:
 def kept(net: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The output, and what the backward pass keeps beside the parameters."""
     own = {parameter.data_ptr() for parameter in net.parameters()}
-    found: list[Tensor] = []
+    result: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in own:
-            found.append(tensor)
+            result.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = net(x)
-    return out, found
+    return out, result
 
 
 def test_nothing_is_kept_in_float32_names_stay_and_copies_compute_the_same() -> None:
@@ -50,8 +50,8 @@ def test_nothing_is_kept_in_float32_names_stay_and_copies_compute_the_same() -> 
     net = adapted(torch.bfloat16)
     assert any(one.dtype == torch.float32 for one in kept(net, x)[1])  # as peft has it
     in_input_precision(net)
-    out, found = kept(net, x)
-    assert out.dtype == torch.bfloat16 and all(one.dtype == torch.bfloat16 for one in found)
+    out, result = kept(net, x)
+    assert out.dtype == torch.bfloat16 and all(one.dtype == torch.bfloat16 for one in result)
     names = list(adapted(torch.bfloat16).state_dict())
     for _ in range(2):
         in_input_precision(net)

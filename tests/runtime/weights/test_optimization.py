@@ -151,8 +151,8 @@ class TestSchedule:
         """It falls over 2 of 4 iterations, of 2 steps each where the schedule follows steps."""
         settings = Optimizer(lr=1.0, schedule="linear", schedule_iterations=2)
         course = Schedule(settings, {"policy": 1.0}, 4, steps)
-        found = [course.rate("policy", group_steps=0, all_steps=2 * k, iteration=k) for k in range(4)]
-        assert found == [1.0, 0.5, 0.1, 0.1]
+        result = [course.rate("policy", group_steps=0, all_steps=2 * k, iteration=k) for k in range(4)]
+        assert result == [1.0, 0.5, 0.1, 0.1]
 
 
 class TestGuards:

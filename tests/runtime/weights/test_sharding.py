@@ -25,11 +25,11 @@ def test_velocities_of_unequal_levels(tmp_path: Path, halfway: bool) -> None:
     denoiser may raise within. The processes have one and two different noise levels."""
     run(tmp_path, shards.velocities, halfway)
     for rank in range(2):
-        found = load_file(tmp_path / f"velocity-{rank}.safetensors")
+        actual = load_file(tmp_path / f"velocity-{rank}.safetensors")
         wanted = shards.moved(*shards.tiny(sharded=False), rank, 1.0 if halfway else 4.5)
         for k, velocity in enumerate(wanted):
-            torch.testing.assert_close(found[str(k)], velocity, rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(wanted[0], wanted[1], rtol=1e-2) and torch.equal(found["0"], found["2"])
+            torch.testing.assert_close(actual[str(k)], velocity, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(wanted[0], wanted[1], rtol=1e-2) and torch.equal(actual["0"], actual["2"])
 
 
 def test_no_process_gathers_a_checkpoint(tmp_path: Path) -> None:
@@ -54,14 +54,14 @@ def test_our_blocks_in_shards(tmp_path: Path, family: str) -> None:
     run(tmp_path, shards.fused, family)
     gradients: dict[str, torch.Tensor] = {}
     for rank in range(2):
-        found = load_file(tmp_path / f"fused-{rank}.safetensors")
+        actual = load_file(tmp_path / f"fused-{rank}.safetensors")
         with torch.compiler.set_stance("force_eager"):  # a compiled block costs a minute
             wanted = shards.replayed(*shards.tiny(False, shards.ALL, family), family, rank)
         for i in (0, 1):
-            assert torch.equal(found[f"recorded-{i}"], found[f"replayed-{i}"])
-            torch.testing.assert_close(found[f"recorded-{i}"], wanted[f"recorded-{i}"], rtol=1e-5, atol=1e-6)
+            assert torch.equal(actual[f"recorded-{i}"], actual[f"replayed-{i}"])
+            torch.testing.assert_close(actual[f"recorded-{i}"], wanted[f"recorded-{i}"], rtol=1e-5, atol=1e-6)
         for key in wanted.keys() - {f"{kind}-{i}" for kind in ("recorded", "replayed") for i in (0, 1)}:
             gradients[key] = gradients.get(key, 0.0) + wanted[key] / 2  # FSDP leaves the mean of the processes'
     assert any(gradient.abs().max() > 0 for gradient in gradients.values())
     for key, gradient in gradients.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max() + 1))
+        torch.testing.assert_close(actual[key], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max() + 1))

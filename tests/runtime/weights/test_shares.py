@@ -43,8 +43,8 @@ def assert_is_step(path: Path | None, step: int) -> None:
     for stem, named in wanted.items():
         assert loaded.tensors[stem].keys() == named.keys()
         for name, tensor in named.items():
-            found = loaded.tensors[stem][name]
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor), (stem, name)
+            actual = loaded.tensors[stem][name]
+            assert actual.dtype == tensor.dtype and torch.equal(actual, tensor), (stem, name)
 
 
 def files(path: Path) -> dict[str, int]:

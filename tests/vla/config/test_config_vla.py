@@ -104,8 +104,8 @@ class TestFiles:
             (None, "holds no weights: there is no model.safetensors in it"),
         ):
             weights.unlink() if damage is None else weights.write_bytes(damage)
-            found = self.problems(tmp_path, TRAINED, policy={"path": str(folder)}, trackers=[])
-            assert [key for key, _ in found] == ["policy.path"] and said in found[0][1]
+            result = self.problems(tmp_path, TRAINED, policy={"path": str(folder)}, trackers=[])
+            assert [key for key, _ in result] == ["policy.path"] and said in result[0][1]
 
     def test_a_folder_of_a_policy_without_likelihood(self, tmp_path: Path) -> None:
         path = policy_folder(tmp_path / "good", output_features={}, type="act")
@@ -131,8 +131,8 @@ class TestFiles:
             "empty": "neither a policy's folder nor the run of one",
             "pipeline": "does not describe a policy: it has no output_features",
         }.items():
-            found = self.problems(tmp_path, TRAINED, policy={"path": str(tmp_path / name)}, trackers=[])
-            assert [key for key, _ in found] == ["policy.path"] * bool(says) and all(says in text for _, text in found)
+            named = self.problems(tmp_path, TRAINED, policy={"path": str(tmp_path / name)}, trackers=[])
+            assert [key for key, _ in named] == ["policy.path"] * bool(says) and all(says in text for _, text in named)
 
     def test_a_data_set_that_is_none(self, tmp_path: Path) -> None:
         [(key, text)] = self.problems(tmp_path, NEW, demonstrations={"dataset": str(tmp_path)}, trackers=[])
@@ -153,8 +153,8 @@ class TestFiles:
             ("policy: {new: {type: 'none.py:Mine'}}", "policy.new.type", "no file none.py"),
             ("policy: {new: {type: none.py}}", "policy.new.type", "none.py:Name"),
         ):
-            [(found, text)] = self.problems(tmp_path, NEW, **sections_of(changes), trackers=[])
-            assert found == key and says in text
+            [(result, text)] = self.problems(tmp_path, NEW, **sections_of(changes), trackers=[])
+            assert result == key and says in text
 
     def test_code_of_ones_own_is_said_to_run(self, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text("class Mine: ...\ndef make(): ...\n")
@@ -171,9 +171,9 @@ class TestFiles:
     def test_packages_that_are_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         changes = {"environment": {"name": "metaworld", "workers": "ray"}, "trackers": ["wandb"]}
-        found = dict(self.problems(tmp_path, NEW, **changes))
-        assert "pip install 'metaworld" in found["environment.name"]
-        assert "pip install 'ray" in found["environment.workers"]
-        assert "pip install wandb" in found["trackers.0"]
+        result = dict(self.problems(tmp_path, NEW, **changes))
+        assert "pip install 'metaworld" in result["environment.name"]
+        assert "pip install 'ray" in result["environment.workers"]
+        assert "pip install wandb" in result["trackers.0"]
         path = write(tmp_path, NEW, output=str(tmp_path), trackers=[])
         assert any("is in use" in note for note in check_files(load(path)))

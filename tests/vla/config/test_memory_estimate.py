@@ -31,9 +31,9 @@ def recipe(name: str, *changes: str) -> VLAConfig:
 
 
 def known(config: VLAConfig) -> Known:
-    found = published(config.policy.path or "")
-    assert found is not None
-    return found
+    result = published(config.policy.path or "")
+    assert result is not None
+    return result
 
 
 def test_every_policy_that_a_recipe_names_is_known_by_its_size() -> None:
@@ -51,13 +51,13 @@ def test_what_is_trained_is_what_the_class_trains(kind: str, lora: str, tmp_path
     """Numbers and bytes, of the tiny policies in the published layout."""
     MADE[kind](tmp_path)
     config = recipe("pi0_libero", f"policy.path={tmp_path}", f"policy.lora={lora}", "policy.dtype=bfloat16")
-    policy, found = load_policy(tmp_path), in_folder(tmp_path)
+    policy, result = load_policy(tmp_path), in_folder(tmp_path)
     choose_trained(config, policy)
-    assert found is not None
+    assert result is not None
     parameters = list(policy.parameters())
     trained = sum(one.numel() for one in parameters if one.requires_grad)
     held = sum(one.numel() * one.element_size() for one in parameters if not one.requires_grad)
-    parts = dict(memory(config, found))
+    parts = dict(memory(config, result))
     name = "weights that are trained (float32)" if lora == "null" else "adapters"
     assert parts[name] == 4 * trained == parts["gradients"]
     assert parts["weights that are not trained"] == held
@@ -90,6 +90,6 @@ def test_check_names_cards_without_a_policy_on_the_machine(name: str, gigabytes:
         unknown = run("check", file, TABLE, "policy.path=org/unknown")
         assert "memory: not estimated, because org/unknown is not on this machine" in unknown
         assert "; memory;" in unknown.partition("\nnot checked: ")[2]
-        told = run("check", file, TABLE, "--memory", "24GB")
-        assert "policy.dtype=bfloat16" in told and "it fits with the change above" in told
+        printed = run("check", file, TABLE, "--memory", "24GB")
+        assert "policy.dtype=bfloat16" in printed and "it fits with the change above" in printed
         assert "policy.lora.rank=32" in run("check", file, TABLE, "--memory", "8GB")

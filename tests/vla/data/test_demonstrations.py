@@ -33,9 +33,9 @@ def config(folder: Path, names: tuple[str, ...], size: tuple[int, int] = (8, 8))
 @pytest.mark.parametrize("names", [(STATE, ACTION), ("state", "actions"), (STATE, "actions")])
 def test_columns_of_openpi_are_those_of_lerobot(names: tuple[str, ...], tmp_path: Path) -> None:
     """Statistics are not needed for the width of actions."""
-    found = config(tmp_path, names)
+    result = config(tmp_path, names)
     (tmp_path / "data" / "meta" / "stats.json").unlink()
-    frames, _ = frames_of(found, None)
+    frames, _ = frames_of(result, None)
     assert frames[STATE].unique().tolist() == [0.0] and frames[ACTION].unique().tolist() == [1.0]
     assert frames[IMAGE].shape == (4, 8, 8, 3)
 
@@ -54,6 +54,6 @@ def test_episodes_of_different_pictures_are_refused_by_name() -> None:
 
 
 def test_a_new_policy_sees_square_pictures(tmp_path: Path) -> None:
-    found = config(tmp_path, (STATE, ACTION), (8, 12))
+    result = config(tmp_path, (STATE, ACTION), (8, 12))
     with pytest.raises(ValueError, match=r"the pictures are 8 x 12 \(height x width\), and a new policy sees square"):
-        new_policy(found, *frames_of(found, None))
+        new_policy(result, *frames_of(result, None))

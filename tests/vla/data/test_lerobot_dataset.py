@@ -46,42 +46,42 @@ def smooth(number: int, length: int, size: int = 32) -> np.ndarray:
     return np.clip(shown, 0, 255).astype(np.uint8)
 
 
-def assert_equal(found: Episode, expected: Episode) -> None:
-    assert list(found.instructions) == list(expected.instructions)
-    assert found.columns.keys() == expected.columns.keys()
+def assert_equal(actual: Episode, expected: Episode) -> None:
+    assert list(actual.instructions) == list(expected.instructions)
+    assert actual.columns.keys() == expected.columns.keys()
     for name, values in expected.columns.items():
-        assert found.columns[name].dtype == values.dtype and np.array_equal(found.columns[name], values), name
+        assert actual.columns[name].dtype == values.dtype and np.array_equal(actual.columns[name], values), name
 
 
 @pytest.mark.parametrize("limit", [100, 0.03])
 def test_what_is_written_is_read(tmp_path: Path, limit: float) -> None:
     written = [episode(number, 3 + number) for number in range(7)]
-    found = write_dataset(tmp_path / "set", iter(written), fps=10, limits=Limits(chunks_size=2, data_mb=limit))
+    result = write_dataset(tmp_path / "set", iter(written), fps=10, limits=Limits(chunks_size=2, data_mb=limit))
     files = sorted(path.relative_to(tmp_path / "set/data").as_posix() for path in tmp_path.glob("set/data/*/*"))
     assert files[0] == "chunk-000/file-000.parquet" and (len(files) == 1) == (limit == 100)
     if limit < 1:
         assert "chunk-001/file-000.parquet" in files and "chunk-000/file-002.parquet" not in files
         assert all(path.stat().st_size < 1.5 * limit * 2**20 for path in tmp_path.glob("set/data/*/*"))
-    for a, b in zip(found.read(), written, strict=True):
+    for a, b in zip(result.read(), written, strict=True):
         assert_equal(a, b)
-    (only,) = found.read(["action"], [4])
+    (only,) = result.read(["action"], [4])
     assert only.columns.keys() == {"action"} and np.array_equal(only.columns["action"], written[4].columns["action"])
-    picked = list(found.read(["next.reward", TOP], [6, 0, 1]))
+    picked = list(result.read(["next.reward", TOP], [6, 0, 1]))
     assert [len(part.instructions) for part in picked] == [9, 3, 4]
     assert np.array_equal(picked[0].columns[TOP], written[6].columns[TOP])
-    assert found.cameras == [TOP, WRIST] and len(found) == 7 and not list(tmp_path.glob("*.partial"))
+    assert result.cameras == [TOP, WRIST] and len(result) == 7 and not list(tmp_path.glob("*.partial"))
 
 
 def test_statistics_are_numpys(tmp_path: Path) -> None:
     """Of all frames in meta/stats.json, of each episode in meta/episodes; pictures per channel, in [0, 1]."""
     made = [episode(number, 4 + number) for number in range(3)]
-    found = write_dataset(tmp_path / "set", made, fps=10)
-    assert found.stats.keys() == found.features.keys()
+    actual = write_dataset(tmp_path / "set", made, fps=10)
+    assert actual.stats.keys() == actual.features.keys()
     for name in made[0].columns:
         values = np.concatenate([part.columns[name] for part in made])
         count, scale, shape = len(values), 255.0 if values.ndim == 4 else 1.0, values.shape[-1:]
         flat = values.reshape(-1, *shape) / scale
-        of = found.stats[name]
+        of = actual.stats[name]
         assert of["count"].tolist() == [count]
         for key, expected in {"min": flat.min(0), "max": flat.max(0), "mean": flat.mean(0), "std": flat.std(0)}.items():
             np.testing.assert_allclose(of[key].numpy(), expected, rtol=1e-6, atol=1e-7)
@@ -90,7 +90,7 @@ def test_statistics_are_numpys(tmp_path: Path) -> None:
     row = pq.read_table(tmp_path / "set/meta/episodes/chunk-000/file-000.parquet").to_pylist()[1]
     np.testing.assert_allclose(row["stats/action/mean"], made[1].columns["action"].mean(0), rtol=1e-6)
     assert np.shape(row[f"stats/{TOP}/q90"]) == (3, 1, 1) and row[f"stats/{TOP}/count"] == [5]
-    assert found.stats["episode_index"]["max"].tolist() == [2] and found.stats["index"]["max"].tolist() == [14]
+    assert actual.stats["episode_index"]["max"].tolist() == [2] and actual.stats["index"]["max"].tolist() == [14]
 
 
 def test_files_are_those_that_lerobot_and_hugging_face_datasets_read(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_files_are_those_that_lerobot_and_hugging_face_datasets_read(tmp_path: P
     assert kinds["next.done"] == pa.bool_() and kinds["task_index"] == pa.int64() and kinds["timestamp"] == pa.float32()
     assert kinds[TOP] == pa.struct({"bytes": pa.binary(), "path": pa.string()})
     files = str(tmp_path / "set/data/*/*.parquet")
-    found = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    assert found.features[TOP] == datasets.Image() and found.features["action"].length == 2 and len(found) == 20
-    row = found[7]
+    result = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert result.features[TOP] == datasets.Image() and result.features["action"].length == 2 and len(result) == 20
+    row = result[7]
     assert np.array_equal(np.asarray(row[TOP]), made[1].columns[TOP][2]) and row["next.done"] is False
     assert (row["episode_index"], row["frame_index"], row["index"]) == (1, 2, 7)
 
@@ -163,17 +163,17 @@ def spoil(folder: Path, change: dict) -> None:
 
 def test_a_set_made_by_hand_is_read_also_with_matrices_of_datasets(tmp_path: Path) -> None:
     by_hand(tmp_path / "set")
-    found = open_dataset(tmp_path / "set")
+    result = open_dataset(tmp_path / "set")
     with pytest.raises(KeyError, match="no column 'actions', did you mean 'action'"):
-        found.read(["actions"])
+        result.read(["actions"])
     with pytest.raises(IndexError, match=r"episodes 0 to 1, not \[2\]"):
-        found.read(episodes=[0, 2])
-    first, second = found.read()
-    assert list(first.instructions) == ["lift it"] * 2 and found.fps == 30
+        result.read(episodes=[0, 2])
+    first, second = result.read()
+    assert list(first.instructions) == ["lift it"] * 2 and result.fps == 30
     assert np.array_equal(first.columns["action"], np.array([[1, 2], [3, 4]], np.float32))
     assert second.columns["pose"].tolist() == [[[1, 2], [3, 4]]] and second.columns["note"].tolist() == [["c"]]
     assert first.columns["observation.image"].shape == (2, 4, 6, 3) and first.columns["observation.image"].min() == 200
-    assert found.stats["action"]["max"].tolist() == [5, 6] and "q01" not in found.stats["action"]
+    assert result.stats["action"]["max"].tolist() == [5, 6] and "q01" not in result.stats["action"]
     path = tmp_path / "set/data/chunk-000/file-000.parquet"
     table = pq.read_table(path).drop(["observation.image"])
     kinds = datasets.Features({"pose": datasets.Array2D((2, 2), "float32")})
@@ -191,12 +191,12 @@ def test_videos_hold_the_frames_of_every_episode(tmp_path: Path, limit: float) -
         Episode(["x"] * n, {"action": np.zeros((n, 1), np.float32), TOP: smooth(k, n), WRIST: smooth(k + 1, n, 48)})
         for k, n in enumerate((5, 1, 8, 6))
     ]
-    found = write_dataset(tmp_path / "set", made, fps=7, videos=True, limits=Limits(chunks_size=2, video_mb=limit))
+    result = write_dataset(tmp_path / "set", made, fps=7, videos=True, limits=Limits(chunks_size=2, video_mb=limit))
     files = list(tmp_path.glob(f"set/videos/{TOP}/chunk-*/file-*.mp4"))
     assert (len(files) == 1) == (limit == 200) and not list(tmp_path.glob("set/images*"))
-    assert found.features[TOP]["dtype"] == "video" and found.features[TOP]["info"]["video.codec"] == "h264"
+    assert result.features[TOP]["dtype"] == "video" and result.features[TOP]["info"]["video.codec"] == "h264"
     for numbers in ([0, 1, 2, 3], [3], [2, 0]):
-        for number, part in zip(numbers, found.read(episodes=numbers), strict=True):
+        for number, part in zip(numbers, result.read(episodes=numbers), strict=True):
             for name in (TOP, WRIST):
                 error = part.columns[name].astype(int) - made[number].columns[name]
                 assert np.abs(error).max() <= 8, (number, name)  # neighbouring frames differ by 25
@@ -205,7 +205,7 @@ def test_videos_hold_the_frames_of_every_episode(tmp_path: Path, limit: float) -
     times, keys = zip(*shown, strict=True)
     assert np.allclose(times, np.arange(len(times)) / 7, atol=1e-4)  # what LeRobot tolerates
     assert all(keys[::2])  # single frames are found fast
-    row = found.index[2]
+    row = result.index[2]
     if limit == 200:
         assert row[f"videos/{TOP}/from_timestamp"] == pytest.approx(6 / 7)
         assert row[f"videos/{TOP}/to_timestamp"] == pytest.approx(2.0)
@@ -219,11 +219,11 @@ def test_a_video_that_is_too_short_and_odd_sizes_are_refused(tmp_path: Path) -> 
     made = [Episode(["x"] * 4, {"action": np.zeros((4, 1), np.float32), TOP: smooth(0, 4)})]
     write_dataset(tmp_path / "short", made, fps=10, videos=True)
     longer = [Episode(["x"] * 9, {"action": np.zeros((9, 1), np.float32), TOP: smooth(0, 9)})]
-    found = write_dataset(tmp_path / "long", longer, fps=10, videos=True)
+    result = write_dataset(tmp_path / "long", longer, fps=10, videos=True)
     place = f"videos/{TOP}/chunk-000/file-000.mp4"
     shutil.copy(tmp_path / "short" / place, tmp_path / "long" / place)
     with pytest.raises(ValueError, match=r"file-000.mp4 has no frame at 0.4000 s"):
-        list(found.read())
+        list(result.read())
     odd = [Episode(["x"] * 4, {"action": np.zeros((4, 1), np.float32), TOP: smooth(0, 4, 31)})]
     with pytest.raises(ValueError, match="even height and width, got 31 x 31"):
         write_dataset(tmp_path / "odd", odd, fps=10, videos=True)

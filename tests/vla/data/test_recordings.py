@@ -49,8 +49,8 @@ def minari(folder: Path, *, goal: bool = False, success: Sequence[int] = (), dat
     """The same episodes by the layout of minari 0.5; goal: observations as a dict; success: in the second step of the
     second episode."""
     (folder / "data").mkdir(parents=True)
-    told = {"total_episodes": 2, "total_steps": 7, "data_format": data_format}
-    (folder / "data" / "metadata.json").write_text(json.dumps(told))
+    attributes = {"total_episodes": 2, "total_steps": 7, "data_format": data_format}
+    (folder / "data" / "metadata.json").write_text(json.dumps(attributes))
     given, first = columns(), 0
     with h5py.File(folder / "data" / "main_data.hdf5", "w") as file:
         for number, count in enumerate(LENGTHS):
@@ -119,8 +119,8 @@ def test_a_broken_file_is_refused_by_key_and_row(tmp_path: Path) -> None:
     folder = minari(tmp_path / "made")
     main = folder / "data" / "main_data.hdf5"
     with h5py.File(main, "a") as file:
-        told = file["episode_0/infos/cost"][()]
-        file["episode_0/infos/unsure"] = np.where(np.arange(len(told)) == 1, np.nan, told)
+        costs = file["episode_0/infos/cost"][()]
+        file["episode_0/infos/unsure"] = np.where(np.arange(len(costs)) == 1, np.nan, costs)
     refused("episode_0, a value of unsure is nan, and it is true or false", folder, success_key="unsure")
     refused(r"/episode_0/infos/costs is missing \(the nearest is 'cost'\)", folder, cost_key="costs")
     refused("Minari's format 'arrow'", minari(tmp_path / "arrow", data_format="arrow"))

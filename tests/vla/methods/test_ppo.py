@@ -62,13 +62,13 @@ def test_warm_up_is_the_critics_alone(staleness: int, alone: int, freeze: str, o
 
 def test_the_divergence_ends_them(tmp_path: Path, opened: Opened) -> None:
     """The first minibatch cannot diverge; a later one does, and is not stepped."""
-    found = {}
+    result = {}
     for bound in (1e-4, None):
         changes = {"trainer": {"kl_stop": bound, "epochs": 8}, "output": str(tmp_path / str(bound))}
         with opened(optimizer={"lr": 1e-2}, **changes) as run:
-            found[bound] = trained(run)[-1]
+            result[bound] = trained(run)[-1]
             assert all(p.grad is None for p in run.policy.parameters())
-    stopped, free = found[1e-4], found[None]
+    stopped, free = result[1e-4], result[None]
     assert 1 <= stopped["updates"] < 8 <= free["updates"] and free["updates"] % 8 == 0
     assert stopped["kl/updates"] > 1e-4 / (stopped["updates"] + 1)  # what passed the bound is in the mean
 
@@ -89,10 +89,10 @@ def test_an_iteration_that_teaches_nothing_changes_nothing(opened: Opened) -> No
 def rollout(opened: Opened) -> ChunkRollout:
     """With values, which a new critic has not."""
     with opened() as run:
-        found = run.collect(run.settings)
-    assert found.values is not None
-    values = 1.0 + torch.rand(len(found.values) + 1, 8, 4, generator=torch.Generator().manual_seed(5))
-    return found._replace(values=values[:-1], next_values=values[1:, :, 0])
+        result = run.collect(run.settings)
+    assert result.values is not None
+    values = 1.0 + torch.rand(len(result.values) + 1, 8, 4, generator=torch.Generator().manual_seed(5))
+    return result._replace(values=values[:-1], next_values=values[1:, :, 0])
 
 
 def settings(tmp_path: Path, **trainer: Any) -> Any:
@@ -103,7 +103,7 @@ def settings(tmp_path: Path, **trainer: Any) -> Any:
 def test_returns_by_hand(how: dict[str, Any], rollout: ChunkRollout, tmp_path: Path) -> None:
     """A time limit is bootstrapped and success is not. Discounted per chunk, or per executed action; actions after an
     end have no return."""
-    found, partial, cut = ppo.estimate(rollout, settings(tmp_path, **how, gamma=0.9, lam=1.0)), 0, 0
+    result, partial, cut = ppo.estimate(rollout, settings(tmp_path, **how, gamma=0.9, lam=1.0)), 0, 0
     for slot in range(8):
         last = int(rollout.valid[:, slot].sum()) - 1
         assert rollout.done[last, slot]
@@ -114,12 +114,12 @@ def test_returns_by_hand(how: dict[str, Any], rollout: ChunkRollout, tmp_path: P
             partial += count < 4
             if not how:
                 value = float(rollout.rewards[t, slot].sum()) + 0.9 * value
-                assert float(found.returns[t, slot]) == pytest.approx(value, abs=1e-5)
+                assert float(result.returns[t, slot]) == pytest.approx(value, abs=1e-5)
                 continue
             for j in range(count - 1, -1, -1):
                 value = float(rollout.rewards[t, slot, j]) + 0.9 * value
-                assert float(found.returns[t, slot, j]) == pytest.approx(value, abs=1e-5)
-            assert not found.returns[t, slot, count:].any() and not found.advantages[t, slot, count:].any()
+                assert float(result.returns[t, slot, j]) == pytest.approx(value, abs=1e-5)
+            assert not result.returns[t, slot, count:].any() and not result.advantages[t, slot, count:].any()
     assert partial > 0 and 0 < cut < 8
 
 
@@ -154,10 +154,10 @@ def test_advantages_are_normalised_and_returns_explained_by_what_is_kept(rollout
     torch.testing.assert_close(normalised(advantage, kept), (advantage - own.mean()) / (own.std() + 1e-5))
     assert not normalised(advantage, torch.zeros_like(kept)).any()
     with opened() as run:
-        found = ppo.estimate(rollout, run.settings)
-        for advantages, wanted in ((0 * found.returns, 1.0), (found.returns, 0.0)):  # values that are returns; or 0
-            told = ppo.explained_variance(run, found._replace(advantages=advantages), rollout.valid)
-            assert told["critic/explained_variance"] == pytest.approx(wanted)
+        actual = ppo.estimate(rollout, run.settings)
+        for advantages, wanted in ((0 * actual.returns, 1.0), (actual.returns, 0.0)):  # values that are returns; or 0
+            explained = ppo.explained_variance(run, actual._replace(advantages=advantages), rollout.valid)
+            assert explained["critic/explained_variance"] == pytest.approx(wanted)
 
 
 def test_all_episodes_that_fit_or_first_ones_as_long_as_they_may_be(opened: Opened) -> None:
@@ -237,6 +237,6 @@ def test_an_episodes_advantage_is_its_return_within_its_group(
         group = range(one // 4 * 4, one // 4 * 4 + 4)
         own = torch.tensor([returns[other] for other in group if other not in lost], dtype=torch.float64)
         wanted = (returns[one] - own.mean()) / (own.std() + 1e-6)
-        found = chosen.advantage[slot == one]
-        assert len(found) == int(rollout.valid[:, one].sum()) > 0
-        torch.testing.assert_close(found, wanted.expand_as(found))
+        actual = chosen.advantage[slot == one]
+        assert len(actual) == int(rollout.valid[:, one].sum()) > 0
+        torch.testing.assert_close(actual, wanted.expand_as(actual))

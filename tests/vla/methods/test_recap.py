@@ -24,31 +24,31 @@ from tests.vla.published_runs import config
 
 def test_the_numbers_of_the_released_trainer(golden: Callable[[str], Any]) -> None:
     """Returns, advantages and their bound; the critic; who is told what."""
-    told = golden("recap")
-    names = sorted(name for name in told if name.startswith("episode") and name.count("_") == 0)
-    lengths, success = (torch.tensor([int(told[name][k]) for name in names]) for k in (0, 1))
-    left = recap.returns(lengths, success.bool(), -float(told["failure_reward"]))
-    assert torch.equal(left, torch.from_numpy(np.concatenate([told[f"{name}_return"] for name in names])))
-    values = torch.from_numpy(np.concatenate([told[f"{name}_value"] for name in names]))
-    found = recap.advantages(left.double(), values, lengths, int(told["lookahead"]))
-    want = np.concatenate([told[f"{name}_advantage_as_released"] for name in names])
-    np.testing.assert_allclose(found.numpy(), want, rtol=1e-5, atol=1e-7)
-    bound = recap.threshold(found, 0.3)
-    assert float(bound) == pytest.approx(float(told["threshold_top30"]), abs=1e-7)
-    assert torch.equal(found >= bound, torch.from_numpy(told["positive"]))
+    released = golden("recap")
+    names = sorted(name for name in released if name.startswith("episode") and name.count("_") == 0)
+    lengths, success = (torch.tensor([int(released[name][k]) for name in names]) for k in (0, 1))
+    left = recap.returns(lengths, success.bool(), -float(released["failure_reward"]))
+    assert torch.equal(left, torch.from_numpy(np.concatenate([released[f"{name}_return"] for name in names])))
+    values = torch.from_numpy(np.concatenate([released[f"{name}_value"] for name in names]))
+    actual = recap.advantages(left.double(), values, lengths, int(released["lookahead"]))
+    want = np.concatenate([released[f"{name}_advantage_as_released"] for name in names])
+    np.testing.assert_allclose(actual.numpy(), want, rtol=1e-5, atol=1e-7)
+    bound = recap.threshold(actual, 0.3)
+    assert float(bound) == pytest.approx(float(released["threshold_top30"]), abs=1e-7)
+    assert torch.equal(actual >= bound, torch.from_numpy(released["positive"]))
 
-    logits = torch.tensor(told["value_logits"], requires_grad=True)
-    found = recap.value_loss(logits, torch.from_numpy(told["value_target"]))
-    np.testing.assert_allclose(found.detach().numpy(), told["value_loss"], rtol=1e-5)
-    found.mean().backward()
+    logits = torch.tensor(released["value_logits"], requires_grad=True)
+    actual = recap.value_loss(logits, torch.from_numpy(released["value_target"]))
+    np.testing.assert_allclose(actual.detach().numpy(), released["value_loss"], rtol=1e-5)
+    actual.mean().backward()
     assert logits.grad is not None
-    np.testing.assert_allclose(logits.grad.numpy(), told["value_grad"], atol=1e-6)
-    np.testing.assert_allclose(recap.expected(logits).detach().numpy(), told["value_mean"], atol=1e-6)
-    positive, uniform = (torch.from_numpy(told[key]) for key in ("positive", "route_uniform"))
-    which = recap.clause_numbers(positive, uniform, float(told["route_drop"])).numpy()
+    np.testing.assert_allclose(logits.grad.numpy(), released["value_grad"], atol=1e-6)
+    np.testing.assert_allclose(recap.expected(logits).detach().numpy(), released["value_mean"], atol=1e-6)
+    positive, uniform = (torch.from_numpy(released[key]) for key in ("positive", "route_uniform"))
+    which = recap.clause_numbers(positive, uniform, float(released["route_drop"])).numpy()
     for place, part in enumerate(("positive_conditional", "negative_conditional")):
-        assert np.array_equal(which == place, told[f"route_both_{part}_mask"])
-    assert np.array_equal(which != 2, told["route_both_conditional_mask"])
+        assert np.array_equal(which == place, released[f"route_both_{part}_mask"])
+    assert np.array_equal(which != 2, released["route_both_conditional_mask"])
 
 
 def test_the_best_steps_have_the_bare_instruction(root: Path, tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ TINY = ("trainer.critic_steps=3", "trainer.steps_per_iteration=2", "trainer.batc
 
 def test_it_learns_from_a_data_set_and_moves_the_critic_before_the_policy_alone(root: Path, tmp_path: Path) -> None:
     folder = recorded(tmp_path / "data")
-    told = f"demonstrations={{dataset: {folder}}}"
-    run = train(small(root, "recap", tmp_path / "run", told, *TINY, "iterations=2", "optimizer.weight_decay=0.1"))
+    change = f"demonstrations={{dataset: {folder}}}"
+    run = train(small(root, "recap", tmp_path / "run", change, *TINY, "iterations=2", "optimizer.weight_decay=0.1"))
     last = rows(run)[-1]
     assert last["data/success_mean"] == pytest.approx(2 / 3) and 0 < last["data/positive"] < 1
     both = [load_trained(run, step=n).state_dict() for n in (1, 2)]
@@ -99,11 +99,11 @@ def test_it_learns_from_a_data_set_and_moves_the_critic_before_the_policy_alone(
 
 
 def test_data_that_compare_nothing_are_refused(root: Path, tmp_path: Path) -> None:
-    told = f"demonstrations={{dataset: {recorded(tmp_path / 'data', wins=(True, True))}}}"
+    change = f"demonstrations={{dataset: {recorded(tmp_path / 'data', wins=(True, True))}}}"
     with pytest.raises(ValueError, match="all 2 episodes are successes by next.success.*take sft"):
-        train(small(root, "recap", tmp_path / "run", told))
+        train(small(root, "recap", tmp_path / "run", change))
     with pytest.raises(ValueError, match="has no column 'next.reward'"):
-        train(small(root, "recap", tmp_path / "run", told, "trainer.outcome=next.reward"))
+        train(small(root, "recap", tmp_path / "run", change, "trainer.outcome=next.reward"))
 
 
 @pytest.mark.slow

@@ -48,8 +48,8 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path
         policy = opened.policy
         with torch.no_grad():
             torch.nn.init.normal_(policy.out.weight, std=0.1)  # zero at first: nothing else would have a gradient
-        start, found, step = vla_runs.weights(policy), [], opened.loop.optimization.step
-        opened.loop.optimization.step = lambda groups: found.append(vla_runs.gradients(opened)) or step(groups)  # type: ignore[method-assign, assignment, func-returns-value]
+        start, result, step = vla_runs.weights(policy), [], opened.loop.optimization.step
+        opened.loop.optimization.step = lambda groups: result.append(vla_runs.gradients(opened)) or step(groups)  # type: ignore[method-assign, assignment, func-returns-value]
         opened.frames = shown
         sft.train(opened, run.trainer)
 
@@ -69,7 +69,7 @@ def test_the_gradient_of_a_step_is_that_of_the_formula(kind: str, tmp_path: Path
             bars = ddpm.cosine_alpha_bars(20)[step].float()[:, None, None]
             error = policy.noise(context, bars.sqrt() * actions + (1 - bars).sqrt() * noise, step) - noise
         error.square().mean().backward()
-        assert vla_runs.assert_gradients(found[0], opened, 1e-3) > {"encoder"}
+        assert vla_runs.assert_gradients(result[0], opened, 1e-3) > {"encoder"}
 
 
 @pytest.mark.parametrize("policy", [flow(), diffusion()], ids=["flow", "diffusion"])
@@ -117,23 +117,23 @@ def table(frames: Batch, instructions: dict[tuple[int, ...], int]) -> State:
     """The tables that the frames were seen on: a gripper that holds a disc is nearest to that one."""
     gripper, discs = frames[STATE][:, :2].numpy(), frames[ENVIRONMENT].reshape(-1, 3, 2).numpy()
     nearest = np.linalg.norm(discs - gripper[:, None], axis=-1).argmin(1)
-    told = np.array([instructions[tuple(row)] for row in frames[TOKENS].tolist()])
-    return State(gripper, discs, np.where(frames[STATE][:, 2].numpy() > 0, nearest, -1), told)
+    instructed = np.array([instructions[tuple(row)] for row in frames[TOKENS].tolist()])
+    return State(gripper, discs, np.where(frames[STATE][:, 2].numpy() > 0, nearest, -1), instructed)
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_every_state_that_is_visited_gets_the_experts_chunk_from_there(tmp_path: Path, beta: float) -> None:
     with vla_runs.opened(config(tmp_path, vla_runs.DAGGER, environment={"tasks": ["put"]})) as run:
         numbers = {tuple(run.policy.tokenise([text])[0].tolist()): n for n, text in enumerate(INSTRUCTIONS)}
-        found = dagger.visit(run, beta, 0)
-        wanted = expert_chunk(table(found.frames, numbers), 4)
-        np.testing.assert_array_equal(found.frames[ACTION].numpy(), wanted)
-        assert len(found.error) == len(wanted) > 16 and found.error.min() > 0
-        assert 4 * (len(wanted) - len(found.success)) <= found.steps <= 4 * len(wanted) and found.dropped == 0
+        actual = dagger.visit(run, beta, 0)
+        wanted = expert_chunk(table(actual.frames, numbers), 4)
+        np.testing.assert_array_equal(actual.frames[ACTION].numpy(), wanted)
+        assert len(actual.error) == len(wanted) > 16 and actual.error.min() > 0
+        assert 4 * (len(wanted) - len(actual.success)) <= actual.steps <= 4 * len(wanted) and actual.dropped == 0
         again = dagger.visit(run, beta, 0)
-        assert all(torch.equal(value, again.frames[name]) for name, value in found.frames.items())
+        assert all(torch.equal(value, again.frames[name]) for name, value in actual.frames.items())
         other = dagger.visit(run, beta, 1)
-        assert not torch.equal(found.frames[STATE][:8], other.frames[STATE][:8])
+        assert not torch.equal(actual.frames[STATE][:8], other.frames[STATE][:8])
 
 
 def test_who_acts(tmp_path: Path) -> None:
@@ -208,27 +208,27 @@ def test_the_errors_are_those_of_the_formula() -> None:
     next_intent = torch.tensor([[-2.0, -8.0, -5.0], [-4.0, -6.0, -5.0]])
     intent = torch.tensor([[-4.0, -4.0, -1.0], [-6.0, -4.0, -1.0]])
     there = torch.tensor([False, False, True])
-    found = icvf_errors(values, following, intent, next_intent, there, there, discount=0.5, expectile=0.9)
+    result = icvf_errors(values, following, intent, next_intent, there, there, discount=0.5, expectile=0.9)
     # targets: -1 + .5 * -1 = -1.5 and -1 + .5 * -2 = -2; at the goal 0
     squares = torch.tensor([0.5**2 + 1.0**2, 0.5**2 + 1.0**2, 1.0 + 1.0])
-    torch.testing.assert_close(found, squares * torch.tensor([0.9, 0.1, 0.9]))
-    found.sum().backward()
+    torch.testing.assert_close(result, squares * torch.tensor([0.9, 0.1, 0.9]))
+    result.sum().backward()
     assert values.grad is not None and values.grad[0].tolist() == pytest.approx([-0.9, -0.1, -1.8])
 
 
 def test_goals_are_the_frame_itself_a_later_one_or_one_of_another_video() -> None:
     videos, frames, count = 50, 9, 4000
-    drawn = draw(videos, frames, count, generator(0, "x"))
-    assert torch.equal(drawn.following, drawn.now + 1)
-    assert torch.equal(drawn.now // frames, drawn.following // frames), "a step leaves its video"
-    assert torch.equal(drawn.now // frames, drawn.later // frames) and bool((drawn.later >= drawn.now).all())
-    assert set((drawn.later % frames).tolist()) == set(range(frames))
+    sampled = draw(videos, frames, count, generator(0, "x"))
+    assert torch.equal(sampled.following, sampled.now + 1)
+    assert torch.equal(sampled.now // frames, sampled.following // frames), "a step leaves its video"
+    assert torch.equal(sampled.now // frames, sampled.later // frames) and bool((sampled.later >= sampled.now).all())
+    assert set((sampled.later % frames).tolist()) == set(range(frames))
     own = torch.arange(count)
-    for which in (drawn.goal, drawn.intent):
+    for which in (sampled.goal, sampled.intent):
         assert abs(float((which == own).float().mean()) - 0.2) < 0.03
         assert abs(float((which == count + own).float().mean()) - 0.5) < 0.03
         assert int(which.max()) < 2 * count
-    same = float((drawn.goal == drawn.intent).float().mean())
+    same = float((sampled.goal == sampled.intent).float().mean())
     assert abs(same - (0.5 + 0.5 * (0.2**2 + 0.5**2))) < 0.03
 
 
@@ -237,12 +237,12 @@ def test_only_what_looks_is_taken_over(root: Path, tmp_path: Path, kind: str) ->
     settings = small(root, "v_ptr", tmp_path, f"trainer.encoder={kind}")
     policy: Any = v_ptr.new_policy(settings)
     before, data = vla_runs.weights(policy), wayward_data(settings, 12, 0.5, policy, 4)
-    found = v_ptr.pretrained(TableWorld(), policy, data, settings.trainer, seed=0)  # type: ignore[arg-type]
+    result = v_ptr.pretrained(TableWorld(), policy, data, settings.trainer, seed=0)  # type: ignore[arg-type]
     moved = vla_runs.moved(policy, before)
     assert bool(moved) == (kind != "random")
     assert all(name.startswith(tuple(f"encoder.{part}" for part in LOOKS)) for name in moved)
-    told = {"video": {"pretraining/loss", "pretraining/order"}, "imitation": {"pretraining/loss"}, "random": set()}
-    assert set(found) == told[kind]
+    logged = {"video": {"pretraining/loss", "pretraining/order"}, "imitation": {"pretraining/loss"}, "random": set()}
+    assert set(result) == logged[kind]
 
 
 def test_critics_see_the_features_of_the_encoder_and_videos_are_of_play_alone(root: Path, tmp_path: Path) -> None:

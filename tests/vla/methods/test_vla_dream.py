@@ -117,8 +117,8 @@ def test_the_real_table_in_chunks_is_the_one_in_steps() -> None:
     assert truncated.all()
     fresh = chunked.step(actions)[0]
     state = chunked.state
-    told = [state.gripper, (state.held >= 0)[:, None].astype(np.float32), state.discs.reshape(-1, 6)]
-    expected = model.first(torch.from_numpy(np.concatenate(told, 1)))
+    parts = [state.gripper, (state.held >= 0)[:, None].astype(np.float32), state.discs.reshape(-1, 6)]
+    expected = model.first(torch.from_numpy(np.concatenate(parts, 1)))
     np.testing.assert_allclose(fresh["agent_pos"], expected.h.numpy(), rtol=1e-5)
     assert chunked.render([1]).shape == (1, 128, 128, 3)
 
@@ -172,9 +172,9 @@ class Knows:
 
 def test_calibration_is_1_where_the_reward_is_right_and_0_where_the_dream_stands_still() -> None:
     held_out = play(60, 40, seed=3)
-    found = classifier.calibration(Exact(), Knows(), held_out, TableWorld(), 40, 0)  # type: ignore[arg-type]
-    assert found["calibration/seen_precision"] == found["calibration/seen_recall"] == 1.0
-    assert found["calibration/dreamed_recall"] == found["calibration/dreamed_precision"] == 0.0
+    result = classifier.calibration(Exact(), Knows(), held_out, TableWorld(), 40, 0)  # type: ignore[arg-type]
+    assert result["calibration/seen_precision"] == result["calibration/seen_recall"] == 1.0
+    assert result["calibration/dreamed_recall"] == result["calibration/dreamed_precision"] == 0.0
 
 
 # -- The world model: its divergence against torch's, whose gradients move what, and that it learns
@@ -187,17 +187,17 @@ def gaussians(seed: int) -> tuple[Normal, Normal]:
 @given(st.integers(0, 1000), st.floats(0, 1))
 def test_the_divergence_is_torchs_and_the_balance_shares_out_its_gradient(seed: int, balance: float) -> None:
     q, p = (Normal(g.mean.requires_grad_(), g.stddev) for g in gaussians(seed))
-    expected, found = kl_divergence(q, p).sum(-1), balanced_kl(q, p, balance=balance)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    plain, shared = (torch.autograd.grad(each.sum(), (q.loc, p.loc)) for each in (expected, found))
+    expected, actual = kl_divergence(q, p).sum(-1), balanced_kl(q, p, balance=balance)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    plain, shared = (torch.autograd.grad(each.sum(), (q.loc, p.loc)) for each in (expected, actual))
     torch.testing.assert_close(shared[0], (1 - balance) * plain[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(shared[1], balance * plain[1], rtol=1e-4, atol=1e-4)
 
 
 def toys(tables: int, length: int = 24) -> tuple[Tensor, Tensor, WorldModel]:
-    found = play(tables, length, seed=0)
+    result = play(tables, length, seed=0)
     torch.manual_seed(0)
-    shown = torch.from_numpy(found.observations), torch.from_numpy(found.actions)
+    shown = torch.from_numpy(result.observations), torch.from_numpy(result.actions)
     return *shown, WorldModel(*shown, deterministic=16, stochastic=4)
 
 
@@ -205,15 +205,15 @@ def test_the_loss_is_reconstruction_and_divergence_and_updates_lower_it() -> Non
     """Nothing foretells the first observation. Without noise the model has looked at both."""
     observations, actions, world = toys(3, 4)
     noise = torch.zeros(3, 2, 4)
-    found = world_loss(world, observations[:, :2], actions[:, :1], noise, balance=0.8, kl_scale=0.5)
+    actual = world_loss(world, observations[:, :2], actions[:, :1], noise, balance=0.8, kl_scale=0.5)
     first = world.first(observations[:, 0])
     h = world.forward_h(first, actions[:, 0])
     expected = balanced_kl(world.seen(h, observations[:, 1]), world.expected(h), balance=0.8).mean()
-    torch.testing.assert_close(found.kl, expected)
+    torch.testing.assert_close(actual.kl, expected)
     both = torch.stack([world.decode(first), world.decode(world.look(first, actions[:, 0], observations[:, 1]))], 1)
     errors = (both - observations[:, :2]) / world.observation_std
-    torch.testing.assert_close(found.reconstruction, 0.5 * errors.square().sum(-1).mean(), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(found.loss, found.reconstruction + 0.5 * found.kl)
+    torch.testing.assert_close(actual.reconstruction, 0.5 * errors.square().sum(-1).mean(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(actual.loss, actual.reconstruction + 0.5 * actual.kl)
     observations, actions, world = toys(8)
     optimiser, how = torch.optim.Adam(world.parameters(), lr=1e-2), {"length": 6, "batch_size": 4, "seed": 0}
     losses = [float(world_step(world, optimiser, observations, actions, step=0, **how).loss) for _ in range(20)]

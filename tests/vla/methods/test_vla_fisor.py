@@ -14,7 +14,7 @@ from genrl.vla.methods.fisor.train import sheet_of_decisions
 from genrl.vla.offline.transitions import Transitions, Words, frames_of, play, take
 from genrl.vla.policies.embedded import DiffusionMLP, DiffusionMLPConfig
 from genrl.vla.rollout.sampling import Acting, Diffusion
-from tests.vla.tiny_policies import TOLD, WORDS
+from tests.vla.tiny_policies import FACTS, WORDS
 
 READS = Words(WORDS)
 SAMPLER = Diffusion(train_steps=5, steps=5, ft_denoising_steps=5, floor=1e-3, schedule="vp")
@@ -37,7 +37,7 @@ def played(count: int, careful: float, noise: float = 0.0, chunk: int = 1, seed:
 
 def nets(data: Transitions, width: int = 32) -> fisor.Fisor:
     torch.manual_seed(0)
-    config = DiffusionMLPConfig(TOLD, 3, 1, train_steps=5)
+    config = DiffusionMLPConfig(FACTS, 3, 1, train_steps=5)
     return fisor.Fisor(DiffusionMLP(config, frame_statistics(frames_of(data))), width=width)
 
 
@@ -49,9 +49,9 @@ def test_other_discs_are_hazards_and_costs_of_a_chunk_are_those_of_its_actions()
     single.reset(seed=0), chunked.reset(seed=0)
     seen = np.stack([single.step(actions[t][:, None])[-1]["costs"][:, 0] for t in range(12)], 1)
     parts = [chunked.step(actions[t : t + 3].transpose(1, 0, 2)) for t in range(0, 12, 3)]
-    found = np.concatenate([part[-1]["costs"] for part in parts], 1)
+    actual = np.concatenate([part[-1]["costs"] for part in parts], 1)
     alive = ~np.stack([part[2] for part in parts]).any(0)  # tables without a success: their steps coincide
-    assert alive.sum() > 8 and np.array_equal(found[alive], seen[alive]) and found[alive].sum() > 0
+    assert alive.sum() > 8 and np.array_equal(actual[alive], seen[alive]) and actual[alive].sum() > 0
     discs = np.array([[[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]]], dtype=np.float32).repeat(3, 0)
     gripper = np.array([[0.05, 0.0], [0.5, 0.19], [0.3, 0.3]], dtype=np.float32)
     for number, expected in ((9, [False, True, False]), (10, [True, False, False]), (0, [False, True, False])):
@@ -95,8 +95,8 @@ def test_samples_are_those_of_the_released_program() -> None:
         eps = actor.noise(context, x, torch.full((count,), t))
         x = (x - beta / (1 - bars[t + 1]).sqrt() * eps) / (1 - beta).sqrt()
         x = (x + (beta.sqrt() if t else 1e-3) * noise[:, 0, k + 1]).clamp(-1, 1)
-    found = fisor.samples(net, sampler, observation, noise)
-    assert torch.allclose(found[:, 0], actor.actions(x), atol=1e-5)
+    result = fisor.samples(net, sampler, observation, noise)
+    assert torch.allclose(result[:, 0], actor.actions(x), atol=1e-5)
 
 
 def test_a_step_trains_critics_actor_and_slow_copies(monkeypatch) -> None:
@@ -116,8 +116,8 @@ def test_a_step_trains_critics_actor_and_slow_copies(monkeypatch) -> None:
         return results
 
     fisor.train_step(net, data, SAMPLER, settings, critics, step, seed=0, step=0)
-    found = fisor.train_step(net, data, SAMPLER, settings, critics, step, seed=0, step=1)
-    assert set(found) == {f"critic/{name}_loss" for name in ("v", "q", "v_h", "q_h")} | {"loss/policy"}
+    result = fisor.train_step(net, data, SAMPLER, settings, critics, step, seed=0, step=1)
+    assert set(result) == {f"critic/{name}_loss" for name in ("v", "q", "v_h", "q_h")} | {"loss/policy"}
     old = dict(before.named_parameters())
     for part in ("reward.q", "reward.slow", "violation.q", "violation.slow", "violation.v", "actor", "slow_actor"):
         assert any(not torch.equal(p, old[n]) for n, p in net.named_parameters() if n.startswith(part)), part
@@ -132,7 +132,7 @@ def test_the_losses_of_the_critics_by_hand() -> None:
     for critics in (net.reward, net.violation):
         for part in (*critics.q, *critics.slow, critics.v):
             torch.nn.init.normal_(part.head[-1].weight, std=2.0)
-    found = fisor.critic_losses(net, data, settings)
+    actual = fisor.critic_losses(net, data, settings)
     now, after, action, gamma = data.observation, data.next_observation, data.action, fisor.GAMMA
     better = net.reward.slow_q(now, action).amin(0) - net.reward.v(now)
     worse = net.violation.slow_q(now, action).amax(0) - net.violation.v(now)
@@ -148,14 +148,14 @@ def test_the_losses_of_the_critics_by_hand() -> None:
         "q_h": (net.violation.q_values(now, action) - reach).square().mean(),
     }
     assert data.cost.any() and data.terminated.any() and not data.terminated.all()
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
 
 
 def test_its_evaluation_counts_episodes_and_has_a_sheet() -> None:
     data = played(10, 0.0)
-    found = fisor.judged(data._replace(cost=(data.episode < 2).float()))
-    assert found["eval/success_mean"] == 1.0 and found["eval/violating"] == pytest.approx(0.2)
-    assert found["eval/cost_mean"] == pytest.approx((data.episode < 2).float().sum().item() / 10)
+    result = fisor.judged(data._replace(cost=(data.episode < 2).float()))
+    assert result["eval/success_mean"] == 1.0 and result["eval/violating"] == pytest.approx(0.2)
+    assert result["eval/cost_mean"] == pytest.approx((data.episode < 2).float().sum().item() / 10)
     data = played(3, careful=1.0)
     sheet = sheet_of_decisions(nets(data).slow_actor, data)
     assert [look.text for look in sheet.looks] == [f"cost {data.cost[data.episode == k].sum():g}" for k in range(3)]

@@ -61,8 +61,8 @@ def few_videos(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small(root: Path, name: str, output: Path, *more: str) -> VLAConfig:
     overrides = [*SMALL[name].split(), *COMMON.split(), "trackers=[]", f"output={output}", *more]
-    found: Any = load(root / "configs" / "vla" / f"{name}.yaml", overrides)
-    config = found[0] if isinstance(found, tuple) else found
+    result: Any = load(root / "configs" / "vla" / f"{name}.yaml", overrides)
+    config = result[0] if isinstance(result, tuple) else result
     assert isinstance(config, VLAConfig)
     return config
 
@@ -167,9 +167,9 @@ def of_file(root: Path, name: str, path: Path, output: Path, *more: str) -> VLAC
     read = ["environment.reward=environment", "environment.success_key=null", "environment.instruction=go on"]
     fast = ["evaluation.episodes=4", "evaluation.every=1", "evaluation.videos=0", "checkpoint.every=1", "trackers=[]"]
     how = [*of_line, *read, *fast, f"demonstrations={{dataset: {path}}}", f"output={output}"]
-    found = load(root / "configs" / "vla" / f"{name}.yaml", [*how, *more])
-    assert isinstance(found, VLAConfig)
-    return found
+    result = load(root / "configs" / "vla" / f"{name}.yaml", [*how, *more])
+    assert isinstance(result, VLAConfig)
+    return result
 
 
 STEPS_FISOR = ("trainer.steps_per_iteration=3", "trainer.candidates=2", "iterations=2")

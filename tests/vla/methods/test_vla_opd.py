@@ -54,13 +54,13 @@ def test_the_gradient_of_the_released_trainer(golden: Callable[[str], Any]) -> N
     assert shape[2] == data.number("chunks")
     now = actions[0].clone().requires_grad_()
     executed = data.given("mask").reshape(-1).long()
-    found = update("sampled", Replay(now[:, None], torch.zeros_like(now)[:, None]), actions[0], executed,
+    actual = update("sampled", Replay(now[:, None], torch.zeros_like(now)[:, None]), actions[0], executed,
                    log_prob=actions[1][:, None])  # fmt: skip
-    gradient = torch.autograd.grad(found["loss"], now)[0].view(shape)
+    gradient = torch.autograd.grad(actual["loss"], now)[0].view(shape)
     data.check("grad", gradient, 1e-5, 1e-7)
     data.check("loss_token_mean", (gradient * data.given("new_logp")).sum(), 1e-5, 1e-7)
     counted = data.given("mask").expand(shape)
-    torch.testing.assert_close(found["teacher/kl"], -data.given("advantage")[counted].sum() / shape[-1])
+    torch.testing.assert_close(actual["teacher/kl"], -data.given("advantage")[counted].sum() / shape[-1])
     data.all_used()
 
 
@@ -96,8 +96,8 @@ def test_both_estimators_have_the_gradient_of_the_kl_of_tokens() -> None:
     exact = update("distribution", each, torch.zeros(1, 1, 1), executed, every=theirs.view(1, 1, 1, 1, 4))
     torch.testing.assert_close(exact["teacher/kl"], (rows.exp() * (rows - theirs)).sum().detach())
     torch.testing.assert_close(torch.autograd.grad(exact["loss"], logits, retain_graph=True)[0], wanted)
-    drawn = rows.view(4, 1, 1)
-    sampled = update("sampled", Replay(drawn[:, None], torch.zeros(4, 1, 1, 1)), drawn.detach(), executed.expand(4),
+    samples = rows.view(4, 1, 1)
+    sampled = update("sampled", Replay(samples[:, None], torch.zeros(4, 1, 1, 1)), samples.detach(), executed.expand(4),
                      log_prob=theirs.view(4, 1, 1, 1), weight=4 * rows.exp().detach())  # fmt: skip
     torch.testing.assert_close(torch.autograd.grad(sampled["loss"], logits)[0], wanted, rtol=1e-5, atol=1e-7)
 

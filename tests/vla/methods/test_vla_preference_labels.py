@@ -18,7 +18,7 @@ from genrl.vla.methods.rl_vlm_f.train import UNUSABLE, LabelCache, Pairs, draw_p
 from genrl.vla.offline.transitions import Words
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS
 from tests.vla.offline.test_transitions import expert_data
-from tests.vla.tiny_policies import TOLD, WORDS, frames
+from tests.vla.tiny_policies import FACTS, WORDS, frames
 
 READS = Words(WORDS)
 
@@ -106,8 +106,8 @@ def test_a_judge_that_fails_stops_the_run_and_is_asked_again() -> None:
         return images.flatten(1).mean(1)
 
     fails: tuple[int, ...] = (2,)
-    told = label_pairs(frail, look, lines, pairs, cache, batch_size=1).tolist()
-    assert told == [0, UNUSABLE] + [0] * 8 and len(cache) == 9 and len(calls) == 10
+    labels = label_pairs(frail, look, lines, pairs, cache, batch_size=1).tolist()
+    assert labels == [0, UNUSABLE] + [0] * 8 and len(cache) == 9 and len(calls) == 10
     assert label_pairs(frail, look, lines, pairs, cache, batch_size=1).tolist() == [0] * 10 and len(calls) == 11
     calls.clear()
     fails = (1, 2, 3)
@@ -118,7 +118,7 @@ def test_a_judge_that_fails_stops_the_run_and_is_asked_again() -> None:
 
 def ensemble(members: int = 3) -> preferences.RewardEnsemble:
     torch.manual_seed(0)
-    nets = preferences.RewardEnsemble(TOLD, frame_statistics(frames()), members=members, width=32)
+    nets = preferences.RewardEnsemble(FACTS, frame_statistics(frames()), members=members, width=32)
     for net in nets.nets:
         torch.nn.init.normal_(net.head[-1].weight)
     return nets
@@ -161,17 +161,17 @@ def test_rewards_are_learned_by_the_likelihood_of_preferences() -> None:
 
 
 def test_new_rewards_do_not_depend_on_what_nobody_said() -> None:
-    found, nets = expert_data(20, 0.5, one_episode=True, gamma=0.9), ensemble()
-    said = keyed_noise((len(found.reward),), 1)
-    blind = found._replace(reward=said, success=~found.success, terminated=~found.terminated)
-    labelled, again = preferences.relabel(nets, found), preferences.relabel(nets, blind)
+    result, nets = expert_data(20, 0.5, one_episode=True, gamma=0.9), ensemble()
+    said = keyed_noise((len(result.reward),), 1)
+    blind = result._replace(reward=said, success=~result.success, terminated=~result.terminated)
+    labelled, again = preferences.relabel(nets, result), preferences.relabel(nets, blind)
     assert torch.equal(labelled.reward, again.reward) and torch.equal(labelled.terminated, again.terminated)
     with torch.no_grad():
-        worth = nets(found.next_observation).mean(0)
-    torch.testing.assert_close(labelled.reward[found.done], worth[found.done])
-    going = ~found.done
-    torch.testing.assert_close(labelled.reward[going], ((1 - found.discount) * worth)[going])
-    assert torch.equal(labelled.terminated, found.done) and torch.equal(labelled.action, found.action)
+        worth = nets(result.next_observation).mean(0)
+    torch.testing.assert_close(labelled.reward[result.done], worth[result.done])
+    going = ~result.done
+    torch.testing.assert_close(labelled.reward[going], ((1 - result.discount) * worth)[going])
+    assert torch.equal(labelled.terminated, result.done) and torch.equal(labelled.action, result.action)
 
 
 def test_pictures_and_instructions_are_found_again() -> None:

@@ -18,7 +18,7 @@ from genrl.vla.offline.transitions import from_rollout
 from genrl.vla.policies.policy import ACTION, SEEN, STATE, TOKENS, rows
 from genrl.vla.rollout.collect import RolloutPlan, collect
 from genrl.vla.rollout.sampling import Acting, FlowSteps, LearnedNoise
-from tests.vla.tiny_policies import FEELS, TOLD, flow, frames
+from tests.vla.tiny_policies import FACTS, FEELS, flow, frames
 
 SAMPLER = FlowSteps("flow_cps", 4, 0.7, "all")
 
@@ -129,8 +129,8 @@ def test_what_is_imagined_is_what_the_encoder_sees() -> None:
     kept = rollout._replace(observations=seen(policy, rollout.observations))
     assert set(kept.observations) == {STATE, SEEN, TOKENS}
     shown = {name: value[3] for name, value in rollout.observations.items()}
-    told = {name: value[3] for name, value in kept.observations.items()}
-    torch.testing.assert_close(policy.encode(told)["prefix"], policy.encode(shown)["prefix"], rtol=1e-4, atol=1e-5)
+    observed = {name: value[3] for name, value in kept.observations.items()}
+    torch.testing.assert_close(policy.encode(observed)["prefix"], policy.encode(shown)["prefix"], rtol=1e-4, atol=1e-5)
     data = from_rollout(kept, policy, gamma=0.98)
     torch.manual_seed(0)
     model = Dynamics(data, policy.stats | seen_statistics(data), width=64)
@@ -146,16 +146,16 @@ def test_online_advantages_are_those_of_exact_gae() -> None:
     policy = flow()
     rollout = collected(policy)
     torch.manual_seed(0)
-    critics = Critics(TOLD, frame_statistics(frames()), 12, width=16)
+    critics = Critics(FACTS, frame_statistics(frames()), 12, width=16)
     nn.init.normal_(critics.v.head[-1].weight)
     batch, returns, observation = rl100.online_batch(rollout, critics, gamma=0.9, lam=0.8, executed=4)
     shown = rollout.observations
     with torch.no_grad():
         values = torch.stack([critics.v({name: value[t] for name, value in shown.items()}) for t in range(7)])
     given = (rollout.rewards, rollout.n_executed, rollout.terminated, rollout.truncated, values[:-1], values[1:])
-    found = chunk_gae(*given, gamma=0.9, lam=0.8, mode="smdp")
-    torch.testing.assert_close(returns, found.returns[rollout.valid].float())
-    expected = found.advantages[rollout.valid]
+    actual = chunk_gae(*given, gamma=0.9, lam=0.8, mode="smdp")
+    torch.testing.assert_close(returns, actual.returns[rollout.valid].float())
+    expected = actual.advantages[rollout.valid]
     expected = (expected - expected.mean()) / expected.std()
     torch.testing.assert_close(batch.advantage.double(), expected, rtol=1e-3, atol=1e-4)
     assert torch.equal(observation[STATE], shown[STATE][:-1][rollout.valid]) and rollout.truncated.any()
@@ -170,7 +170,7 @@ def test_a_student_meets_its_teacher_in_one_step() -> None:
     errors = list(distil(student, teacher, SAMPLER, shown, steps=120, batch_size=32, learning_rate=2e-3, seed=0))
     assert sum(errors[-10:]) < 0.3 * sum(errors[:10])
     with torch.no_grad():
-        found = one_step(student, student.encode(shown), noise)
-        assert (found - goal).square().mean() < 0.3 * (noise - goal).square().mean()
+        result = one_step(student, student.encode(shown), noise)
+        assert (result - goal).square().mean() < 0.3 * (noise - goal).square().mean()
         sampled = LearnedNoise(steps=1).act(student, student.encode(shown), noise)  # how it is used afterwards
-    torch.testing.assert_close(sampled, found)
+    torch.testing.assert_close(sampled, result)

@@ -19,7 +19,7 @@ from genrl.vla.simulators.contract import Simulation
 from genrl.vla.simulators.tables import open_environment
 from tests.vla import frail
 from tests.vla.frail import FINE, RAISE
-from tests.vla.tiny_policies import TOLD, WORDS, diffusion, flow, frames, minitable_frames
+from tests.vla.tiny_policies import FACTS, WORDS, diffusion, flow, frames, minitable_frames
 
 READS = offline.Words(WORDS)
 
@@ -124,7 +124,7 @@ def test_what_undoes_an_iteration_copies_of_a_store_what_may_change() -> None:
 def test_a_critic_looks_no_further_than_the_data() -> None:
     """Actions beyond the demonstrated range do no more, so they are worth no more."""
     torch.manual_seed(0)
-    critics = Critics(TOLD, frame_statistics(frames()), 12, width=16)
+    critics = Critics(FACTS, frame_statistics(frames()), 12, width=16)
     torch.nn.init.normal_(critics.q[0].head[-1].weight)
     observation = {name: value[:4] for name, value in expert_data(4, one_episode=True).observation.items()}
     far = torch.full((4, 4, 3), 5.0)
@@ -137,22 +137,22 @@ def test_the_losses_of_iql_by_hand() -> None:
     """Of its first step, over all rows it drew; then the slow copies have followed."""
     data = expert_data(20, 1.0, one_episode=True, gamma=0.95)
     torch.manual_seed(0)
-    critics = Critics(TOLD, frame_statistics(offline.frames_of(data)), 12, width=16)
+    critics = Critics(FACTS, frame_statistics(offline.frames_of(data)), 12, width=16)
     for net in (*critics.q, *critics.slow, critics.v):
         torch.nn.init.normal_(net.head[-1].weight)
     how = Learning(gamma=0.98, batch_size=64, expectile=0.8, rate=0.25)
-    drawn = offline.take(data, torch.randint(len(data.reward), (64,), generator=generator(3, "iql", 0)))
+    sampled = offline.take(data, torch.randint(len(data.reward), (64,), generator=generator(3, "iql", 0)))
     with torch.no_grad():
-        value, following = critics.v(drawn.observation), critics.v(drawn.next_observation)
-        advantage = critics.slow_q(drawn.observation, drawn.action).amin(0) - value
-        torch.testing.assert_close(critics.advantage(drawn.observation, drawn.action), advantage)
-        target = drawn.reward + drawn.discount * torch.where(drawn.terminated, 0.0, following)
-        errors = (critics.q_values(drawn.observation, drawn.action) - target).square().mean()
+        value, following = critics.v(sampled.observation), critics.v(sampled.next_observation)
+        advantage = critics.slow_q(sampled.observation, sampled.action).amin(0) - value
+        torch.testing.assert_close(critics.advantage(sampled.observation, sampled.action), advantage)
+        target = sampled.reward + sampled.discount * torch.where(sampled.terminated, 0.0, following)
+        errors = (critics.q_values(sampled.observation, sampled.action) - target).square().mean()
     wanted = {"q_loss": errors.item(), "value": value.mean().item()}
     wanted["value_loss"] = float((torch.where(advantage < 0, 0.2, 0.8) * advantage.square()).mean())
     before, fast = ({n: p.clone() for n, p in part.named_parameters()} for part in (critics.slow, critics.q))
-    (found,) = train_iql(critics, data, how, steps=1, seed=3)
-    assert found == pytest.approx(wanted, rel=1e-4)
+    (actual,) = train_iql(critics, data, how, steps=1, seed=3)
+    assert actual == pytest.approx(wanted, rel=1e-4)
     for name, p in critics.slow.named_parameters():
         torch.testing.assert_close(p, 0.75 * before[name] + 0.25 * critics.q.get_parameter(name))
     assert any(not torch.equal(p, fast[name]) for name, p in critics.q.named_parameters())
@@ -179,9 +179,9 @@ def test_frames_are_what_the_environment_shows_and_what_the_expert_does() -> Non
 
 def test_statistics_have_a_floor_and_a_loss_that_is_not_finite_says_its_step() -> None:
     still = {STATE: torch.zeros(5, 2), ACTION: torch.zeros(5, 3), TOKENS: torch.ones(5, 2, dtype=torch.int64)}
-    found = frame_statistics(still)
-    assert set(found) == {STATE, ACTION}
-    assert found[STATE]["std"].tolist() == pytest.approx([STD_FLOOR] * 2) and found[ACTION]["std"].abs().max() == 0
+    result = frame_statistics(still)
+    assert set(result) == {STATE, ACTION}
+    assert result[STATE]["std"].tolist() == pytest.approx([STD_FLOOR] * 2) and result[ACTION]["std"].abs().max() == 0
     spoilt = frames() | {STATE: frames()[STATE] * torch.nan}
     with pytest.raises(FloatingPointError, match="step 0"):
-        next(imitate(flow(TOLD), spoilt, seed=1, steps=6, batch_size=8, learning_rate=1e-3))
+        next(imitate(flow(FACTS), spoilt, seed=1, steps=6, batch_size=8, learning_rate=1e-3))

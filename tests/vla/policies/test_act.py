@@ -148,7 +148,7 @@ def test_a_new_policy_begins_with_torchvisions_weights(tmp_path, monkeypatch) ->
                 torch.nn.init.uniform_(numbers, 0.5, 1.5)
     asked: list[Any] = []
     save_file(own.state_dict(), tmp_path / "model.safetensors")
-    monkeypatch.setattr(encoder, "find", lambda *told: asked.append(told) or tmp_path / "model.safetensors")
+    monkeypatch.setattr(encoder, "find", lambda *arguments: asked.append(arguments) or tmp_path / "model.safetensors")
     new = NEW | {"image_size": 32, "args": ARGS | {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}}
     policy, _ = open_policy(config(tmp_path, policy={"path": None, "new": new}))
     save_policy(policy, tmp_path / "saved")
@@ -156,8 +156,8 @@ def test_a_new_policy_begins_with_torchvisions_weights(tmp_path, monkeypatch) ->
     assert written["pretrained_backbone_weights"] == "ResNet18_Weights.IMAGENET1K_V1"
     with torch.no_grad():
         wanted = own.forward_features(seen)
-        for found in (policy, load_policy(tmp_path / "saved")):
-            torch.testing.assert_close(found.model.backbone(seen), wanted, rtol=1e-4, atol=1e-4)
+        for actual in (policy, load_policy(tmp_path / "saved")):
+            torch.testing.assert_close(actual.model.backbone(seen), wanted, rtol=1e-4, atol=1e-4)
     assert wanted.std() > 0.1
     key = "policy.new.args.pretrained_backbone_weights"
     assert asked == [("timm/resnet18.tv_in1k", ("model.safetensors",), key)]
@@ -181,9 +181,9 @@ def test_reinforcement_refuses_it(act, tmp_path) -> None:
     changes = {"trainer": {"algorithm": "ppo"}, "demonstrations": None, "policy": {"path": str(act), "new": None}}
     with pytest.raises(ConfigError, match="ppo cannot train a policy that predicts actions.*no likelihood; take sft"):
         config(tmp_path, **changes)
-    found, policy = config(tmp_path, sampler="flow_sde", **changes), load_policy(act)
+    result, policy = config(tmp_path, sampler="flow_sde", **changes), load_policy(act)
     with pytest.raises(ValueError, match="predicts velocity; for this one write regression"):
-        sampler_of(found, policy)
+        sampler_of(result, policy)
     with pytest.raises(ValueError, match="no likelihood, so nothing can reinforce it: use sft"):
         policy.with_heads(critic=1, noise_head="none", seed=0)
     assert isinstance(policy, PredictsActions) and not isinstance(policy, PredictsNoise | PredictsVelocity)
@@ -253,9 +253,9 @@ def test_pictures_are_resized_as_pillow_does_and_predicted_actions_are_noise(tmp
     red = Image.fromarray(seen[0, :, :, 0].float().numpy() / 255.0).resize((37, 40), Image.Resampling.BILINEAR)
     torch.testing.assert_close(ours[0, 0], torch.from_numpy(np.array(red))[3:37, 0:36], rtol=1e-4, atol=1e-4)
     published.diffusion_folder(tmp_path, prediction_type="sample")
-    policy, told = load_policy(tmp_path), load_policy(folder)
+    policy, original = load_policy(tmp_path), load_policy(folder)
     context = policy.encode(observation())
-    noise, action = policy.noise(context, chunk(), TIMES), told.noise(context, chunk(), TIMES)
+    noise, action = policy.noise(context, chunk(), TIMES), original.noise(context, chunk(), TIMES)
     bar = ddpm.cosine_alpha_bars(100)[TIMES].float()[:, None, None]
     torch.testing.assert_close(bar.sqrt() * action + (1 - bar).sqrt() * noise, chunk(), rtol=1e-4, atol=1e-4)
 

@@ -56,9 +56,9 @@ def test_the_layout_is_lerobots(folder) -> None:
     policy = load_policy(folder)
     read = policy.folder
     read.config["base_model_path"] = f"{PUBLISHED}-3B"
-    told = base_sizes(read)
-    vlm = backbone_config(read, told)
-    real = groot.Groot(told, policy.robot, policy.prompts, policy.eye, vlm, 0)
+    measures = base_sizes(read)
+    vlm = backbone_config(read, measures)
+    real = groot.Groot(measures, policy.robot, policy.prompts, policy.eye, vlm, 0)
     wanted = {groot.own_name(key): shape for key, shape in published.items() if "language_model.norm" not in key}
     assert {name: tuple(value.shape) for name, value in real.state_dict().items()} == wanted
 
@@ -82,8 +82,8 @@ def test_it_acts_and_learns_as_lerobots_own(kind: str, tmp_path) -> None:
         actions = given["actions"].clone()
         if policy.robot.gripper is not None:
             actions[..., 2] = 1.0 - 2.0 * actions[..., 2]  # LeRobot's data have the gripper as 0 and 1
-        drawn = {"noise": given["x"], "level": 1.0 - given["time"]}
-        errors = policy.errors(context, policy.normalised(actions), given["valid"], drawn).actions
+        sampled = {"noise": given["x"], "level": 1.0 - given["time"]}
+        errors = policy.errors(context, policy.normalised(actions), given["valid"], sampled).actions
     torch.testing.assert_close(errors.sum() / given["valid"].sum(), theirs["loss"], rtol=1e-4, atol=0)
 
 
@@ -119,14 +119,14 @@ def test_adapters_are_in_the_head_and_layers_are_computed_again(folder, tmp_path
 def test_what_is_imitated_with_which_noise_and_which_parts_are_trained(tmp_path, folder) -> None:
     groot_folder(tmp_path, chunk_size=4)
     policy = load_policy(tmp_path)
-    actions, drawn = policy.normalised(torch.randn(3, 8, 3)), policy.loss_noise(3, torch.Generator().manual_seed(0))
+    actions, sampled = policy.normalised(torch.randn(3, 8, 3)), policy.loss_noise(3, torch.Generator().manual_seed(0))
     context, whole = policy.encode(observation(policy)), torch.ones(3, 8, dtype=torch.bool)
     with torch.no_grad():
-        found = policy.errors(context, actions, whole, drawn).actions
-        other = policy.errors(context, actions + (torch.arange(8) >= 4)[:, None], whole, drawn).actions
-    assert torch.equal(found, other) and not found[:, 4:].any() and found[:, :4].all()
-    drawn = load_policy(folder).loss_noise(3, torch.Generator().manual_seed(0))
-    assert torch.equal(drawn["level"], flow_times(3, _after_noise()))
+        result = policy.errors(context, actions, whole, sampled).actions
+        other = policy.errors(context, actions + (torch.arange(8) >= 4)[:, None], whole, sampled).actions
+    assert torch.equal(result, other) and not result[:, 4:].any() and result[:, :4].all()
+    sampled = load_policy(folder).loss_noise(3, torch.Generator().manual_seed(0))
+    assert torch.equal(sampled["level"], flow_times(3, _after_noise()))
     groot_folder(tmp_path, tune_projector=False, tune_vlln=False, tune_top_llm_layers=1, tune_visual=True)
     policy = load_policy(tmp_path)
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
@@ -150,8 +150,8 @@ def test_units_cameras_and_words(folder, tmp_path) -> None:
     torch.testing.assert_close(libero.actions(libero.normalised(sides)), sides)
     widths = {"observation.state": 5, "action": 3}
     stats = {name: {"min": -torch.ones(n), "max": torch.ones(n)} for name, n in widths.items()}
-    told = Adapt(rename={"observation.image": CAMERAS[1]}, stats=stats)
-    one = load_policy(folder, adapt=told)
+    adapt = Adapt(rename={"observation.image": CAMERAS[1]}, stats=stats)
+    one = load_policy(folder, adapt=adapt)
     assert one.inputs == ("observation.state", "observation.image", TOKENS)
     torch.testing.assert_close(one.normalised(torch.full((3,), 0.5))[:3], torch.full((3,), 0.5))
     assert (one.tokenise(LINES) == 5).sum(1).tolist() == [1, 1, 1]

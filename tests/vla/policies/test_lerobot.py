@@ -15,7 +15,7 @@ from genrl.vla.policies.folder import load_policy, save_policy
 from genrl.vla.policies.policy import ACTION, rows
 from genrl.vla.policies.robot import letterbox, normalise, statistics, unnormalise
 from tests.vla.published import pi_folder, smol_folder
-from tests.vla.tiny_policies import FEELS, SEES, TOLD, diffusion, flow, frames
+from tests.vla.tiny_policies import FACTS, FEELS, SEES, diffusion, flow, frames
 
 
 def changed(path, **settings) -> None:
@@ -125,7 +125,7 @@ def test_statistics_by_hand_and_what_a_mode_promises() -> None:
 # -- Saved policies: the same one back, LeRobot's files, and what is refused
 POLICIES = {
     "flow": lambda: flow(SEES, critic=1, noise_head="context"),
-    "flow from states": lambda: flow(TOLD),
+    "flow from states": lambda: flow(FACTS),
     "flow from points": lambda: flow(FEELS),
     "diffusion": lambda: diffusion(SEES, critic=1, train_steps=100),
 }

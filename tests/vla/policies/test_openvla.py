@@ -102,16 +102,16 @@ def test_logits_are_those_of_transformers_own_llama_row_by_row(tmp_path: Path) -
         parts = [table[line[:1]][None], patches, state, table[line[1:]][None], empty, table[2][None, None]]
         x = torch.cat(parts, 1)
         whole = torch.zeros(1, 1, x.shape[1], x.shape[1])
-        found = theirs(inputs_embeds=x, attention_mask=whole).logits[0]
+        actual = theirs(inputs_embeds=x, attention_mask=whole).logits[0]
         first = x.shape[1] - 1 - count  # of the empty places; each is predicted by the place before it
-        wanted = found[first - 1 : first - 1 + count, TINY.vocabulary - 256 : TINY.vocabulary]
+        wanted = actual[first - 1 : first - 1 + count, TINY.vocabulary - 256 : TINY.vocabulary]
         torch.testing.assert_close(ours[row].flatten(0, 1), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_bins_are_those_of_numpy() -> None:
     """OpenVLA's formulas: token = vocabulary - digitize(a); centre of digit - 1, the last one for digit 256."""
-    drawn = np.random.default_rng(0).uniform(-1.2, 1.2, 500)
-    actions = np.concatenate([drawn, [-3.0, -1.0, 0.0, 1.0, 3.0]]).astype(np.float32)
+    sampled = np.random.default_rng(0).uniform(-1.2, 1.2, 500)
+    actions = np.concatenate([sampled, [-3.0, -1.0, 0.0, 1.0, 3.0]]).astype(np.float32)
     bins = np.linspace(-1, 1, 256)
     tokens = 32000 - np.digitize(np.clip(actions, -1.0, 1.0), bins)
     places = action_tokens(torch.from_numpy(actions))
@@ -129,13 +129,13 @@ def test_a_replay_is_what_was_sampled_and_imitation_is_cross_entropy(tmp_path: P
     context = policy.encode(given)
     for sampler in (Tokens(), Tokens(temperature=1.6)):
         rngs = [torch.Generator().manual_seed(n) for n in range(3)]
-        drawn = sampler.sample(policy, context, sampler.noise(policy, rngs))
-        again = sampler.replay(policy, policy.encode(given), *drawn[1:4])
-        assert torch.equal(again.log_prob, drawn.log_prob) and drawn.log_prob.shape == (3, 1, 4, 3)
-        assert torch.equal(drawn.chunk, policy.centres[drawn.next_states[:, 0]])
+        sampled = sampler.sample(policy, context, sampler.noise(policy, rngs))
+        again = sampler.replay(policy, policy.encode(given), *sampled[1:4])
+        assert torch.equal(again.log_prob, sampled.log_prob) and sampled.log_prob.shape == (3, 1, 4, 3)
+        assert torch.equal(sampled.chunk, policy.centres[sampled.next_states[:, 0]])
         exact = torch.log_softmax(context["logits"].double() / sampler.temperature, -1)
-        exact = exact.gather(-1, drawn.next_states[:, 0][..., None])[..., 0]
-        torch.testing.assert_close(drawn.log_prob[:, 0].double(), exact, rtol=1e-5, atol=1e-5)
+        exact = exact.gather(-1, sampled.next_states[:, 0][..., None])[..., 0]
+        torch.testing.assert_close(sampled.log_prob[:, 0].double(), exact, rtol=1e-5, atol=1e-5)
         best = sampler.act(policy, context, torch.zeros(3, 4, 3))
         assert torch.equal(best, policy.centres[context["logits"].argmax(-1)])
     actions, logits = torch.linspace(-1, 1, 36).view(3, 4, 3), context["logits"].flatten(0, 2)
@@ -207,15 +207,15 @@ def test_actions_are_mapped_by_quantiles_and_mask_grippers_opened_and_data_sets_
 def test_a_state_is_clipped_to_its_range_and_pictures_of_another_size_are_resized(tmp_path: Path) -> None:
     openvla_folders.write(tmp_path, proprio=True)
     units = openvla_folder.Robot(openvla_folder.read(tmp_path, oft()))
-    found = units.state({"observation.state": torch.tensor([[0.5, -7.0, 0.75]])}, torch.device("cpu"))
-    assert found.tolist() == [[0.5, -1.0, 0.5]] and units.stats.keys() == {"action", "observation.state"}
+    result = units.state({"observation.state": torch.tensor([[0.5, -7.0, 0.75]])}, torch.device("cpu"))
+    assert result.tolist() == [[0.5, -1.0, 0.5]] and units.stats.keys() == {"action", "observation.state"}
     assert units.inputs == ("observation.state", "observation.image")
     units = robot(tmp_path / "other", {"a": openvla_folders.TABLE}, centre_crop=False)
     units.cameras = ("top", "wrist")
     sizes = {"top": (64, 64), "wrist": (48, 36)}
     given = {name: torch.full((1, *size, 3), 51, dtype=torch.uint8) for name, size in sizes.items()}
-    found = units.pictures(given, torch.device("cpu"))
-    assert found.shape == (2, 3, 32, 32) and torch.equal(found, torch.full_like(found, 0.2))
+    result = units.pictures(given, torch.device("cpu"))
+    assert result.shape == (2, 3, 32, 32) and torch.equal(result, torch.full_like(result, 0.2))
 
 
 def test_the_central_crop_is_tensorflows() -> None:
@@ -228,9 +228,9 @@ def test_the_central_crop_is_tensorflows() -> None:
     along = plane[:, :, below] * (1 - share) + plane[:, :, below + 1] * share
     both = along[:, below] * (1 - share)[:, None] + along[:, below + 1] * share[:, None]
     steps = np.floor(both * 255.5) / 255
-    found = openvla_folder.central(pictures)[0].numpy()
-    assert np.abs(found - steps).max() < 1e-6 or (np.abs(found - steps) > 1e-6).mean() < 0.01
-    assert np.abs(found - both).max() < 1 / 255 + 1e-6
+    result = openvla_folder.central(pictures)[0].numpy()
+    assert np.abs(result - steps).max() < 1e-6 or (np.abs(result - steps) > 1e-6).mean() < 0.01
+    assert np.abs(result - both).max() < 1 / 255 + 1e-6
 
 
 @pytest.mark.parametrize("old", [(40, 56), (20, 24), (28, 40)])

@@ -98,15 +98,15 @@ def test_the_state_falls_into_numpys_bins(state: list[float]) -> None:
 
 def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_path, monkeypatch) -> None:
     """Five; with padded_state as many as the model is wide. The choice goes with the policy that is saved."""
-    told: list[str] = []
+    written: list[str] = []
     write = pi0._prompts
-    monkeypatch.setattr(pi0, "_prompts", lambda tokens, state: told.extend(lines := write(tokens, state)) or lines)
+    monkeypatch.setattr(pi0, "_prompts", lambda tokens, state: written.extend(lines := write(tokens, state)) or lines)
 
     def numbers(policy) -> list[str]:
-        told.clear()
+        written.clear()
         with torch.no_grad():
             policy.encode(observation(policy))
-        return told[0].split("State: ")[1].removesuffix(";\nAction: ").split()
+        return written[0].split("State: ")[1].removesuffix(";\nAction: ").split()
 
     own = numbers(load_policy(folders[True]))
     padded = load_policy(folders[True], adapt=Adapt(padded_state=True))
@@ -117,11 +117,11 @@ def test_pi05_is_told_the_robots_own_numbers_as_openpi_tells_them(folders, tmp_p
     with pytest.raises(ValueError, match="policy.padded_state is of type pi05, and this is pi0"):
         load_policy(folders[False], adapt=Adapt(padded_state=True))
     policy = load_policy(folders[True])
-    told = pi0._prompts(policy.tokenise(["put_the red\nblock "]), torch.tensor([[-2.0, -1.0, 0.0, 0.9999, 1.0]]))
-    assert told == ["Task: put the red block, State: -1 0 128 255 255;\nAction: "]
+    written = pi0._prompts(policy.tokenise(["put_the red\nblock "]), torch.tensor([[-2.0, -1.0, 0.0, 0.9999, 1.0]]))
+    assert written == ["Task: put the red block, State: -1 0 128 255 255;\nAction: "]
     texts = ["touch the blue block", "légère"]
-    told = pi0._prompts(policy.tokenise(texts), torch.zeros(2, 1))
-    assert [text.split(",")[0] for text in told] == [f"Task: {text}" for text in texts]
+    written = pi0._prompts(policy.tokenise(texts), torch.zeros(2, 1))
+    assert [text.split(",")[0] for text in written] == [f"Task: {text}" for text in texts]
 
 
 @BOTH
@@ -205,9 +205,9 @@ def test_a_base_model_needs_statistics_and_keeps_those_it_is_given(tmp_path) -> 
     policy = load_policy(tmp_path / "base", adapt=Adapt(stats=stats))
     save_policy(policy, tmp_path / "own")
     again = load_policy(tmp_path / "own")
-    for found in (policy, again):
-        torch.testing.assert_close(found.actions(torch.ones(1, 6, 32)), torch.full((1, 6, 3), 4.0))
-        torch.testing.assert_close(found.normalised(torch.full((1, 6, 3), 8.0))[..., :3], torch.full((1, 6, 3), 2.0))
+    for result in (policy, again):
+        torch.testing.assert_close(result.actions(torch.ones(1, 6, 32)), torch.full((1, 6, 3), 4.0))
+        torch.testing.assert_close(result.normalised(torch.full((1, 6, 3), 8.0))[..., :3], torch.full((1, 6, 3), 2.0))
 
 
 # -- SmolVLA: the published layout, LeRobot's own actions, replay, freezing, what is refused

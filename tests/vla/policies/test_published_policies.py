@@ -56,10 +56,10 @@ STAYS["diffusion"] = "diffusion.rgb_encoder."
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {kind: tmp_path_factory.mktemp(kind) for kind in FLOWS}
-    for kind, path in found.items():
+    result = {kind: tmp_path_factory.mktemp(kind) for kind in FLOWS}
+    for kind, path in result.items():
         published_runs.MADE[kind](path)
-    return found
+    return result
 
 
 def observation(kind: str, policy: Any) -> dict[str, Tensor]:
@@ -120,10 +120,10 @@ def test_rows_are_independent_and_every_input_matters(kind: str, folders: dict[s
     context = policy.encode(seen)
     together, values = policy.velocity(context, chunk, SIGMA), policy.value(context)
     one = torch.tensor([1])  # whose line is shorter than that of row 0
-    for found in (policy.encode(rows(seen, one)), rows(context, one)):
-        alone = policy.velocity(found, chunk[one], SIGMA[one])
+    for result in (policy.encode(rows(seen, one)), rows(context, one)):
+        alone = policy.velocity(result, chunk[one], SIGMA[one])
         torch.testing.assert_close(alone, together[one], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(policy.value(found), values[one], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(policy.value(result), values[one], rtol=1e-4, atol=1e-5)
     assert set(policy.inputs) == set(seen)
     for name, value in seen.items():
         moved = policy.encode(seen | {name: value.roll(1, 0)})
@@ -140,8 +140,8 @@ def test_replay_is_the_sample_and_heads_are_saved_beside(kind: str, folders: dic
     with torch.no_grad():
         context = policy.encode(seen)
     for sampler in (FlowSteps(steps=3), LearnedNoise(steps=3)):
-        drawn = sampler.noise(policy, [torch.Generator().manual_seed(n) for n in range(3)])
-        taken = sampler.sample(policy, context, drawn)
+        sampled = sampler.noise(policy, [torch.Generator().manual_seed(n) for n in range(3)])
+        taken = sampler.sample(policy, context, sampled)
         again = sampler.replay(policy, policy.encode(seen), taken.states, taken.next_states, taken.step_index)
         assert torch.equal((again.log_prob - taken.log_prob).exp(), torch.ones_like(taken.log_prob))
         assert policy.actions(taken.chunk).shape == (3, horizon, 3)
@@ -182,8 +182,8 @@ def velocity(policy: Any) -> torch.Tensor:
     observation = {"observation.state": torch.randn(3, 3, generator=rng), TOKENS: policy.tokenise(LINES)}
     observation["observation.image"] = torch.randint(0, 256, (3, 32, 32, 3), generator=rng, dtype=torch.uint8)
     with torch.no_grad():
-        found: torch.Tensor = policy.velocity(policy.encode(observation), keyed_noise((3, 6, 32), 0), torch.ones(3))
-    return found
+        result: torch.Tensor = policy.velocity(policy.encode(observation), keyed_noise((3, 6, 32), 0), torch.ones(3))
+    return result
 
 
 @pytest.mark.parametrize("kind", tiered(["pi0", "smolvla", "pi05"], ("smolvla",)))
@@ -262,9 +262,9 @@ def test_what_is_not_trained_in_bfloat16(kind: str, changes: dict[str, Any], tmp
     policy = open_policy(config)[0]
     held = {(parameter.requires_grad, parameter.dtype) for parameter in policy.parameters()}
     assert held == {(True, torch.float32), (False, torch.bfloat16)}
-    found, exact = velocity(policy), velocity(open_policy(plain)[0])
-    assert found.dtype == torch.float32 and not torch.equal(found, exact)
-    assert (found - exact).norm() < 0.03 * exact.norm()
+    result, exact = velocity(policy), velocity(open_policy(plain)[0])
+    assert result.dtype == torch.float32 and not torch.equal(result, exact)
+    assert (result - exact).norm() < 0.03 * exact.norm()
     assert_resumes(train, config, tmp_path)
     assert [row["rollout/log_prob_off"] for row in vla_runs.rows(tmp_path / "run") if row["step"]] == [0.0, 0.0]
 
@@ -292,8 +292,8 @@ def test_it_imitates_and_is_reinforced_from_that_run(kind: str, tmp_path: Path) 
         tree = common | sections | {"policy": {"path": path}, "sampler": sampler, "output": str(tmp_path / name)}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
         train(load(tmp_path / f"{name}.yaml"))  # type: ignore[arg-type]
-        found: dict[str, torch.Tensor] = dict(load_policy(tmp_path / name / "policy").named_parameters())
-        return found
+        result: dict[str, torch.Tensor] = dict(load_policy(tmp_path / name / "policy").named_parameters())
+        return result
 
     base = dict(load_policy(tmp_path / "base").named_parameters())
     one = trained("sft", str(tmp_path / "base"), trainer=SFT, demonstrations={"expert": 4})

@@ -50,11 +50,11 @@ def test_a_cloud_is_a_set_of_points() -> None:
     """Order and repetition do not matter, places do; the widths are 3D Diffusion Policy's."""
     torch.manual_seed(0)
     encoder, points = PointEncoder(), torch.randn(3, 20, 3)
-    found = encoder(points)
-    assert found.shape == (3, CLOUD) and [encoder.each[k].out_features for k in (0, 3, 6)] == [64, 128, 256]
+    result = encoder(points)
+    assert result.shape == (3, CLOUD) and [encoder.each[k].out_features for k in (0, 3, 6)] == [64, 128, 256]
     for same in (points[:, torch.randperm(20)], torch.cat([points, points[:, :7]], 1)):
-        torch.testing.assert_close(encoder(same), found, rtol=1e-5, atol=1e-5)
-    assert (encoder(points + 0.1) - found).abs().max() > 1e-2
+        torch.testing.assert_close(encoder(same), result, rtol=1e-5, atol=1e-5)
+    assert (encoder(points + 0.1) - result).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(("inputs", "looked", "sees"), [(SEES, IMAGE, PICTURE), (FEELS, POINTS, CLOUD)])
@@ -186,7 +186,7 @@ def test_what_it_cannot_do_is_told_before_anything_is_written(file: Path, tmp_pa
 def test_an_installed_policy_and_an_installed_simulator(
     file: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {
+    result = {
         "genrl.policies": EntryPoint("linear", "own_package:Wide", "genrl.policies"),
         "genrl.simulators": EntryPoint("corners", "own_package:make", "genrl.simulators"),
     }
@@ -195,7 +195,7 @@ def test_an_installed_policy_and_an_installed_simulator(
     package = ModuleType("own_package")
     package.Wide, package.make = kind, simulator.make  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_package", package)
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [found[group]] if group in found else [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [result[group]] if group in result else [])
     config = imitated(tmp_path, "linear")
     assert config.policy.new is not None and policy_class(config.policy.new.type) is kind
     env = open_environment(Simulation("corners", num_envs=2, chunk=2, tasks=("red",), max_steps=9))
@@ -218,15 +218,15 @@ def passed(policy: Any) -> tuple[dict[str, Tensor], int]:
 
     observation = pi_observation(3) | {TOKENS: policy.tokenise(LINES)}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found = dict(policy.encode(observation))
+        result = dict(policy.encode(observation))
         for step, sigma in enumerate((1.0, 0.5)):
-            outputs = policy.velocity_and_noise(found, keyed_noise((3, 6, 32), step), torch.full((3,), sigma))
-            found |= {f"velocity-{step}": outputs[0], f"noise-{step}": outputs[1]}
-        found["value"] = policy.value(found)
-        loss = sum(value.float().square().mean() for name, value in found.items() if name != "valid")
+            outputs = policy.velocity_and_noise(result, keyed_noise((3, 6, 32), step), torch.full((3,), sigma))
+            result |= {f"velocity-{step}": outputs[0], f"noise-{step}": outputs[1]}
+        result["value"] = policy.value(result)
+        loss = sum(value.float().square().mean() for name, value in result.items() if name != "valid")
     loss.backward()  # type: ignore[union-attr]
     gradients = {f"gradient/{name}": p.grad for name, p in policy.named_parameters() if p.grad is not None}
-    return {**found, **gradients}, sum(kept.values())
+    return {**result, **gradients}, sum(kept.values())
 
 
 @pytest.mark.parametrize(
@@ -236,13 +236,13 @@ def passed(policy: Any) -> tuple[dict[str, Tensor], int]:
 def test_computing_again_gives_the_same_bits(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     settings = published_runs.ALL if dtype == torch.float32 else {"train_expert_only": True}
     published_runs.MADE[kind](tmp_path, dtype=dtype, **settings)
-    found = []
+    result = []
     for again in (False, True):
         policy = load_policy(tmp_path).with_heads(critic=1, noise_head="expert", seed=0)
         if again:
             compute_again(policy)
-        found.append(passed(policy))
-    (kept, most), (computed, least) = found
+        result.append(passed(policy))
+    (kept, most), (computed, least) = result
     assert kept.keys() == computed.keys() and sum(name.startswith("gradient/") for name in kept) > 40
     for name, value in kept.items():
         assert torch.equal(computed[name], value), name

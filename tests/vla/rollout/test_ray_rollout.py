@@ -24,7 +24,7 @@ from genrl.vla.train import train
 from tests import ray_nodes
 from tests.vla import vla_runs
 from tests.vla.test_resume import straight_and_stopped
-from tests.vla.tiny_policies import TOLD, flow
+from tests.vla.tiny_policies import FACTS, flow
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
@@ -56,13 +56,13 @@ def test_an_actor_rounds_as_where_the_policy_is_trained(monkeypatch: pytest.Monk
     assert asked == [True, None]
 
 
-def assert_same(found: ChunkRollout, wanted: ChunkRollout, tolerance: float = 0.0) -> None:
+def assert_same(actual: ChunkRollout, wanted: ChunkRollout, tolerance: float = 0.0) -> None:
     for name, value in wanted._asdict().items():
         if isinstance(value, Tensor):
             bound = tolerance if value.is_floating_point() else 0.0
-            torch.testing.assert_close(getattr(found, name), value, rtol=bound, atol=bound, msg=name)
-    assert found.observations.keys() == wanted.observations.keys() and found.env_seed == wanted.env_seed
-    assert found.instruction == wanted.instruction and np.array_equal(found.first_episodes, wanted.first_episodes)
+            torch.testing.assert_close(getattr(actual, name), value, rtol=bound, atol=bound, msg=name)
+    assert actual.observations.keys() == wanted.observations.keys() and actual.env_seed == wanted.env_seed
+    assert actual.instruction == wanted.instruction and np.array_equal(actual.first_episodes, wanted.first_episodes)
 
 
 def local(policy: Any, slots: range = range(8), **how: Any) -> ChunkRollout:
@@ -99,31 +99,31 @@ def test_a_run_goes_on_as_if_nothing_had_been(cluster: Any, tmp_path: Path, monk
 @pytest.mark.slow
 def test_as_collected_here_also_after_an_update(far: RayRollouts) -> None:
     """The same episodes, also later ones, the same noise: to the bit part by part, the whole up to rounding."""
-    policy = flow(TOLD, critic=1)
+    policy = flow(FACTS, critic=1)
     for version in (1, 2):
-        found = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
-        assert (far.version, far.dropped) == (version, 0) and found.episode.max() > 1
-        assert_same(found, local(policy), tolerance=1e-3)
-        assert_same(found, joined([local(policy, range(4)), local(policy, range(4, 8))]))
+        result = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
+        assert (far.version, far.dropped) == (version, 0) and result.episode.max() > 1
+        assert_same(result, local(policy), tolerance=1e-3)
+        assert_same(result, joined([local(policy, range(4)), local(policy, range(4, 8))]))
         assert [slots.tolist() for slots in far.parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-        assert [check_on_policy(policy, found, slots) for slots in far.parts] == [0.0, 0.0]
-        before = check_on_policy(policy, found, torch.arange(4))
+        assert [check_on_policy(policy, result, slots) for slots in far.parts] == [0.0, 0.0]
+        before = check_on_policy(policy, result, torch.arange(4))
         with torch.no_grad():
             policy.out.weight.mul_(0.5)
         with pytest.raises(RuntimeError, match="before the first update"):  # as actors with old weights would be
-            check_on_policy(policy, found, torch.arange(4))
+            check_on_policy(policy, result, torch.arange(4))
         assert before == 0.0 and far.waited_s > 0
 
 
 @pytest.mark.slow
 def test_an_actor_that_dies(far: RayRollouts) -> None:
-    policy = flow(TOLD, critic=1)
+    policy = flow(FACTS, critic=1)
     far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
     os.kill(ray_nodes.process_of(far.crew.workers[0].actor), signal.SIGKILL)
-    found = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
-    assert_same(found, local(policy, range(4, 8)))
+    result = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
+    assert_same(result, local(policy, range(4, 8)))
     assert (far.dropped, far.restarts) == (4, 1) and [slots.tolist() for slots in far.parts] == [[0, 1, 2, 3]]
-    assert found.group.tolist() == [2, 2, 3, 3] and check_on_policy(policy, found, far.parts[0]) == 0.0
+    assert result.group.tolist() == [2, 2, 3, 3] and check_on_policy(policy, result, far.parts[0]) == 0.0
     whole = far.collect(policy, FlowSteps(), RolloutPlan(**HOW))
     assert_same(whole, joined([local(policy, range(4)), local(policy, range(4, 8))]))
     assert (far.dropped, far.restarts) == (4, 1)
@@ -134,7 +134,7 @@ def test_an_actor_that_is_lost_again_and_again(cluster: Any) -> None:
     """Nothing waits for ever: here there is no time to start in."""
     rollouts = RayRollouts(Simulation(**WHERE), start_timeout_s=0.01)
     with pytest.raises(RuntimeError, match="(?s)lost 3 times in a row.*timeout"):
-        rollouts.collect(flow(TOLD, critic=1), FlowSteps(), RolloutPlan(**HOW))
+        rollouts.collect(flow(FACTS, critic=1), FlowSteps(), RolloutPlan(**HOW))
     rollouts.close()
 
 
@@ -144,7 +144,7 @@ def test_parts_of_different_lengths() -> None:
     parts = []
     for begin, steps in ((0, 12), (2, 20)):
         env = open_environment(Simulation(**where | {"num_envs": 2, "max_steps": steps}))
-        parts.append(collect(env, flow(TOLD, critic=1), FlowSteps(), RolloutPlan(first_slot=begin, **how)))
+        parts.append(collect(env, flow(FACTS, critic=1), FlowSteps(), RolloutPlan(first_slot=begin, **how)))
     assert len(parts[0].valid) < len(parts[1].valid)
     both = joined(parts)
     count = len(parts[0].valid)

@@ -106,7 +106,7 @@ def step_log_prob(policy: Any, sampler: Sampler, context: Any, x: Tensor, after:
 
 def by_hand(policy: Any, rollout: ChunkRollout, chosen: Decisions) -> Tensor:
     """[n, C, D]: the log-probability of each number that was executed of each decision, 0 for the others."""
-    sampler, found = rollout.sampler, []
+    sampler, result = rollout.sampler, []
     for row, ratio in zip(chosen.row.tolist(), chosen.step.tolist(), strict=True):
         part = training_rows(rollout, torch.tensor([row]))
         context = policy.encode(part.observation)
@@ -119,8 +119,8 @@ def by_hand(policy: Any, rollout: ChunkRollout, chosen: Decisions) -> Tensor:
             total = total + normal(first, torch.zeros_like(first), 1.0)[0]
             total = total / (len(terms) + 1) if sampler.reduction == "mean" else total
         executed = int(rollout.n_executed.flatten()[row])
-        found.append(torch.where(torch.arange(4)[:, None] < executed, total[:4, :3], 0.0))
-    return torch.stack(found)
+        result.append(torch.where(torch.arange(4)[:, None] < executed, total[:4, :3], 0.0))
+    return torch.stack(result)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -174,16 +174,16 @@ def test_a_policy_that_scores_otherwise_than_it_draws_is_refused(tmp_path: Path)
 
 def update_gradient(run: VLARun, rollout: ChunkRollout, chosen: Decisions) -> dict[str, Tensor]:
     """What one update over all decisions gives the optimiser, before clipping."""
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
 
     def caught(groups: list[str]) -> dict[str, float]:
-        found.update(vla_runs.gradients(run))
+        result.update(vla_runs.gradients(run))
         run.loop.optimizer.zero_grad(set_to_none=True)
         return dict.fromkeys(groups, 0.0)
 
     run.loop.optimization.step = caught  # type: ignore[method-assign, assignment]
     learn(run, rollout, chosen, run.settings, Meter(), gae.loss, policy=True, critic=run.policy.critic)
-    return found
+    return result
 
 
 BY_ACTION: dict[str, Any] = {"values": "action", "level": "action", "discount": "smdp"}
@@ -215,7 +215,7 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
         policy, p = run.policy, run.settings
         stir(policy, 0.004)
         chosen = taught(rollout, values=p.values)
-        found = update_gradient(run, rollout, chosen)
+        result = update_gradient(run, rollout, chosen)
 
         elements = by_hand(policy, rollout, chosen)
         ratios = rollout.log_prob.shape[2]
@@ -273,7 +273,7 @@ def test_the_gradient_of_an_update_is_that_of_the_formula(name: str, tmp_path: P
                     stds.append(0.2 * (0.6 / 0.2) ** ((torch.tanh(raw) + 1) / 2))
             total = total - p.entropy_weight * (0.5 * math.log(2 * math.pi * math.e) + torch.stack(stds).log()).mean()
         total.backward()
-        reached = vla_runs.assert_gradients(found, run, 2e-3)
+        reached = vla_runs.assert_gradients(result, run, 2e-3)
         assert "value_head" in reached and reached & {"expert", "body"}
 
 
@@ -286,9 +286,9 @@ def test_processes_number_their_decisions_as_one_would(tmp_path: Path) -> None:
             own = slice(first, first + slots // 2)
             length = int(rollout.valid[:, own].any(1).nonzero().max()) + 1
             part = rollout._replace(valid=rollout.valid[:length, own], log_prob=rollout.log_prob[:length, own])
-            found = decisions(part, *torch.ones(3, *part.valid.shape))
+            result = decisions(part, *torch.ones(3, *part.valid.shape))
             local = slots // 2
-            shared.append((found.row // local * slots + found.row % local + first, found.step))
+            shared.append((result.row // local * slots + result.row % local + first, result.step))
         assert torch.equal(torch.cat([row for row, _ in shared]), every.row)
         assert torch.equal(torch.cat([step for _, step in shared]), every.step)
 
@@ -312,14 +312,14 @@ def test_the_success_filter_leaves_out_what_always_or_never_succeeds(tmp_path: P
 def test_the_entropy_is_of_what_can_reach_the_robot(tmp_path: Path) -> None:
     """A chunk's tail that is never executed (pi0: 45 of 50 actions, 25 of 32 columns) must not water the bonus down."""
     with acted(tmp_path, "flow_noise", environment={"chunk": 2}, trainer={"entropy_weight": 0.1}) as (run, rollout):
-        found = scored_by(run, rollout, taught(rollout))
+        result = scored_by(run, rollout, taught(rollout))
         with torch.no_grad():  # the head's last layer: numbers [4, 3], the last two actions' stds at the upper bound
             run.policy.noise_head[-1].bias.view(4, 3)[2:] = 100.0
         again = scored_by(run, rollout, taught(rollout))
-        assert torch.equal(found.entropy, again.entropy)
+        assert torch.equal(result.entropy, again.entropy)
         low, high = (0.5 * math.log(2 * math.pi * math.e * std**2) for std in (0.2, 0.6))
-        assert bool((found.entropy > low).all()) and bool((found.entropy < high).all())
-        found.entropy.sum().backward()
+        assert bool((result.entropy > low).all()) and bool((result.entropy < high).all())
+        result.entropy.sum().backward()
         assert bool((run.policy.noise_head[-1].bias.grad.view(4, 3)[:2] != 0).all())
 
 

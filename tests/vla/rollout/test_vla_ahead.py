@@ -134,25 +134,25 @@ def test_a_loss_and_importance_by_hand(tmp_path: Path) -> None:
         importance = torch.ones(*rollout.valid.shape, 1)
         importance.view(-1)[chosen.row] = torch.tensor([0.5, 0.0])
         given = recorded_decisions(rollout._replace(importance=importance), chosen, total=2, policy=True, critic=False)
-        found = actor_loss(settings, score(settings, Acting(run.policy, rollout.sampler), given), given)
-        assert float(found.loss) == pytest.approx(-(0.5 + 0.0) / 2, abs=1e-5)  # -w A r, r = 1
+        again = actor_loss(settings, score(settings, Acting(run.policy, rollout.sampler), given), given)
+        assert float(again.loss) == pytest.approx(-(0.5 + 0.0) / 2, abs=1e-5)  # -w A r, r = 1
         # what acted had a log-probability higher by ln 2, and lower by ln 6: weights of 1/2, and of 1
         shifted, first = rollout.log_prob.clone(), rollout.valid.flatten().nonzero()[:2, 0]
         flat = shifted.flatten(0, 1)
         flat[first[0], 0, 0, 0] += math.log(2)
         flat[first[1], 0, 0, 0] -= math.log(6)
-        found = weighed(run.policy, rollout._replace(log_prob=flat.view(shifted.shape)), run.settings, run.loop.fitting)
-        torch.testing.assert_close(found.log_prob, rollout.log_prob, rtol=1e-5, atol=1e-5)
-        assert found.importance is not None
-        weights = found.importance.flatten()
+        again = weighed(run.policy, rollout._replace(log_prob=flat.view(shifted.shape)), run.settings, run.loop.fitting)
+        torch.testing.assert_close(again.log_prob, rollout.log_prob, rtol=1e-5, atol=1e-5)
+        assert again.importance is not None
+        weights = again.importance.flatten()
         assert weights[first].tolist() == pytest.approx([0.5, 1.0], abs=1e-3)
         number = int(rollout.valid.sum())
-        figures = scores.importance_figures(found)
+        figures = scores.importance_figures(again)
         assert figures["importance/mean"] == pytest.approx((number - 0.5) / number, abs=1e-3)
         assert figures["importance/max_abs_dev"] == pytest.approx(0.5, abs=1e-3)
         settings = run.settings.model_copy(update={"importance": "none"})
         without = weighed(run.policy, rollout._replace(log_prob=flat.view(shifted.shape)), settings, run.loop.fitting)
-        assert without.importance is None and torch.equal(without.log_prob, found.log_prob)
+        assert without.importance is None and torch.equal(without.log_prob, again.log_prob)
 
 
 @pytest.mark.slow

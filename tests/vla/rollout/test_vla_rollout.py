@@ -16,7 +16,7 @@ from genrl.playground.minitable.world import table_of
 from genrl.vla.policies.policy import ACTION, ENVIRONMENT, STATE, TOKENS, Batch, rows
 from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect, episode_returns, training_rows
 from genrl.vla.rollout.sampling import Diffusion, FlowSteps, Frozen, LearnedNoise
-from tests.vla.tiny_policies import SEES, TOLD, Leads, diffusion, flow, frames
+from tests.vla.tiny_policies import FACTS, SEES, Leads, diffusion, flow, frames
 
 
 class Expert(Leads):
@@ -32,7 +32,7 @@ class Expert(Leads):
         return {"chunk": torch.from_numpy(expert_chunk(tables, 6)), "state": observation[STATE]}
 
 
-def told(size: int = 12, **how) -> MiniTable:
+def table(size: int = 12, **how) -> MiniTable:
     return MiniTable(size, image_size=0, **how)
 
 
@@ -42,14 +42,14 @@ def tensors(rollout: ChunkRollout) -> dict[str, torch.Tensor]:
 
 
 def test_a_rollout_is_a_function_of_seed_iteration_and_slot() -> None:
-    policy, how = flow(TOLD, critic=1), {"decisions": 5, "seed": 3, "iteration": 2}
-    first = collect(told(), policy, FlowSteps(), RolloutPlan(**how))
-    used = told()
+    policy, how = flow(FACTS, critic=1), {"decisions": 5, "seed": 3, "iteration": 2}
+    first = collect(table(), policy, FlowSteps(), RolloutPlan(**how))
+    used = table()
     collect(used, policy, FlowSteps(), RolloutPlan(decisions=3, seed=9, iteration=9))
     again = collect(used, policy, FlowSteps(), RolloutPlan(**how))  # an environment that was used before
     for name, value in tensors(first).items():
         assert torch.equal(value, tensors(again)[name]), name
-    few = collect(told(4), policy, FlowSteps(), RolloutPlan(**how))
+    few = collect(table(4), policy, FlowSteps(), RolloutPlan(**how))
     for name, value in tensors(few).items():
         if value.is_floating_point():
             torch.testing.assert_close(value, tensors(first)[name][:, :4], rtol=1e-3, atol=1e-3)
@@ -57,7 +57,7 @@ def test_a_rollout_is_a_function_of_seed_iteration_and_slot() -> None:
     def noise(size: int, **other: int) -> torch.Tensor:
         """The initial one, which no observation has touched."""
         plan = RolloutPlan(**how | {"decisions": 2} | other)
-        return collect(told(size), flow(TOLD), FlowSteps(selection="all"), plan).states[:, :, 0]
+        return collect(table(size), flow(FACTS), FlowSteps(selection="all"), plan).states[:, :, 0]
 
     whole = noise(6)
     assert torch.equal(noise(2, first_slot=4), whole[:, 4:])
@@ -80,7 +80,7 @@ def test_its_rows_replay_with_ratio_one_from_what_was_seen() -> None:
 
 
 def test_the_experts_episodes_are_accounted_for_and_next_values_are_of_the_true_next_observation() -> None:
-    env = told(16)
+    env = table(16)
     rollout = collect(env, Expert(), FlowSteps(noise_level=1e-3), RolloutPlan(decisions=12, seed=1, iteration=0))
     assert rollout.terminated.sum(0).min() >= 1 and not rollout.truncated.any()
     assert torch.equal(rollout.terminated, rollout.success)
@@ -112,8 +112,8 @@ def test_the_experts_episodes_are_accounted_for_and_next_values_are_of_the_true_
 
 
 def test_one_episode_each_for_groups() -> None:
-    env = told(8, group_size=4, max_steps=12)
-    policy = flow(TOLD)
+    env = table(8, group_size=4, max_steps=12)
+    policy = flow(FACTS)
     rollout = collect(env, policy, FlowSteps(), RolloutPlan(decisions=40, seed=5, iteration=0, one_episode=True))
     assert len(rollout.valid) == 3 and rollout.valid[0].all() and (rollout.episode[rollout.valid] == 0).all()
     assert rollout.group.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -121,7 +121,7 @@ def test_one_episode_each_for_groups() -> None:
     assert torch.equal(start[0].expand(4, 3), start[:4]) and not torch.equal(start[0], start[4])
     assert len({tuple(row.flatten().tolist()) for row in rollout.states[0]}) == 8  # but the noise is each one's own
     plan = RolloutPlan(decisions=40, seed=5, iteration=0, one_episode=True)
-    sure = collect(told(8, group_size=4), Expert(), FlowSteps(noise_level=1e-3), plan)
+    sure = collect(table(8, group_size=4), Expert(), FlowSteps(noise_level=1e-3), plan)
     assert sure.valid.sum(0).max() == len(sure.valid) < 11 and sure.done[:, 0].sum() >= 1
     assert (sure.valid & sure.done).sum(0).tolist() == [1] * 8 and torch.equal(sure.valid, sure.episode == 0)
     advantages = episode_group_advantages(episode_returns(sure), sure.group)
@@ -144,13 +144,13 @@ class Silent(MiniTable):
 def test_what_a_simulator_may_not_do_is_reported() -> None:
     how = {"decisions": 3, "seed": 0, "iteration": 0}
     with pytest.raises(ValueError, match=r"slots \[1, 3\] is not finite at decision 1"):
-        collect(Broken(5, image_size=0), flow(TOLD), FlowSteps(), RolloutPlan(**how))
+        collect(Broken(5, image_size=0), flow(FACTS), FlowSteps(), RolloutPlan(**how))
     with pytest.raises(ValueError, match="no instruction"):
-        collect(Silent(5, image_size=0), flow(TOLD), FlowSteps(), RolloutPlan(**how))
+        collect(Silent(5, image_size=0), flow(FACTS), FlowSteps(), RolloutPlan(**how))
     with pytest.raises(ValueError, match="the policy reads.*observation.image"):
-        collect(told(5), flow(SEES), FlowSteps(), RolloutPlan(**how))
+        collect(table(5), flow(SEES), FlowSteps(), RolloutPlan(**how))
     with pytest.raises(ValueError, match="must have shape"):
-        collect(told(5, chunk=8), flow(TOLD), FlowSteps(), RolloutPlan(**how))
+        collect(table(5, chunk=8), flow(FACTS), FlowSteps(), RolloutPlan(**how))
 
 
 REINFLOW = LearnedNoise(mean_clip=1.0, noise_clip=3.0, last_clip=1.0, reduction="sum")
@@ -179,7 +179,7 @@ def observation(count: int):
     return {name: value[:count] for name, value in frames().items() if name != ACTION}
 
 
-def drawn(sampler, policy, count: int, seed: int = 0):
+def noise_of(sampler, policy, count: int, seed: int = 0):
     return sampler.noise(policy, [generator(seed, i) for i in range(count)], generator(seed, "shared"))
 
 
@@ -188,7 +188,7 @@ def sampled(sampler, count: int = 12):
     with torch.no_grad():
         context = policy.encode(observation(count))
         frozen = Frozen(policy, context) if isinstance(sampler, Diffusion) else None
-    return policy, sampler.sample(policy, context, drawn(sampler, policy, count), frozen=frozen)
+    return policy, sampler.sample(policy, context, noise_of(sampler, policy, count), frozen=frozen)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -216,10 +216,10 @@ def test_the_ratio_is_exactly_one_before_an_update_and_not_after(name: str) -> N
 
 def test_a_chunk_is_a_function_of_its_own_generator_and_of_a_sampler_that_fits() -> None:
     sampler, policy = FlowSteps(), flow()
-    many, few = drawn(sampler, policy, 6), drawn(sampler, policy, 3)
+    many, few = noise_of(sampler, policy, 6), noise_of(sampler, policy, 3)
     assert torch.equal(many.noise[:3], few.noise) and torch.equal(many.noisy[:3], few.noisy)
-    assert len({tuple(row) for row in drawn(sampler, policy, 40).noisy.tolist()}) == 4
-    per_batch = drawn(FlowSteps(selection="random_per_batch"), policy, 40).noisy
+    assert len({tuple(row) for row in noise_of(sampler, policy, 40).noisy.tolist()}) == 4
+    per_batch = noise_of(FlowSteps(selection="random_per_batch"), policy, 40).noisy
     assert (per_batch == per_batch[:1]).all()
     with pytest.raises(ValueError, match="2 steps"):
         FlowSteps(steps=1)
@@ -253,7 +253,7 @@ def test_the_first_steps_of_dppo_are_the_frozen_policys() -> None:
     torch.nn.init.zeros_(tuned.out.weight)
     seen = observation(6)
     with torch.no_grad():
-        frozen, noise = Frozen(base, base.encode(seen)), drawn(sampler, base, 6)
+        frozen, noise = Frozen(base, base.encode(seen)), noise_of(sampler, base, 6)
         first, second = (sampler.sample(p, p.encode(seen), noise, frozen=frozen) for p in (base, tuned))
     assert torch.equal(first.states[:, 0], second.states[:, 0])
     assert (first.chunk - second.chunk).abs().max() > 1e-3
@@ -261,7 +261,7 @@ def test_the_first_steps_of_dppo_are_the_frozen_policys() -> None:
     again = sampler.replay(tuned, tuned.encode(seen), second.states, second.next_states, second.step_index)
     assert torch.equal(again.log_prob.detach(), second.log_prob)  # none of these is the frozen one's
     with pytest.raises(ValueError, match="frozen policy"):
-        sampler.sample(base, frozen.context, drawn(sampler, base, 6))
+        sampler.sample(base, frozen.context, noise_of(sampler, base, 6))
 
 
 @pytest.mark.parametrize("sampler", [FlowSteps(), LearnedNoise(), REINFLOW, Diffusion()])

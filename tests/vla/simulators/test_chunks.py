@@ -103,18 +103,18 @@ def said(info: dict[str, Any], *, always: bool = False, ends: Any = 0, **how: An
     return simulator.execute(chunk(1, 1, 1, 1, 1))
 
 
-@pytest.mark.parametrize(("told", "right"), [(True, True), (np.bool_(False), False), (1, True), (np.float32(0), False)])
-def test_success_may_be_said_at_the_end_alone(told: Any, right: bool) -> None:
-    assert said({"is_success": told}).success.tolist() == [right]
+@pytest.mark.parametrize(("says", "right"), [(True, True), (np.bool_(False), False), (1, True), (np.float32(0), False)])
+def test_success_may_be_said_at_the_end_alone(says: Any, right: bool) -> None:
+    assert said({"is_success": says}).success.tolist() == [right]
 
 
-@pytest.mark.parametrize("told", [0.3, float("nan"), 2, "yes", [True, False], None])
-def test_what_is_no_success_is_not_cast(told: Any) -> None:
+@pytest.mark.parametrize("value", [0.3, float("nan"), 2, "yes", [True, False], None])
+def test_what_is_no_success_is_not_cast(value: Any) -> None:
     """Nor the end of an episode."""
     with pytest.raises(Misuse, match="success is true or false|no finite number"):
-        said({"is_success": told}, always=True)
+        said({"is_success": value}, always=True)
     with pytest.raises(Misuse, match="fourth value that step returns is .* and it is true or false"):
-        said({"is_success": False}, always=True, ends=told)
+        said({"is_success": False}, always=True, ends=value)
 
 
 def test_an_end_that_says_nothing_is_no_failure() -> None:

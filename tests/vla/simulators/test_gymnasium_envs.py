@@ -63,13 +63,13 @@ class Shows(gymnasium.Env[Any, np.ndarray]):
     action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def __init__(self, shown: Any, picture: np.ndarray | None = None) -> None:
-        self.shown, self.drawn = shown, picture
+        self.shown, self.picture = shown, picture
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         return self.shown, {}
 
     def render(self):
-        return self.drawn
+        return self.picture
 
 
 class Unseeded(Shows):
@@ -140,13 +140,13 @@ def test_the_chunks_are_those_of_the_tables_and_move_nothing() -> None:
     done = np.zeros(5, dtype=np.bool_)
     while not done.any():
         before = env.state
-        told = env.expert_chunks(7)
-        assert told.shape == (5, 7, 3) and np.array_equal(told, expert_chunk(before, 7))
+        chunks = env.expert_chunks(7)
+        assert chunks.shape == (5, 7, 3) and np.array_equal(chunks, expert_chunk(before, 7))
         assert all(np.array_equal(a, b) for a, b in zip(before, env.state, strict=True))
-        done = env.step(told[:, :4])[4]["is_success"]
+        done = env.step(chunks[:, :4])[4]["is_success"]
     assert not done.all(), "nobody would be left to compare with"
-    told = env.expert_chunks(4)
-    assert not told[done].any() and told[~done].any((1, 2)).all()
+    chunks = env.expert_chunks(4)
+    assert not chunks[done].any() and chunks[~done].any((1, 2)).all()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -158,11 +158,11 @@ def test_the_example_of_the_documentation_is_asked_in_its_process(workers: int, 
     goal = np.array([[0.8 if "red" in text else -0.8, 0.8] for text in env.task_description])
     done = np.zeros(4, dtype=bool)
     for decision in range(4):
-        told = env.expert_chunks(5)
-        after, _, terminated, _, info = env.step(told[:, :4])
+        chunks = env.expert_chunks(5)
+        after, _, terminated, _, info = env.step(chunks[:, :4])
         if decision == 0:
-            moved, going = seen["agent_pos"] + 0.2 * told[:, :4].sum(1), ~terminated
-            np.testing.assert_allclose(told[:, 0], np.clip((goal - seen["agent_pos"]) / 0.2, -1, 1), atol=1e-5)
+            moved, going = seen["agent_pos"] + 0.2 * chunks[:, :4].sum(1), ~terminated
+            np.testing.assert_allclose(chunks[:, 0], np.clip((goal - seen["agent_pos"]) / 0.2, -1, 1), atol=1e-5)
             np.testing.assert_allclose(after["agent_pos"][going], moved[going], atol=1e-5)
             assert going.any()
         assert after["pixels"].shape == (4, 32, 32, 3) and (after["pixels"] == 0).all(-1).any((1, 2)).all()
@@ -196,10 +196,10 @@ def test_an_expert_that_raises_is_told_with_its_episode(workers: int) -> None:
     with pytest.raises(ValueError, match=r"expert_chunk\(3\) of <Lost instance> raised KeyError") as raised:
         env.expert_chunks(3)
     wanted = rf"{Path(__file__).name}, line \d+\): 'the way'.* after 2 actions .*seed=(\d+)"
-    found = re.search(wanted, str(raised.value))
-    assert found is not None, raised.value
+    actual = re.search(wanted, str(raised.value))
+    assert actual is not None, raised.value
     again = Lost()
-    again.reset(seed=int(found[1]))
+    again.reset(seed=int(actual[1]))
     for _ in range(2):
         again.step(np.zeros(2))
     with pytest.raises(KeyError):

@@ -90,7 +90,7 @@ def test_pick_cube() -> None:
         "max_steps": 5,
         "settings": {"control_mode": "pd_ee_delta_pose"},
     }
-    found = []
+    result = []
     for workers in (0, 2):
         env = open_environment(Simulation("maniskill", num_envs=2, workers=workers, **how))
         rng = np.random.default_rng(0)
@@ -101,5 +101,5 @@ def test_pick_cube() -> None:
             shown += [*observation.values(), *rest[:3], rest[3]["n_executed"]]
         env.close()
         assert shown[-1].tolist() == [2, 2]
-        found.append(shown)
-    assert all(np.array_equal(here, there) for here, there in zip(*found, strict=True))
+        result.append(shown)
+    assert all(np.array_equal(here, there) for here, there in zip(*result, strict=True))

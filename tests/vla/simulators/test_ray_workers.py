@@ -18,7 +18,7 @@ from tests import ray_nodes
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, RAISE
 from tests.vla.simulators.test_vla_workers import actions, same, walk
-from tests.vla.tiny_policies import TOLD, flow
+from tests.vla.tiny_policies import FACTS, flow
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'genrl-diffusion[ray]'", allow_module_level=True)
@@ -45,7 +45,7 @@ def test_rollouts_are_those_of_local_workers(cluster: Any) -> None:
     assert same(walk(env, 8, failing=failing), walk(local, 8, failing=failing)) and env.dropped == 1
     assert np.array_equal(env.render([3, 0]), local.render([3, 0]))
     env.close()
-    policy, rollouts = flow(TOLD, critic=1), []
+    policy, rollouts = flow(FACTS, critic=1), []
     for how in ({"workers": "ray"}, {"workers": 0}):
         table = open_environment(Simulation("minitable", num_envs=6, chunk=4, group_size=2, max_steps=12, **how))
         rollouts.append(collect(table, policy, FlowSteps(), RolloutPlan(decisions=6, seed=3, iteration=2)))

@@ -75,8 +75,8 @@ def test_an_episode_is_the_packages_own_whatever_runs_beside_it(family: type[Rob
         other.step(-action)
         one.picture(32)
         seen, reward, _, _, info = one.step(action)
-        raw, paid, _, _, told = own.step(action.astype(np.float64))
-        assert reward == paid and info == {"success": bool(told[success])}
+        raw, paid, _, _, facts = own.step(action.astype(np.float64))
+        assert reward == paid and info == {"success": bool(facts[success])}
     assert not np.array_equal(seen["agent_pos"], other.step(actions[0])[0]["agent_pos"])
 
 
@@ -113,8 +113,8 @@ LINE = f"{frail.__file__}:Line"
 
 
 def line(**changes: Any) -> Simulation:
-    told = {"num_envs": 2, "chunk": 3, "max_steps": 9, "reward": "environment", "success_key": None, "cost_key": "cost"}
-    return Simulation(LINE, **(told | changes))
+    base = {"num_envs": 2, "chunk": 3, "max_steps": 9, "reward": "environment", "success_key": None, "cost_key": "cost"}
+    return Simulation(LINE, **(base | changes))
 
 
 def test_costs_of_executed_actions_are_in_info_or_their_key_is_refused() -> None:

@@ -122,8 +122,8 @@ def test_pixels_become_places_and_the_farthest_are_taken() -> None:
     """A camera one metre over the origin that looks down, its up along y: right is x, and depth is along its axis."""
     near = {"frustum_near": 0.1, "frustum_top": 0.1, "frustum_bottom": -0.1, "frustum_center": 0.0}
     camera = SimpleNamespace(pos=(0, 0, 1), forward=(0, 0, -1), up=(0, 1, 0), frustum_width=0.0, **near)
-    found = placed(np.array([[1.0, 1.0], [0.5, 1.0]], dtype=np.float32), camera)
-    np.testing.assert_allclose(found, [[-0.5, 0.5, 0], [0.5, 0.5, 0], [-0.25, -0.25, 0.5], [0.5, -0.5, 0]], atol=1e-6)
+    result = placed(np.array([[1.0, 1.0], [0.5, 1.0]], dtype=np.float32), camera)
+    np.testing.assert_allclose(result, [[-0.5, 0.5, 0], [0.5, 0.5, 0], [-0.25, -0.25, 0.5], [0.5, -0.5, 0]], atol=1e-6)
     line = np.zeros((11, 3), dtype=np.float32)
     line[:, 0] = np.arange(11)
     assert farthest(line, 4)[:, 0].tolist() == [0, 10, 5, 2]  # of equally far ones the first

@@ -120,17 +120,17 @@ def test_a_worker_that_dies_or_hangs_is_restarted(failure: float) -> None:
         assert np.array_equal(seen["agent_pos"], ran["agent_pos"])
         for step, mode in enumerate((FINE, failure, FINE)):
             begun = time.monotonic()
-            found, expected = env.step(actions(FINE, mode, FINE, FINE)), calm.step(actions(*[FINE] * 4))
+            actual, expected = env.step(actions(FINE, mode, FINE, FINE)), calm.step(actions(*[FINE] * 4))
             assert time.monotonic() - begun < 30
-            for a, b in zip(found[:4], expected[:4], strict=True):
+            for a, b in zip(actual[:4], expected[:4], strict=True):
                 a, b = (x["agent_pos"] if isinstance(x, dict) else x for x in (a, b))
                 assert np.array_equal(a[2:], b[2:])
-            assert found[4]["n_executed"].tolist() == ([0, 0, 2, 2] if step else [2] * 4)
-            assert found[4]["dropped"].tolist() == [step == 1] * 2 + [False] * 2
+            assert actual[4]["n_executed"].tolist() == ([0, 0, 2, 2] if step else [2] * 4)
+            assert actual[4]["dropped"].tolist() == [step == 1] * 2 + [False] * 2
             if step == 1:
-                assert found[3].tolist() == [True, True, False, False] and not found[2].any()
-                assert found[1][:2].tolist() == [0, 0]
-        assert (found[0]["agent_pos"][:2, 1] == 0).all()  # the dropped slots have begun the next episode
+                assert actual[3].tolist() == [True, True, False, False] and not actual[2].any()
+                assert actual[1][:2].tolist() == [0, 0]
+        assert (actual[0]["agent_pos"][:2, 1] == 0).all()  # the dropped slots have begun the next episode
         assert (env.dropped, env.restarts) == (2, 1)
 
 

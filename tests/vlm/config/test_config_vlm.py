@@ -88,8 +88,8 @@ class TestNames:
     @pytest.mark.parametrize("name", [n for n, one in PRESETS.items() if one.output is None and n not in LIMITED])
     def test_a_preset_is_itself(self, name: str, tmp_path: Path) -> None:
         epochs = 2 if name in ("reg_grpo", "kl_cov") else 1
-        found, own = recipe_of(made(tmp_path, trainer={"preset": name, "epochs": epochs})), PRESETS[name]
-        changed = {f.name for f in dataclasses.fields(found) if getattr(found, f.name) != getattr(own, f.name)}
+        result, own = recipe_of(made(tmp_path, trainer={"preset": name, "epochs": epochs})), PRESETS[name]
+        changed = {f.name for f in dataclasses.fields(result) if getattr(result, f.name) != getattr(own, f.name)}
         assert changed <= {"length"} and (changed == set() or name == "dr_grpo")
 
     def test_functions_are_changed_by_name_and_constant(self, tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ class TestNames:
         changes |= {"weights": [{"name": "top_entropy", "share": 0.3}]}
         changes |= {"regularisers": [{"name": "kl", "beta": 0.1}]}
         assert recipe_of(made(tmp_path, trainer={"preset": "grpo", "regularisers": []})).regularisers == ()
-        found = recipe_of(made(tmp_path, trainer=changes))
-        assert found.advantage == LeaveOneOut() and found.surrogate == Clip(low=0.2, high=0.5)
-        assert found.weights == (TopEntropy(share=0.3),) and found.regularisers == (Kl(beta=0.1),)
-        assert found.aggregation == "const" and found.length == 64
+        result = recipe_of(made(tmp_path, trainer=changes))
+        assert result.advantage == LeaveOneOut() and result.surrogate == Clip(low=0.2, high=0.5)
+        assert result.weights == (TopEntropy(share=0.3),) and result.regularisers == (Kl(beta=0.1),)
+        assert result.aggregation == "const" and result.length == 64
 
 
 REFUSED: list[tuple[str, str, str]] = [
@@ -156,8 +156,8 @@ REFUSED: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize(("changes", "key", "text"), REFUSED, ids=[f"{key}-{text[:12]}" for _, key, text in REFUSED])
 def test_what_cannot_work_is_refused(changes: str, key: str, text: str, tmp_path: Path) -> None:
-    found, why = refused(tmp_path, **yaml.safe_load(f"{{{changes}}}"))
-    assert found.replace(" (default)", "") == key and text in why
+    result, why = refused(tmp_path, **yaml.safe_load(f"{{{changes}}}"))
+    assert result.replace(" (default)", "") == key and text in why
 
 
 MODEL = {"path": str(ROOT / "assets" / "tiny-vlm")}
@@ -225,9 +225,9 @@ def test_a_model_that_cannot_load_is_refused_for_the_true_reason(tmp_path, file,
     if content is not None:
         (folder / file).write_bytes(content)
     named: Any = SimpleNamespace(path=str(folder), codec=None, output="text", makes="text")
-    found = list(_model(SimpleNamespace(vlm=named), []))  # type: ignore[arg-type]
-    assert [key for key, _ in found] == [("vlm", "path")]
-    assert says in found[0][1]
+    result = list(_model(SimpleNamespace(vlm=named), []))  # type: ignore[arg-type]
+    assert [key for key, _ in result] == [("vlm", "path")]
+    assert says in result[0][1]
 
 
 # -- sections of a run that do not go together: refused in words that say what to do

@@ -37,8 +37,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def questions(tmp_path: Path, policy: Policy) -> list[Any]:
-    found = Questions(vlm_runs.config(tmp_path), "train")
-    return [policy.encode(found[k].prompt) for k in range(3)]
+    result = Questions(vlm_runs.config(tmp_path), "train")
+    return [policy.encode(result[k].prompt) for k in range(3)]
 
 
 @pytest.fixture
@@ -56,26 +56,26 @@ def test_the_weights_are_those_of_a_checkpoint(family: str, tmp_path: Path) -> N
     saved, policy = load_file(folder / "model.safetensors"), Policy(str(folder), lora=VLMLoRA(rank=2))
     for parameter in policy.parameters:
         parameter.data.fill_(0.1)
-    found = checkpoint_weights(policy)
-    assert found.keys() == saved.keys() and policy.peft is not None
+    result = checkpoint_weights(policy)
+    assert result.keys() == saved.keys() and policy.peft is not None
     latent = family.startswith("kimi")  # queries and keys through a narrower space
-    changed = {name for name, value in found.items() if not torch.equal(value, saved[name])}
+    changed = {name for name, value in result.items() if not torch.equal(value, saved[name])}
     assert len(changed) == 2 * (5 if latent else 4)  # two layers' projections
     policy.peft.merge_and_unload().save_pretrained(tmp_path / "merged")
     for name, value in load_file(tmp_path / "merged" / "model.safetensors").items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(result[name], value, rtol=0, atol=1e-6)
 
 
 def test_answers_are_in_the_order_of_the_questions_with_their_log_probabilities(sampler, tmp_path) -> None:
     prompts, keys = questions(tmp_path, sampler.policy), [("a",), ("b",), ("c",)]
-    found = sampler.generate(prompts, 4, Sampling(12), keys)
-    assert found.group.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    scored = sampler.policy.log_probs(prompts, found.tokens, found.mask, group=found.group)
-    torch.testing.assert_close(scored.log_prob, found.log_prob, rtol=0, atol=1e-5)
+    result = sampler.generate(prompts, 4, Sampling(12), keys)
+    assert result.group.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    scored = sampler.policy.log_probs(prompts, result.tokens, result.mask, group=result.group)
+    torch.testing.assert_close(scored.log_prob, result.log_prob, rtol=0, atol=1e-5)
     turned = sampler.generate(prompts[::-1], 4, Sampling(12), keys[::-1])
-    assert turned.texts == found.texts[8:] + found.texts[4:8] + found.texts[:4]  # by key, not by place
-    assert found.texts == sampler.generate(prompts, 4, Sampling(12), keys).texts
-    assert found.texts != sampler.generate(prompts, 4, Sampling(12), [("d",), ("e",), ("f",)]).texts
+    assert turned.texts == result.texts[8:] + result.texts[4:8] + result.texts[:4]  # by key, not by place
+    assert result.texts == sampler.generate(prompts, 4, Sampling(12), keys).texts
+    assert result.texts != sampler.generate(prompts, 4, Sampling(12), [("d",), ("e",), ("f",)]).texts
 
 
 def test_a_run_draws_with_the_weights_of_the_last_update_and_is_resumed(installed: None, tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_a_server_that_draws_ahead_draws_the_same(server: str, tmp_path: Path, m
     with monkeypatch.context() as patched:
         begin = AnswersRun.begin
 
-        def alone(run: AnswersRun, found: Path | None) -> None:
+        def alone(run: AnswersRun, result: Path | None) -> None:
             run.server = None
-            begin(run, found)
+            begin(run, result)
 
         patched.setattr(AnswersRun, "begin", alone)
         train(vlm_runs.config(tmp_path, output=str(tmp_path / "then"), **older(server, 2, **own)))
@@ -264,7 +264,7 @@ def test_a_level_that_the_checkpoint_has_not_is_added() -> None:
         "vision_tower.layers.0.attn.q_proj.weight": "vision_tower.vision_model.layers.0.attn.q_proj.weight",
     }
     assert nested(names, ENGINE, str) == names
-    whole = {f"model.{name}": f"model.{found}" for name, found in names.items()}
+    whole = {f"model.{name}": f"model.{result}" for name, result in names.items()}
     assert nested(whole, ENGINE, prefixed) == whole
 
 
@@ -304,9 +304,9 @@ def trained(place: Path, vllm: dict[str, Any], **changes: Any) -> list[Any]:
     place.mkdir()
     vlm_runs.config(place, generation={"vllm": vllm}, **COMMON, **changes)
     vlm_runs.in_processes(place, vlm_ranks.by_vllm)
-    found = rows(place / "run")
-    assert all(row["sampler/gap_max"] < 1e-4 for row in found[1:])
-    return found
+    result = rows(place / "run")
+    assert all(row["sampler/gap_max"] < 1e-4 for row in result[1:])
+    return result
 
 
 @pytest.mark.slow

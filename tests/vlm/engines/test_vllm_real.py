@@ -38,13 +38,13 @@ START_S = 300.0
 
 
 def questions(place: Path, policy: Policy) -> list[Encoded]:
-    found = Questions(vlm_runs.config(place), "train")
-    return [policy.encode(found[k].prompt) for k in range(4)]
+    result = Questions(vlm_runs.config(place), "train")
+    return [policy.encode(result[k].prompt) for k in range(4)]
 
 
-def gap(policy: Policy, prompts: list[Encoded], drawn: Completions) -> float:
-    scored = policy.log_probs(prompts, drawn.tokens, drawn.mask, group=drawn.group)
-    return float((scored.log_prob - drawn.log_prob)[drawn.mask].abs().max())
+def gap(policy: Policy, prompts: list[Encoded], sampled: Completions) -> float:
+    scored = policy.log_probs(prompts, sampled.tokens, sampled.mask, group=sampled.group)
+    return float((scored.log_prob - sampled.log_prob)[sampled.mask].abs().max())
 
 
 def draws_as_the_trainer_scores(engine: Engine, policy: Policy, place: Path) -> None:
@@ -88,11 +88,11 @@ def in_two_processes(place: Path, **changes: Any) -> list[Any]:
     common = {"optimizer": {"lr": 1e-3}, "evaluation": {"every": 1, "questions": 7}, "checkpoint": {"every": 3}}
     vlm_runs.config(place, iterations=3, **common, **changes)
     vlm_runs.in_processes(place, vlm_ranks.run)
-    found = [row for row in rows(place / "run") if "sampler/gap_max" in row]
-    assert len(found) == 3
-    for row in found:
+    result = [row for row in rows(place / "run") if "sampler/gap_max" in row]
+    assert len(result) == 3
+    for row in result:
         assert row["sampler/gap_max"] < ROUNDING and row["sampler/corrected"] == 0
-    return found
+    return result
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
@@ -103,8 +103,8 @@ def test_an_engine_in_each_of_two_processes(fsdp: bool, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """Address of a server and its model, the embedded one."""
-    with serving(vlm_runs.MODEL, tmp_path_factory.mktemp("served") / "model") as found:
-        yield found
+    with serving(vlm_runs.MODEL, tmp_path_factory.mktemp("served") / "model") as result:
+        yield result
 
 
 @contextmanager

@@ -39,16 +39,16 @@ EPISODES: list[tuple[str, dict[str, Any]]] = [
 
 def played(name: str, options: dict[str, Any], seed: int) -> list[Any]:
     """Pictures and texts, rewards, ends and remarks of the same texts; the next seed where an episode ends."""
-    one, found = opened(name=name, options=options), []
-    told: Any = (one.reset(seed, "train"),)
+    one, result = opened(name=name, options=options), []
+    step: Any = (one.reset(seed, "train"),)
     for text in np.random.default_rng(0).choice(TEXTS, 40):
-        seen = [part if isinstance(part, str) else part.tobytes() for part in told[0]]  # type: ignore[union-attr]
-        found.append((seen, *told[1:]))
-        if any(told[2:4]):
+        seen = [part if isinstance(part, str) else part.tobytes() for part in step[0]]  # type: ignore[union-attr]
+        result.append((seen, *step[1:]))
+        if any(step[2:4]):
             seed += 1
             one.reset(seed, "train")
-        told = one.step(str(text))
-    return found
+        step = one.step(str(text))
+    return result
 
 
 @pytest.mark.parametrize(("name", "options"), EPISODES)
@@ -62,8 +62,8 @@ def test_an_episode_is_a_function_of_its_seed_and_what_is_said(name: str, option
 
 def room_of(one: Contract, seed: int, split: Any = "train") -> grid.Grid:
     one.reset(seed, split)
-    found: grid.Grid = one.env.unwrapped  # type: ignore[attr-defined]
-    return found
+    result: grid.Grid = one.env.unwrapped  # type: ignore[attr-defined]
+    return result
 
 
 class TestGrid:
@@ -96,21 +96,21 @@ class TestAnswersWithoutAnAction:
         one = opened()
         room = room_of(one, 0)
         pose, shown = room.pose, room.seen()
-        told = [one.step("i do not know") for _ in range(30)]
-        assert room.pose == pose and {reward for _, reward, *_ in told} == {-0.05}
-        assert [cut for *_, cut, _ in told] == [False] * 29 + [True]
-        assert all(info == {"valid": False, "success": False} for *_, info in told)
-        assert isinstance(told[0][0][0], Image.Image) and (np.asarray(told[0][0][0]) == shown).all()
+        turns = [one.step("i do not know") for _ in range(30)]
+        assert room.pose == pose and {reward for _, reward, *_ in turns} == {-0.05}
+        assert [cut for *_, cut, _ in turns] == [False] * 29 + [True]
+        assert all(info == {"valid": False, "success": False} for *_, info in turns)
+        assert isinstance(turns[0][0][0], Image.Image) and (np.asarray(turns[0][0][0]) == shown).all()
 
     def test_or_are_random_actions(self) -> None:
-        one, found = opened(invalid="random", invalid_reward=0.0), set()
+        one, result = opened(invalid="random", invalid_reward=0.0), set()
         for seed in range(12):
             room = room_of(one, seed)
             room.blocks, room.goal, room.pose = frozenset(), (0, 0), ((3, 3), 1)
             _, reward, *_, info = one.step("i do not know")
             assert info["valid"] is False and reward == 0
-            found.add(room.pose)
-        assert len(found) == 3
+            result.add(room.pose)
+        assert len(result) == 3
 
     def test_doing_nothing_needs_a_limit_of_steps(self) -> None:
         with pytest.raises(Misuse, match="write environment.max_steps"):
@@ -120,7 +120,7 @@ class TestAnswersWithoutAnAction:
 
 
 def test_words_become_actions() -> None:
-    for text, answer, found in (
+    for text, answer, result in (
         ('{"thoughts": "x", "action": "left"}', "json", 0),
         ('so: {"thoughts":" right ","action":" UP "} and more', "json", 2),
         ('{"thoughts": "left"}', "json", None),
@@ -134,7 +134,7 @@ def test_words_become_actions() -> None:
         ("upwards", "plain", None),
         ("", "plain", None),
     ):
-        assert named(text, ["left", "right", "up", "pick up"], answer) == (3 if text == " Pick Up " else found)
+        assert named(text, ["left", "right", "up", "pick up"], answer) == (3 if text == " Pick Up " else result)
 
 
 class Odd(gymnasium.Env[Any, Any]):

@@ -47,8 +47,8 @@ def test_what_hangs_or_dies_is_cut_and_begun_anew(tmp_path: Path) -> None:
     with closing(Processes(settings)) as host:
         table = Table(settings, host)
         table.begin({0: 1, 1: 2, 2: 3}, "train")
-        told = table.say({0: "hang", 1: "go", 2: "die"})
-        assert "0.5 s (environment.timeout_s)" in told[0].lost and "exit code 7" in told[2].lost
+        replies = table.say({0: "hang", 1: "go", 2: "die"})
+        assert "0.5 s (environment.timeout_s)" in replies[0].lost and "exit code 7" in replies[2].lost
         assert [table.episodes[slot].lost for slot in (0, 1, 2)] == [True, False, True]
         assert table.episodes[0].truncated and table.episodes[0].seen == [("seed 1",), ("seed 1",)]
         assert table.episodes[1].total == 1.0 and not table.episodes[1].ended
@@ -118,8 +118,8 @@ def pages() -> Iterator[MiniWoB]:
 
 
 def button(one: MiniWoB, text: str) -> dict[str, Any]:
-    (found,) = [element for element in one.elements() if element["text"] == text]
-    return found
+    (result,) = [element for element in one.elements() if element["text"] == text]
+    return result
 
 
 @real

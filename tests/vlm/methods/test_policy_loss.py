@@ -86,8 +86,8 @@ def test_every_preset_raises_what_is_better_than_its_group(name: str) -> None:
     old = batch.old_log_prob
     batch = replace(batch, log_prob=old, ref_log_prob=old, sampler_log_prob=old, extra={**batch.extra, **extra})
     _, gradient = loss_and_gradient(replace(preset(name), regularisers=()), batch)
-    found = torch.stack([-gradient.sum(1), centred])
-    assert float(torch.corrcoef(found)[0, 1]) > 0.3
+    result = torch.stack([-gradient.sum(1), centred])
+    assert float(torch.corrcoef(result)[0, 1]) > 0.3
 
 
 @pytest.mark.parametrize("name", sorted(name for name in PRESETS if PRESETS[name].aggregation in INVARIANT))
@@ -250,10 +250,10 @@ def test_golden_vl_dac(golden) -> None:
         log_prob = batch.log_prob.requires_grad_()
         ready = estimate(chosen, batch).batch
         output = policy_loss(chosen, ready.with_log_prob(log_prob))
-        found = {"policy_loss": output.metrics["loss/policy"] + output.metrics["loss/kl"]}
-        found |= {"value_loss": output.metrics["loss/value"], "adv_norm": ready.advantage, "returns": credit.returns}
-        found["policy_grad"] = torch.autograd.grad(output.loss, log_prob)[0]
-        for name, value in found.items():
+        actual = {"policy_loss": output.metrics["loss/policy"] + output.metrics["loss/kl"]}
+        actual |= {"value_loss": output.metrics["loss/value"], "adv_norm": ready.advantage, "returns": credit.returns}
+        actual["policy_grad"] = torch.autograd.grad(output.loss, log_prob)[0]
+        for name, value in actual.items():
             assert torch.allclose(value, case[f"out_{name}"], rtol=1e-9, atol=1e-10), name
 
 

@@ -51,15 +51,15 @@ def test_hidden_states_are_those_of_the_answers_tokens_and_of_the_ones_before(tm
     with vlm_runs.opened(config(tmp_path)) as run:
         answers, _ = run.draw()
         prompts = [answers.prompts[k] for k in answers.group.tolist()]
-        found = latents(run.policy, prompts, answers.tokens, answers.mask, (0.5, 1.0))
-        assert found.places.tolist() == [0.5] and found.states.shape == (int(answers.mask.sum()), 1, 128)
+        result = latents(run.policy, prompts, answers.tokens, answers.mask, (0.5, 1.0))
+        assert result.places.tolist() == [0.5] and result.states.shape == (int(answers.mask.sum()), 1, 128)
         scored = run.policy.log_probs(prompts, answers.tokens, answers.mask, group=torch.arange(16), share_prefix=False)
         kept = answers.mask.bool()
-        torch.testing.assert_close(found.before[:, 0], scored.states[kept].detach())  # of the last layer
+        torch.testing.assert_close(result.before[:, 0], scored.states[kept].detach())  # of the last layer
         lengths, first = answers.mask.sum(1).tolist(), 0
         for length in lengths:  # what a token's state is, is the state before the next
             own = slice(first, first + length)
-            assert torch.equal(found.states[own][:-1], found.before[own][1:])
+            assert torch.equal(result.states[own][:-1], result.before[own][1:])
             first += length
 
 
@@ -69,10 +69,10 @@ def test_a_new_flow_is_still_and_noise_does_not_depend_on_who_draws_it() -> None
     of = Latents(torch.randn(5, 2, 8), torch.randn(5, 2, 8), torch.tensor([0.25, 0.5]))
     noise = noise_of([("a",), ("b",)], [2, 3], (2, 8))
     assert torch.equal(noise[2:], noise_of([("b",)], [3], (2, 8)))
-    found = flow.deviation(of, noise, (0.8,))
-    torch.testing.assert_close(found.error, (of.states - noise).square().mean((1, 2)))
-    torch.testing.assert_close(found.score, 4 * found.error)
-    assert torch.equal(flow.error(of, noise, torch.full((5,), 0.8)), found.error)
+    result = flow.deviation(of, noise, (0.8,))
+    torch.testing.assert_close(result.error, (of.states - noise).square().mean((1, 2)))
+    torch.testing.assert_close(result.score, 4 * result.error)
+    assert torch.equal(flow.error(of, noise, torch.full((5,), 0.8)), result.error)
 
 
 def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_token_on(tmp_path, monkeypatch) -> None:
@@ -84,8 +84,8 @@ def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_tok
         answers, _ = run.draw()
         answers.scores["exact"][3] = answers.scores["tag_format"][3] = torch.nan
         ready = run.estimate(answers)
-        found, figures = shaped(run, method, flow, answers, ready)
-        advantage, mask = found.batch.advantage, answers.mask.bool()
+        result, figures = shaped(run, method, flow, answers, ready)
+        advantage, mask = result.batch.advantage, answers.mask.bool()
         ours = group_advantages(totals(settings, answers.scores), answers.group, scale="group", eps=1e-4, ddof=1)
         charged = (ours.nan_to_num()[:, None] - advantage) / 0.5
         steps = charged - torch.nn.functional.pad(charged[:, 1:] * mask[:, 1:], (0, 1))  # u of each token
@@ -101,18 +101,18 @@ def test_advantages_are_those_of_the_group_less_what_the_flow_charges_from_a_tok
 
 @pytest.mark.slow
 def test_the_flow_learns_the_right_answers(tmp_path: Path) -> None:
-    found = rows(train(config(tmp_path, {"demonstrations": None}, iterations=4, optimizer={"lr": 1e-5})))
-    assert found[-1]["flow/error_right"] < 0.9 * found[0]["flow/error_right"]
-    assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["flow/advantage"] > 0 for row in found)
+    result = rows(train(config(tmp_path, {"demonstrations": None}, iterations=4, optimizer={"lr": 1e-5})))
+    assert result[-1]["flow/error_right"] < 0.9 * result[0]["flow/error_right"]
+    assert all(row["updates"] == 1 and row["grad_norm"] > 0 and row["flow/advantage"] > 0 for row in result)
 
 
 def test_a_column_of_the_demonstrations_that_is_not_there_is_named(tmp_path: Path) -> None:
-    found = [text for _, text in file_problems(config(tmp_path, {"demonstrations": "{solution}"}), [])]
-    assert any("trainer.flow.demonstrations asks for the column solution" in text for text in found)
+    result = [text for _, text in file_problems(config(tmp_path, {"demonstrations": "{solution}"}), [])]
+    assert any("trainer.flow.demonstrations asks for the column solution" in text for text in result)
 
 
 # -- On-policy distillation of language models: who reads what, what is learnt, and what is refused
-TOLD = "{question} i see {answer} ."
+TEMPLATE = "{question} i see {answer} ."
 
 
 def config_of_opd_language(place: Path, changes: dict[str, Any] | None = None, **more: Any) -> VLMConfig:
@@ -127,7 +127,7 @@ def test_a_model_that_teaches_itself_has_nothing_to_say(tmp_path: Path) -> None:
 
 
 def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path) -> None:
-    teachers = {"red": {"prompt": TOLD}, "other": {"path": str(vlm_runs.MODEL)}}
+    teachers = {"red": {"prompt": TEMPLATE}, "other": {"path": str(vlm_runs.MODEL)}}
     changes = {"teachers": teachers, "estimator": "distribution", "top": 6, "epochs": 8}
     settings = config_of_opd_language(tmp_path, changes, optimizer={"lr": 3e-4})
     method: Any = settings.trainer
@@ -138,8 +138,8 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
         ready = run.estimate(answers)
         teaching = Teachers(run, method)
         assert set(run.loop.memory["teachers"]) == {"red", "other"}
-        found, figures = taught(run, method, teaching, answers, ready)
-        batch = found.batch
+        result, figures = taught(run, method, teaching, answers, ready)
+        batch = result.batch
         assert batch.old_log_prob is not None and bool((batch.advantage == 0).all())
         ids, said = batch.extra["teacher_ids"], batch.extra["teacher_rows"]
         mask, other = answers.mask.bool(), answers.group % 2 == 1
@@ -156,7 +156,7 @@ def test_each_question_has_its_own_teacher_and_comes_nearer_to_it(tmp_path: Path
         whole = generalised_divergence(mine, theirs.index_fill(-1, run.policy.forbidden, -1e30).log_softmax(-1), 1.0)
         assert bool((far <= whole + 1e-5)[mask].all()) and float(far[~other].sum() / whole[mask].sum()) > 0.5
         assert figures["teacher/k3"] > 0
-        answering.learn(run, answers, found, loss)
+        answering.learn(run, answers, result, loss)
         nearer = run.policy.log_probs(answers.prompts, answers.tokens, answers.mask, **options).states
         after = divergence(method, run.policy, nearer, answers.mask, ids, said, 1.0)
         assert float(after[~other].sum()) < 0.9 * float(far[~other].sum())
@@ -181,17 +181,17 @@ def test_it_is_that_of_whole_logits(tmp_path: Path) -> None:
             tokens[k, : len(ids)], mask[k, : len(ids)] = ids, True
         changed = replace(answers, tokens=tokens, mask=mask)
         parts = list(torch.arange(len(tokens)).split(5))
-        found = extras.reference_probability(policy, changed, parts)
-        assert found.shape == (len(tokens), 2) and found[2, 0] == 0
-        assert found[1, 0] == pytest.approx(float(found[1, 1]), rel=1e-5)
+        result = extras.reference_probability(policy, changed, parts)
+        assert result.shape == (len(tokens), 2) and result[2, 0] == 0
+        assert result[1, 0] == pytest.approx(float(result[1, 1]), rel=1e-5)
         before = said[0][: said[0].tolist().index(said[1][0])]
         right = answer_ids(row.prompt, f"<answer> {row.columns['answer']} </answer>", policy.processor, policy.stop_ids)
         whole = torch.cat([before, right])
         with torch.no_grad():
             (own,) = naive_log_probs(policy, answers.prompts[:1], whole[None], torch.ones(1, len(whole)).bool())
         between = own[len(before) + 1 : len(before) + 1 + len(right) - 3]  # neither the tags nor the end
-        assert found[0, 0] == pytest.approx(float(between.exp().mean()), rel=1e-4)
-        sizes = found[:, 1].view(len(answers.rows), -1)
+        assert result[0, 0] == pytest.approx(float(between.exp().mean()), rel=1e-4)
+        sizes = result[:, 1].view(len(answers.rows), -1)
         assert (sizes == sizes[:, :1]).all(), "without reasoning, for all of a group"
 
 
@@ -212,8 +212,8 @@ def test_groups_that_spread_little_are_left_out_after_a_while() -> None:
     for narrow, left in ((0.6, True), (0.6, False), (1.2, True)):
         rewards = torch.tensor([1.1, 0.0, narrow, 0.0], dtype=torch.float64)  # 2 of the first with .9 of its reasoning
         batch = TokenBatch(torch.ones(4, 3).bool(), group, rewards, extra={"reference_probability": likely})
-        found = estimate(preset, batch, prompts=["a", "b"], visits=visits)
-        advantage, visits = found.batch.advantage, found.visits
+        actual = estimate(preset, batch, prompts=["a", "b"], visits=visits)
+        advantage, visits = actual.batch.advantage, actual.visits
         whole = estimate(replace(preset, transforms=()), batch, prompts=["a", "b"]).batch.advantage
         assert advantage is not None and whole is not None
         wanted = whole if left else torch.cat([2 * whole[:2], 0 * whole[2:]])
@@ -233,19 +233,19 @@ def test_the_right_answer_takes_the_place_of_the_own(tmp_path: Path) -> None:
         for k, ids in enumerate(said):
             tokens[k, : len(ids)], mask[k, : len(ids)] = ids, True
         changed = replace(answers, tokens=tokens, mask=mask)
-        found, right, paid = verifree.completed(policy, changed, 1.0, run.config.trainer)
-        assert torch.equal(found.tokens[1][found.mask[1]], said[1]) and paid[1] == 0 and not right[1].any()
+        result, right, paid = verifree.completed(policy, changed, 1.0, run.config.trainer)
+        assert torch.equal(result.tokens[1][result.mask[1]], said[1]) and paid[1] == 0 and not right[1].any()
         own = answer_ids(row.prompt, f"<answer> {row.columns['answer']} </answer>", policy.processor, policy.stop_ids)
         begins = said[0].tolist().index(own[0])
         whole = torch.cat([said[0][:begins], own])
-        assert torch.equal(found.tokens[0][found.mask[0]], whole)
+        assert torch.equal(result.tokens[0][result.mask[0]], whole)
         assert right[0].nonzero()[:, 0].tolist() == list(range(begins + 1, len(whole)))
         with torch.no_grad():
             (each,) = naive_log_probs(policy, answers.prompts[:1], whole[None], torch.ones(1, len(whole)).bool())
         assert float(paid[0]) == pytest.approx(float(each[begins + 1 :].sum().exp()), rel=1e-4)
-        drawn = changed.sampler_log_prob[0][:begins]
-        torch.testing.assert_close(found.sampler_log_prob[0][:begins], drawn)
-        torch.testing.assert_close(found.sampler_log_prob[0][begins : len(whole)], each[begins:], rtol=1e-4, atol=1e-5)
+        sampled = changed.sampler_log_prob[0][:begins]
+        torch.testing.assert_close(result.sampler_log_prob[0][:begins], sampled)
+        torch.testing.assert_close(result.sampler_log_prob[0][begins : len(whole)], each[begins:], rtol=1e-4, atol=1e-5)
 
 
 def test_its_gradient_is_that_of_the_expected_probability() -> None:
@@ -267,8 +267,8 @@ def test_its_gradient_is_that_of_the_expected_probability() -> None:
         log_prob = torch.stack([torch.stack([reasons[k], answers[k]]) for k in pair])
         share = reasons[list(pair)].sum().exp().detach()
         total = total + share * policy_loss(preset, batch.with_log_prob(log_prob)).loss
-    for found, want in zip(torch.autograd.grad(-total, (z, y)), wanted, strict=True):
-        torch.testing.assert_close(found, want)
+    for actual, want in zip(torch.autograd.grad(-total, (z, y)), wanted, strict=True):
+        torch.testing.assert_close(actual, want)
 
 
 def test_a_run_learns_right_answers_without_any_reward(tmp_path: Path) -> None:

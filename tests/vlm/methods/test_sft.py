@@ -30,21 +30,21 @@ SFT: dict[str, Any] = {"algorithm": "sft", "target": TARGET, "batch_size": 8}
 
 def test_passes_and_packing_change_nothing_but_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the loss is the mean over the tokens of all answers, from whole logits."""
-    found = []
+    result = []
     for micro, packing in ((None, False), (3, False), (3, True)):
         config = vlm_runs.config(tmp_path, trainer=SFT | {"micro_batch": micro}, vlm={"packing": packing})
         with vlm_runs.opened(config) as run:
             run.enter()
             seen = watched(run, monkeypatch)
-            found.append((sft.update(run, run.settings, list(range(8)))["loss"], seen[0]))
-            if len(found) == 1:
-                told = tell(run.policy, [run.questions[k] for k in range(8)], TARGET)
+            result.append((sft.update(run, run.settings, list(range(8)))["loss"], seen[0]))
+            if len(result) == 1:
+                lessons = tell(run.policy, [run.questions[k] for k in range(8)], TARGET)
                 with torch.no_grad():
-                    own = torch.cat(naive_log_probs(run.policy, told.prompts, told.tokens, told.mask))
-                assert found[0][0] == pytest.approx(-float(own.double().mean()), rel=1e-5)
-    for loss, gradient in found[1:]:
-        assert loss == pytest.approx(found[0][0], rel=1e-6)
-        assert_same(gradient, found[0][1], apart=1e-5)
+                    own = torch.cat(naive_log_probs(run.policy, lessons.prompts, lessons.tokens, lessons.mask))
+                assert result[0][0] == pytest.approx(-float(own.double().mean()), rel=1e-5)
+    for loss, gradient in result[1:]:
+        assert loss == pytest.approx(result[0][0], rel=1e-6)
+        assert_same(gradient, result[0][1], apart=1e-5)
 
 
 def test_epochs_are_passes_over_all_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +76,10 @@ def staged(place: Path, **changes: Any) -> VLMConfig:
 
 
 def test_stages_have_methods_and_rates_of_their_own(tmp_path: Path) -> None:
-    found = rows(train(staged(tmp_path)))
-    assert ["target/padding" in row for row in found] == [True, True, False, False]
-    assert ["ratio/mean" in row for row in found] == [False, False, True, True]
-    assert [row["lr"] for row in found] == pytest.approx([1e-3, 5e-4, 1e-4, 1e-4])
+    result = rows(train(staged(tmp_path)))
+    assert ["target/padding" in row for row in result] == [True, True, False, False]
+    assert ["ratio/mean" in row for row in result] == [False, False, True, True]
+    assert [row["lr"] for row in result] == pytest.approx([1e-3, 5e-4, 1e-4, 1e-4])
 
 
 def test_the_optimizer_of_a_stage_begins_anew(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ class TestTargets:
 
 def test_without_rewards_the_loss_is_evaluated_alone(tmp_path: Path) -> None:
     config = vlm_runs.config(tmp_path, trainer=SFT, rewards=[], evaluation={"every": 1})
-    found = rows(train(config))
-    assert found[1]["eval/loss"] < found[0]["eval/loss"] and "eval/accuracy_mean" not in found[1]
+    result = rows(train(config))
+    assert result[1]["eval/loss"] < result[0]["eval/loss"] and "eval/accuracy_mean" not in result[1]
 
 
 # -- Preferences among given answers: a step by hand, equal pairs, KTO's baseline, what data are refused, a whole run
@@ -160,8 +160,8 @@ def test_a_step_is_that_of_its_pairs_however_it_is_split(tmp_path: Path, monkeyp
         with vlm_runs.opened(config) as run:
             run.enter()
             moved(run)
-            told = tell(run.policy, [run.questions[k] for k in range(4)], *run.settings.targets)
-            h = gains(run, [*told.prompts, *told.prompts], told.tokens, told.mask)
+            lessons = tell(run.policy, [run.questions[k] for k in range(4)], *run.settings.targets)
+            h = gains(run, [*lessons.prompts, *lessons.prompts], lessons.tokens, lessons.mask)
             want = pair_loss("sigmoid", h[:4], h[4:], beta=0.1)
             gradients = watched(run, monkeypatch)
             figures = sft.update(run, run.settings, list(range(4)))
@@ -178,13 +178,13 @@ def test_kto_compares_with_answers_to_other_questions(tmp_path: Path) -> None:
         run.enter()
         moved(run)
         questions = [run.questions[k] for k in range(4)]
-        told = tell(run.policy, questions, run.settings.target)
-        z = gains(run, told.prompts, told.tokens.roll(1, 0), told.mask.roll(1, 0)).mean().clamp(min=0)
+        lessons = tell(run.policy, questions, run.settings.target)
+        z = gains(run, lessons.prompts, lessons.tokens.roll(1, 0), lessons.mask.roll(1, 0)).mean().clamp(min=0)
         good = torch.tensor([row.columns["label"] for row in questions])
-        found = marked_loss(gains(run, told.prompts, told.tokens, told.mask), good, z, beta=0.1).loss
+        result = marked_loss(gains(run, lessons.prompts, lessons.tokens, lessons.mask), good, z, beta=0.1).loss
         figures = sft.update(run, run.settings, list(range(4)))
         assert figures["preference/baseline"] == pytest.approx(float(z), abs=1e-4)
-        assert figures["loss"] == pytest.approx(float((found * torch.where(good, 1.0, 1.25)).mean()), rel=1e-4)
+        assert figures["loss"] == pytest.approx(float((result * torch.where(good, 1.0, 1.25)).mean()), rel=1e-4)
         for number in range(4):  # a single question has no other one's answer
             assert sft.update(run, run.settings, [number])["preference/baseline"] == 0
 
@@ -207,8 +207,8 @@ def of_file(folder: Path, *lines: dict[str, Any], **preference: Any) -> Any:
 def test_rows_are_counted_and_the_first_wrong_one_is_named(tmp_path: Path) -> None:
     equal = PAIR | {"rejected": "2"}
     config = of_file(tmp_path, PAIR, SAID, equal, loss="ipo")
-    told = sft.survey(config.trainer, Questions(config, "train"))
-    assert told == "2 pairs, and 1 of equal answers, which are left out"
+    counted = sft.survey(config.trainer, Questions(config, "train"))
+    assert counted == "2 pairs, and 1 of equal answers, which are left out"
     marked = of_file(tmp_path, PAIR | {"label": True}, PAIR | {"label": "False"}, PAIR | {"label": 0}, loss="kto")
     assert sft.survey(marked.trainer, Questions(marked, "train")) == "1 good answers and 2 bad ones"
     for lines, loss, text in (
@@ -235,10 +235,10 @@ def test_equal_pairs_are_left_out_of_a_step(tmp_path: Path) -> None:
 def test_a_run_learns_its_pairs(tmp_path: Path) -> None:
     config = vlm_runs.config(tmp_path, task=TASK, trainer=DPO | {"batch_size": 16}, rewards=[], iterations=6,
                              optimizer={"lr": 1e-4}, evaluation={"every": 6, "questions": 32})  # fmt: skip
-    found = rows(train(config))
-    trained = [row for row in found if "loss" in row]
+    result = rows(train(config))
+    trained = [row for row in result if "loss" in row]
     assert trained[0]["loss"] == pytest.approx(math.log(2), rel=1e-3) and trained[-1]["loss"] < trained[0]["loss"]
-    evaluated = [row["eval/preference_right"] for row in found if "eval/preference_right" in row]
+    evaluated = [row["eval/preference_right"] for row in result if "eval/preference_right" in row]
     assert evaluated[0] == 0.5 and evaluated[-1] > 0.5
 
 
@@ -255,14 +255,14 @@ def test_the_loss_is_the_weighted_mean_over_the_tokens_of_all_answers(tmp_path: 
     trainer: dict[str, Any] = {"algorithm": "sft", "target": "{answer} i see {answer}", "batch_size": 4}
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer=trainer | {"first_token_share": 0.3})) as run:
         run.enter()
-        told = tell(run.policy, [run.questions[k] for k in range(4)], run.settings.target)
-        tokens = int(told.mask.sum())
-        found = sft.loss(run.settings, run.policy, sft.recorded(told, torch.arange(4), tokens=tokens))
+        lessons = tell(run.policy, [run.questions[k] for k in range(4)], run.settings.target)
+        tokens = int(lessons.mask.sum())
+        actual = sft.loss(run.settings, run.policy, sft.recorded(lessons, torch.arange(4), tokens=tokens))
         expected = 0.0
-        for row, kept in zip(-found["log_prob"].detach(), told.mask, strict=True):
+        for row, kept in zip(-actual["log_prob"].detach(), lessons.mask, strict=True):
             nats = row[kept]
             expected += len(nats) * float(0.3 * nats[0] + 0.7 * nats[1:].mean()) / tokens
-    assert float(found["loss"].detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(actual["loss"].detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def grids(place: Path) -> Path:
@@ -281,15 +281,15 @@ def test_pairs_of_grids_are_right_and_held_out(tmp_path: Path) -> None:
     write_pairs(grids(tmp_path / "grids"), tmp_path / "pairs", 300, held_out=0.3)
     seen = {}
     for name, number in (("train", 210), ("eval", 90)):
-        found = [json.loads(line) for line in (tmp_path / "pairs" / f"{name}.jsonl").read_text().splitlines()]
-        assert len(found) == number
-        for row in found:
+        result = [json.loads(line) for line in (tmp_path / "pairs" / f"{name}.jsonl").read_text().splitlines()]
+        assert len(result) == number
+        for row in result:
             first, second = (Image.open(tmp_path / "pairs" / one) for one in row["image"])
             assert first.size == (28, 28) and row["image"][0] != row["image"][1]
             assert (row["answer"] == "Yes") == (first.getpixel((3, 3)) == second.getpixel((3, 3)))
             assert row["first"] in row["prompt"]
-        assert 0.35 < sum(row["answer"] == "Yes" for row in found) / number < 0.65
-        seen[name] = {row[side] for row in found for side in ("first", "second")}
+        assert 0.35 < sum(row["answer"] == "Yes" for row in result) / number < 0.65
+        seen[name] = {row[side] for row in result for side in ("first", "second")}
     assert len(seen["train"]) == 4 and len(seen["eval"]) == 2 and not seen["train"] & seen["eval"]
     with pytest.raises(ValueError, match="0 grids for eval.jsonl"):
         write_pairs(tmp_path / "grids" / "grids.jsonl", tmp_path / "none", 10, held_out=0.0)
@@ -303,5 +303,5 @@ def test_the_recipe_trains_an_epoch(tmp_path: Path) -> None:
     changes += [f"task.{split}={tmp_path / 'pairs'}/{split}.jsonl" for split in ("train", "eval")]
     changes += ["trainer.batch_size=8", "trainer.micro_batch=4", "iterations=1", f"output={tmp_path / 'run'}"]
     changes += ["trainer.target='{answer}. {first} and {second}'", "evaluation.questions=4", "evaluation.blind=false"]
-    found = rows(train(load(CONFIGS / "paco_reward_7b.yaml", changes)))[-1]
-    assert found["updates"] == 3 and found["grad_norm"] > 0 and 0 <= found["eval/accuracy_mean"] <= 1
+    result = rows(train(load(CONFIGS / "paco_reward_7b.yaml", changes)))[-1]
+    assert result["updates"] == 3 and result["grad_norm"] > 0 and 0 <= result["eval/accuracy_mean"] <= 1

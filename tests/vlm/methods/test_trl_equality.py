@@ -68,7 +68,7 @@ def embedded() -> dict[str, Any]:
     return {"model": model, "processing_class": load_processor(str(vlm_runs.MODEL), "llava")}
 
 
-def trl_trainer(answers: Answers, told: dict[str, Any], place: Path) -> tuple[Any, dict[str, Tensor]]:
+def trl_trainer(answers: Answers, settings: dict[str, Any], place: Path) -> tuple[Any, dict[str, Tensor]]:
     """TRL's trainer, and its batch for these answers, drawn by the weights on disk."""
     rows = [row for row in answers.rows for _ in range(answers.size)]
     data = []
@@ -87,7 +87,7 @@ def trl_trainer(answers: Answers, told: dict[str, Any], place: Path) -> tuple[An
         bf16=False,
         use_cpu=True,
         report_to=[],
-        **{"beta": 0.0, **told},
+        **{"beta": 0.0, **settings},
     )
     made = trl.GRPOTrainer(
         reward_funcs=[exact, tag_format],
@@ -123,7 +123,7 @@ def genrl_update(
 
 @pytest.mark.parametrize("name", tiered(LOSSES, ("corrected kl",)))
 def test_loss_and_gradient_of_an_update_are_trls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, told = LOSSES[name]
+    ours, asked = LOSSES[name]
     with vlm_runs.opened(vlm_runs.config(tmp_path, trainer=ours)) as run:
         for policy in (run.policy, run.reference):
             if policy is not None:  # TRL leaves the ids of images in its normalisation
@@ -131,7 +131,7 @@ def test_loss_and_gradient_of_an_update_are_trls(name: str, tmp_path: Path, monk
         answers, _ = run.draw()
         ready, figures, gradient = genrl_update(run, answers, monkeypatch)
     assert figures["ratio/max"] > 1.05 and (figures["ratio/clipped"] > 0 or name not in CLIPPED)
-    theirs, batch = trl_trainer(answers, told, tmp_path / "trl")
+    theirs, batch = trl_trainer(answers, asked, tmp_path / "trl")
     kept, old = answers.mask, ready.batch.old_log_prob
     assert torch.equal(batch["completion_mask"].bool(), kept)
     assert torch.equal(batch["completion_ids"][kept], answers.tokens[kept])
@@ -174,12 +174,12 @@ def test_a_supervised_update_is_trls(tmp_path: Path, monkeypatch: pytest.MonkeyP
         policy = run.policy
         policy.forbidden = policy.forbidden[:0]  # TRL leaves the ids of images in its normalisation
         rows = [run.questions[number] for number in range(6)]
-        told = tell(policy, rows, TARGET)
+        lessons = tell(policy, rows, TARGET)
         seen = watched(run, monkeypatch)
         figures = update(run, run.settings, list(range(6)))
     theirs, batch = sft_batch(rows, tmp_path / "trl")
     for number, row in enumerate(batch["labels"]):
-        assert row[row != -100].tolist() == told.tokens[number][told.mask[number]].tolist()
+        assert row[row != -100].tolist() == lessons.tokens[number][lessons.mask[number]].tolist()
     loss = theirs.compute_loss(theirs.model, batch, num_items_in_batch=(batch["labels"] != -100).sum())
     loss.backward()
     assert figures["loss"] == pytest.approx(float(loss.detach()), abs=2e-6)

@@ -72,7 +72,7 @@ class TestAugmentation:
         config = vlm_runs.config(tmp_path, augmentation={"truth": truth})
         asked: list[tuple[str, list[Row]]] = []
         with vlm_runs.opened(config) as run:
-            found, _ = run.draw()
+            result, _ = run.draw()
             text = "<think> i see 3 . </think> <answer> 3 </answer>"
 
             def ask(rows: list[Row], key: str) -> Answers:
@@ -81,17 +81,17 @@ class TestAugmentation:
                 return made if key == "changed" else Answers(**{**vars(made), "texts": [text] * len(made.texts)})
 
             gap = torch.tensor([0.0, -0.5, 0.5, 0.0], dtype=torch.float64)
-            changed = augment.augmented(config, found, gap, ask, 0)
-        (told, hard), (again, both) = asked
-        assert (told, again) == ("told", "changed") and len(hard) == 1 and len(both) == 2
-        question, answer = found.rows[2].columns["question"], found.rows[2].columns["answer"]
+            changed = augment.augmented(config, result, gap, ask, 0)
+        (easy, hard), (again, both) = asked
+        assert (easy, again) == ("told", "changed") and len(hard) == 1 and len(both) == 2
+        question, answer = result.rows[2].columns["question"], result.rows[2].columns["answer"]
         assert hard[0].prompt.parts[-1] == f"{question} list {answer}"
         assert changed.rows[2].prompt.parts[-1] == f"{question} i see"  # half of the four words
-        noise = pixels(changed.rows[1]).astype(int) - pixels(found.rows[1])
-        assert 9 < np.abs(noise).mean() < 32 and changed.rows[1].prompt.parts[-1] == found.rows[1].prompt.parts[-1]
+        noise = pixels(changed.rows[1]).astype(int) - pixels(result.rows[1])
+        assert 9 < np.abs(noise).mean() < 32 and changed.rows[1].prompt.parts[-1] == result.rows[1].prompt.parts[-1]
         for k in (0, 3):  # as hard as others: the answers stay
-            texts = [answers.texts[4 * k : 4 * k + 4] for answers in (changed, found)]
-            assert changed.rows[k] is found.rows[k] and texts[0] == texts[1]
+            texts = [answers.texts[4 * k : 4 * k + 4] for answers in (changed, result)]
+            assert changed.rows[k] is result.rows[k] and texts[0] == texts[1]
 
     def test_a_run_compares_with_recent_iterations(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Augmentation, "window", 2)

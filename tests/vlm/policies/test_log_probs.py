@@ -118,10 +118,10 @@ class Largest(TorchDispatchMode):
     numbers = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        found = function(*arguments, **(named or {}))
-        tensors = [one for one in (found if isinstance(found, tuple | list) else [found]) if isinstance(one, Tensor)]
+        result = function(*arguments, **(named or {}))
+        tensors = [one for one in (result if isinstance(result, tuple | list) else [result]) if isinstance(one, Tensor)]
         self.numbers = max([self.numbers, *(one.numel() for one in tensors)])
-        return found
+        return result
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -129,8 +129,8 @@ def test_the_logits_are_never_whole(entropy: bool) -> None:
     """Of 64 tokens and 4,000 words, 16 tokens at a time; the weight's gradient is 4,000 by 4."""
     hidden, weight = torch.randn(1, 64, 4, requires_grad=True), torch.randn(4000, 4, requires_grad=True)
     with Largest() as seen:
-        found = completion_log_probs(hidden, weight, torch.randint(4000, (1, 64)), entropy=entropy, chunk=16)
-        found.log_prob.sum().backward()
+        result = completion_log_probs(hidden, weight, torch.randint(4000, (1, 64)), entropy=entropy, chunk=16)
+        result.log_prob.sum().backward()
     assert seen.numbers <= 16 * 4000
 
 
@@ -165,13 +165,13 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(family: str, tmp_path:
     ]
     tokens, mask = torch.randint(5, 30, (4, 6)), torch.ones(4, 6).tril(2)
     group = torch.tensor([2, 0, 0, 1])
-    found = []
+    result = []
     for packing in (False, True):
         policy.packing = packing
         replay = policy.log_probs(prompts, tokens, mask, group=group, entropy=True, share_prefix=False)
         gradients = torch.autograd.grad(replay.log_prob.sum(), policy.parameters, allow_unused=True)
-        found.append((replay, gradients))
-    (padded, of_padded), (packed, of_packed) = found
+        result.append((replay, gradients))
+    (padded, of_padded), (packed, of_packed) = result
     assert packed.positions < padded.positions
     there = sum(prompts[g].length + int(n) - 1 for g, n in zip(group.tolist(), mask.sum(1), strict=True))
     assert packed.positions == there, "no padding"
@@ -202,14 +202,14 @@ def test_log_probs_and_gradients_are_those_of_the_repeated_cache(tmp_path: Path,
     prompts = [policy.encode(Prompt((text,))) for text in ("No picture.", "Two dots, or three?", "Why")]
     tokens = torch.randint(5, 30, (5, 6))
     mask = torch.ones(5, 6).tril(3)
-    found = []
+    result = []
     for way in (None, backend):
         policy.prefix_attention = way
         replay = policy.log_probs(prompts, tokens, mask, group=torch.tensor([2, 0, 0, 2, 1]))
-        found.append((replay.log_prob, torch.autograd.grad(replay.log_prob.sum(), policy.parameters)))
+        result.append((replay.log_prob, torch.autograd.grad(replay.log_prob.sum(), policy.parameters)))
     with torch.no_grad():  # as old log-probabilities are computed
         again = policy.log_probs(prompts, tokens, mask, group=torch.tensor([2, 0, 0, 2, 1])).log_prob
-    (plain, of_plain), (shared, of_shared) = found
+    (plain, of_plain), (shared, of_shared) = result
     assert torch.equal(again, shared.detach())
     torch.testing.assert_close(shared, plain, atol=1e-5, rtol=1e-5)
     assert float(plain.detach().abs().max()) > 1.0

@@ -43,8 +43,8 @@ def naive(policy: MusicPolicy, text: str, codes: Tensor, temperature: float) -> 
     model, books = policy.model, policy.model.decoder.num_codebooks
     pad, channels = model.decoder.config.pad_token_id, model.decoder.config.audio_channels
     late = [book // channels for book in range(books)]
-    told = policy.processor(text=[text], return_tensors="pt")
-    found = torch.zeros(codes.shape)
+    inputs = policy.processor(text=[text], return_tensors="pt")
+    result = torch.zeros(codes.shape)
     for book in range(books):
         for frame in range(codes.shape[1]):
             step = frame + late[book]  # codes of steps before this one are known
@@ -53,13 +53,13 @@ def naive(policy: MusicPolicy, text: str, codes: Tensor, temperature: float) -> 
                 for before in range(codes.shape[1]):
                     if before + late[other] < step:
                         read[other, before + late[other] + 1] = codes[other, before]
-            mask = told.attention_mask
-            guided = model(input_ids=told.input_ids, attention_mask=mask, decoder_input_ids=read).logits[book, -1]
+            mask = inputs.attention_mask
+            guided = model(input_ids=inputs.input_ids, attention_mask=mask, decoder_input_ids=read).logits[book, -1]
             empty = (torch.zeros(1, mask.shape[1], model.text_encoder.config.hidden_size),)
             free = model(encoder_outputs=empty, attention_mask=0 * mask, decoder_input_ids=read).logits[book, -1]
             logits = free + policy.guidance * (guided - free)
-            found[book, frame] = (logits / temperature).log_softmax(-1)[codes[book, frame]]
-    return found
+            result[book, frame] = (logits / temperature).log_softmax(-1)[codes[book, frame]]
+    return result
 
 
 class TestScores:
@@ -67,18 +67,18 @@ class TestScores:
     def test_each_code_given_those_of_the_steps_before(self, folders: dict[str, str], kind: str) -> None:
         policy = MusicPolicy(folders[kind], STEPS)
         prompts = encoded(policy)
-        drawn = policy.sample(prompts, 2, 0.9, [(0, text) for text in TEXTS])
+        sampled = policy.sample(prompts, 2, 0.9, [(0, text) for text in TEXTS])
         group = torch.tensor([0, 0, 1, 1])
-        scored = policy.log_probs(prompts, drawn.tokens, drawn.mask, group=group, temperature=0.9, entropy=True)
+        scored = policy.log_probs(prompts, sampled.tokens, sampled.mask, group=group, temperature=0.9, entropy=True)
         assert policy.guidance == 3.0 and scored.log_prob.dtype == torch.float32
-        assert torch.allclose(scored.log_prob, drawn.log_prob, atol=2e-5)
+        assert torch.allclose(scored.log_prob, sampled.log_prob, atol=2e-5)
         with torch.no_grad():
             for row, number in ((0, 0), (3, 1)):
-                wanted = naive(policy, TEXTS[number], policy.codes(drawn.tokens)[row], 0.9)
+                wanted = naive(policy, TEXTS[number], policy.codes(sampled.tokens)[row], 0.9)
                 mine = policy.codes(torch.arange(wanted.numel())[None])[0]
                 assert torch.allclose(scored.log_prob[row][mine], wanted, atol=2e-5)
-        rows = policy.code_rows([prompts[k] for k in group], drawn.tokens, 0.9)
-        picked = rows.gather(-1, policy.things(drawn.tokens)[..., None])[..., 0]
+        rows = policy.code_rows([prompts[k] for k in group], sampled.tokens, 0.9)
+        picked = rows.gather(-1, policy.things(sampled.tokens)[..., None])[..., 0]
         assert torch.allclose(picked, scored.log_prob, atol=1e-6)
         assert torch.allclose(-(rows.exp() * rows).sum(-1), scored.entropy, atol=1e-5)
 
@@ -89,9 +89,9 @@ class TestSamples:
         policy.model.save_pretrained(tmp_path)
         policy.processor.save_pretrained(tmp_path)
         assert MusicPolicy(str(tmp_path), STEPS).guidance == 2.0 and MusicPolicy(folders["mono"], STEPS).guidance == 3.0
-        told = policy.processor(text=list(TEXTS), padding=True, return_tensors="pt")
+        inputs = policy.processor(text=list(TEXTS), padding=True, return_tensors="pt")
         made = transformers.MusicgenForConditionalGeneration.from_pretrained(tmp_path)
-        theirs = made.generate(**told, do_sample=False, max_new_tokens=STEPS)
+        theirs = made.generate(**inputs, do_sample=False, max_new_tokens=STEPS)
         sounds = torch.stack(policy.sample(encoded(policy), 1, 0.0, [(0,), (0,)]).made["audio"])
         assert torch.allclose(sounds.view(theirs.shape), theirs, atol=1e-5)
         settings = json.loads((tmp_path / "generation_config.json").read_text())
@@ -101,12 +101,12 @@ class TestSamples:
     @pytest.mark.parametrize("kind", list(FORMATS))
     def test_the_most_probable_codes_are_those_of_transformers(self, folders: dict[str, str], kind: str) -> None:
         policy = MusicPolicy(folders[kind], STEPS)
-        drawn = policy.sample(encoded(policy), 1, 0.0, [(0,), (0,)])
-        told = policy.processor(text=list(TEXTS), padding=True, return_tensors="pt")
-        theirs = policy.model.generate(**told, do_sample=False, max_new_tokens=STEPS)
-        sounds = torch.stack(drawn.made["audio"])
+        sampled = policy.sample(encoded(policy), 1, 0.0, [(0,), (0,)])
+        inputs = policy.processor(text=list(TEXTS), padding=True, return_tensors="pt")
+        theirs = policy.model.generate(**inputs, do_sample=False, max_new_tokens=STEPS)
+        sounds = torch.stack(sampled.made["audio"])
         assert torch.allclose(sounds.view(theirs.shape), theirs, atol=1e-5)
-        assert drawn.made["rate"] == [tiny_musicgen.RATE] * 2
+        assert sampled.made["rate"] == [tiny_musicgen.RATE] * 2
 
     def test_a_piece_depends_on_its_own_text_and_key(self, folders: dict[str, str]) -> None:
         policy = MusicPolicy(folders["mono"], STEPS)
@@ -117,11 +117,11 @@ class TestSamples:
 
 def test_decoder_and_projection_learn_alone_and_encodec_stays_in_float32(folders: dict[str, str]) -> None:
     policy = MusicPolicy(folders["mono"], STEPS, dtype=torch.bfloat16)
-    drawn = policy.sample(encoded(policy), 1, 1.0, [(0,), (1,)])
+    sampled = policy.sample(encoded(policy), 1, 1.0, [(0,), (1,)])
     assert {p.dtype for p in policy.model.audio_encoder.parameters()} == {torch.float32}
     assert {p.dtype for p in policy.model.decoder.parameters()} == {torch.bfloat16}
-    assert drawn.log_prob.dtype == torch.float32 and drawn.made["audio"][0].dtype == torch.float32
-    policy.log_probs(encoded(policy), drawn.tokens, drawn.mask, group=torch.arange(2)).log_prob.sum().backward()
+    assert sampled.log_prob.dtype == torch.float32 and sampled.made["audio"][0].dtype == torch.float32
+    policy.log_probs(encoded(policy), sampled.tokens, sampled.mask, group=torch.arange(2)).log_prob.sum().backward()
     moved = {name.split(".")[0] for name, p in policy.model.named_parameters() if p.grad is not None}
     assert moved == {"decoder", "enc_to_dec_proj"}
 
@@ -150,15 +150,15 @@ LENGTH = 16  # of codes of four cells each: 4 x 4 x 4 cells, 16 x 16 x 16 voxels
 def vqvae(widths: tuple[int, ...] = (16, 8, 4), latent: int = 8, cells: int = 4, codes: int = 24) -> dict[str, Tensor]:
     """The published file in small: as many blocks, fewer channels and codes."""
     torch.manual_seed(0)
-    found = {"vq.embeddings.weight": torch.randn(codes, latent * cells), "Encoder.input_layer.bias": torch.zeros(4)}
+    result = {"vq.embeddings.weight": torch.randn(codes, latent * cells), "Encoder.input_layer.bias": torch.zeros(4)}
 
     def conv(name: str, into: int, out: int, scale: float = 1.0) -> None:
-        found[f"Decoder.{name}.weight"] = scale * torch.randn(out, into, 3, 3, 3) / (27 * into) ** 0.5
-        found[f"Decoder.{name}.bias"] = 0.1 * torch.randn(out)
+        result[f"Decoder.{name}.weight"] = scale * torch.randn(out, into, 3, 3, 3) / (27 * into) ** 0.5
+        result[f"Decoder.{name}.bias"] = 0.1 * torch.randn(out)
 
     def norm(name: str, width: int) -> None:
-        found[f"Decoder.{name}.weight"] = 1 + 0.1 * torch.randn(width)
-        found[f"Decoder.{name}.bias"] = 0.1 * torch.randn(width)
+        result[f"Decoder.{name}.weight"] = 1 + 0.1 * torch.randn(width)
+        result[f"Decoder.{name}.bias"] = 0.1 * torch.randn(width)
 
     def block(name: str, width: int) -> None:
         for part in ("1", "2"):
@@ -178,7 +178,7 @@ def vqvae(widths: tuple[int, ...] = (16, 8, 4), latent: int = 8, cells: int = 4,
             place += 1
     norm("out_layer.0", widths[-1])
     conv("out_layer.2", widths[-1], 1, scale=3.0)
-    return found
+    return result
 
 
 def by_hand(weights: dict[str, Tensor], codes: Tensor) -> Tensor:
@@ -284,13 +284,13 @@ def test_what_is_drawn_is_what_is_scored(checkpoint: Path) -> None:
     policy = CodePolicy(str(checkpoint), codec=shape_codec(str(checkpoint), 42))
     asked = [policy.encode(Prompt((text,), where=text)) for text in ("a red circle", "a tall blue chair")]
     assert policy.longest == 42 and policy.codec.thoughts == 3
-    drawn = policy.sample(asked, 2, 1.0, [(0, 0), (0, 1)])
+    sampled = policy.sample(asked, 2, 1.0, [(0, 0), (0, 1)])
     group = torch.tensor([0, 0, 1, 1])
-    scored = policy.log_probs(asked, drawn.tokens, drawn.mask, group=group)
-    torch.testing.assert_close(scored.log_prob.detach(), drawn.log_prob, rtol=0, atol=2e-5)
-    assert drawn.made["images"].shape == (4, 2, 6, 3, 32, 32)
-    things = policy.things(drawn.tokens)
-    assert things.shape == (4, 2, LENGTH) and "<mesh-start><mesh" in drawn.texts[0].replace(" ", "")
+    scored = policy.log_probs(asked, sampled.tokens, sampled.mask, group=group)
+    torch.testing.assert_close(scored.log_prob.detach(), sampled.log_prob, rtol=0, atol=2e-5)
+    assert sampled.made["images"].shape == (4, 2, 6, 3, 32, 32)
+    things = policy.things(sampled.tokens)
+    assert things.shape == (4, 2, LENGTH) and "<mesh-start><mesh" in sampled.texts[0].replace(" ", "")
     decoder: Any = policy.codec.table
     assert torch.equal(decoder.solid(things[0]).bool().flip(1, 2, 3).permute(0, 3, 1, 2), decoder.logits(things[0]) > 0)
     assert all("visual" not in name for name, p in policy.model.named_parameters() if p.requires_grad)

@@ -51,23 +51,23 @@ def shapes() -> CodePolicy:
     return CodePolicy(str(ASSETS / "tiny-bodies"))
 
 
-def drawn_and_scored(policy: Any3, texts: tuple[str, ...], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def sampled_and_scored(policy: Any3, texts: tuple[str, ...], temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """(sampler's log-probabilities, the trainer's, mask) of two answers to each prompt."""
     encoded = [policy.encode(prompt) for prompt in prompts(texts)]
-    drawn = policy.sample(encoded, 2, temperature, [(0, text) for text in texts])
+    sampled = policy.sample(encoded, 2, temperature, [(0, text) for text in texts])
     group = torch.arange(len(texts)).repeat_interleave(2)
-    scored = policy.log_probs(encoded, drawn.tokens, drawn.mask, group=group, temperature=temperature)
-    return drawn.log_prob, scored.log_prob.detach(), drawn.mask
+    scored = policy.log_probs(encoded, sampled.tokens, sampled.mask, group=group, temperature=temperature)
+    return sampled.log_prob, scored.log_prob.detach(), sampled.mask
 
 
 def test_what_is_drawn_is_what_is_scored(shapes: CodePolicy) -> None:
     for guidance, temperature in ((2.0, 1.0), (1.0, 0.7)):
         policy = ImagePolicy(str(ASSETS / "tiny-janus"), guidance=guidance)
-        sampler, trainer, _ = drawn_and_scored(policy, CAPTIONS, temperature)
+        sampler, trainer, _ = sampled_and_scored(policy, CAPTIONS, temperature)
         assert torch.allclose(sampler, trainer, atol=2e-5) and float(sampler.std()) > 0.01
-    sampler, trainer, mask = drawn_and_scored(dllm(), ("what is 3 plus 4 ?", "what is 9 plus 9 ?"), 1.0)
+    sampler, trainer, mask = sampled_and_scored(dllm(), ("what is 3 plus 4 ?", "what is 9 plus 9 ?"), 1.0)
     assert torch.allclose(sampler, trainer * mask, atol=2e-5) and float(sampler[mask].std()) > 0.01
-    sampler, trainer, mask = drawn_and_scored(shapes, ("a red circle", "a blue square"), 1.0)
+    sampler, trainer, mask = sampled_and_scored(shapes, ("a red circle", "a blue square"), 1.0)
     assert torch.allclose(sampler, trainer, atol=2e-5) and bool((trainer[~mask] == 0).all())
 
 
@@ -76,10 +76,10 @@ class TestPictures:
         asked = janus.processor(text=list(CAPTIONS), generation_mode="image", padding=True, return_tensors="pt")
         wanted = janus.model.generate(**asked, generation_mode="image", do_sample=False, guidance_scale=2.0)
         encoded = [janus.encode(prompt) for prompt in prompts(CAPTIONS)]
-        found = janus.sample(encoded, 1, 0.0, [(k,) for k in range(3)])
-        assert torch.equal(found.tokens, wanted)
+        actual = janus.sample(encoded, 1, 0.0, [(k,) for k in range(3)])
+        assert torch.equal(actual.tokens, wanted)
         decoded = janus.model.decode_image_tokens(wanted)  # [B, H, W, 3], of mean .5 and std .5
-        assert torch.allclose(found.made["images"].permute(0, 2, 3, 1), (decoded * 0.5 + 0.5).clamp(0, 1), atol=1e-6)
+        assert torch.allclose(actual.made["images"].permute(0, 2, 3, 1), (decoded * 0.5 + 0.5).clamp(0, 1), atol=1e-6)
 
     def test_a_picture_depends_on_its_own_caption_and_key(self, janus: ImagePolicy) -> None:
         encoded = [janus.encode(prompt) for prompt in prompts(CAPTIONS)]
@@ -89,9 +89,9 @@ class TestPictures:
 
     def test_chunks_change_nothing_and_only_what_draws_is_trained(self, janus: ImagePolicy) -> None:
         encoded = [janus.encode(prompts(CAPTIONS)[0])]
-        drawn = janus.sample(encoded, 2, 1.0, [(0,)])
+        sampled = janus.sample(encoded, 2, 1.0, [(0,)])
         options = {"group": torch.zeros(2, dtype=torch.int64), "entropy": True}
-        arguments = (encoded, drawn.tokens, drawn.mask)
+        arguments = (encoded, sampled.tokens, sampled.mask)
         whole, parts = (janus.log_probs(*arguments, chunk=chunk, **options) for chunk in (1024, 5))
         assert torch.allclose(whole.log_prob, parts.log_prob, atol=1e-6)
         assert whole.entropy is not None and bool((whole.entropy > 0).all())
@@ -117,14 +117,14 @@ class TestMasks:
         policy = dllm()
         encoded = [policy.encode(prompts(("what is 3 plus 4 ?",))[0])]
         tokens = torch.randint(7, 32, (1, 9), generator=torch.Generator().manual_seed(1))
-        found = policy.log_probs(encoded, tokens, torch.ones(1, 9).bool(), group=torch.zeros(1).long()).log_prob[0]
+        result = policy.log_probs(encoded, tokens, torch.ones(1, 9).bool(), group=torch.zeros(1).long()).log_prob[0]
         for t in (0, 4, 8):
             filled = tokens.clone()
             filled[:, t:] = policy.mask_id
             ids = torch.cat([encoded[0].tokens.ids[None], filled], 1)
             logits = policy.model(input_ids=ids).logits[0, encoded[0].length + t]
             logits[policy.forbidden] = -torch.inf
-            assert float(logits.log_softmax(-1)[tokens[0, t]]) == pytest.approx(float(found[t]), abs=1e-5)
+            assert float(logits.log_softmax(-1)[tokens[0, t]]) == pytest.approx(float(result[t]), abs=1e-5)
 
     def test_the_mean_over_all_masks_is_the_bound(self) -> None:
         """E over l uniform and sets of l places, computed in full for three places."""
@@ -139,9 +139,9 @@ class TestMasks:
                 masked[0, list(places)] = True
                 total += float(policy._bound(encoded, tokens, masked, 1.0)) / (3 * len(sets))
         with torch.no_grad():
-            found = policy.log_probs(encoded, tokens, torch.ones(1, 3).bool(), group=torch.zeros(1).long()).log_prob
-        assert found.shape == (1, 400)
-        assert float(found.mean()) == pytest.approx(total, abs=4 * float(found.std()) / 20)
+            result = policy.log_probs(encoded, tokens, torch.ones(1, 3).bool(), group=torch.zeros(1).long()).log_prob
+        assert result.shape == (1, 400)
+        assert float(result.mean()) == pytest.approx(total, abs=4 * float(result.std()) / 20)
 
     def test_a_round_keeps_its_masks_and_the_next_has_others(self) -> None:
         policy = dllm(samples=3, steps=3)
@@ -169,10 +169,10 @@ class TestCodes:
     def test_every_answer_can_be_decoded(self, shapes: CodePolicy) -> None:
         """At a temperature at which the model knows nothing any more, too."""
         encoded = [shapes.encode(prompt) for prompt in prompts(("a red circle",))]
-        drawn = shapes.sample(encoded, 16, 50.0, [(0,)])
-        things = shapes.things(drawn.tokens)
+        sampled = shapes.sample(encoded, 16, 50.0, [(0,)])
+        things = shapes.things(sampled.tokens)
         assert things.shape == (16, 2, 8) and len(things.unique()) > 20
-        assert drawn.made["images"].shape == (16, 2, 6, 3, 32, 32)
+        assert sampled.made["images"].shape == (16, 2, 6, 3, 32, 32)
 
     def test_bodies_look_as_they_are_called_from_where_they_do(self) -> None:
         palette = torch.tensor([BACKGROUND, *PALETTE.values()], dtype=torch.uint8)
@@ -351,9 +351,9 @@ def reference(kind: str, ids: Tensor) -> Tensor:
 def test_logits_are_those_of_the_published_model(kind: str, tmp_path: Path) -> None:
     model, tokenizer, ahead = open_masked(str(checkpoint(tmp_path / "m", kind)), torch.float32)
     ids = torch.tensor([[5, 9, 1, 13, 1, 7], [6, 1, 8, 2, 2, 2]])
-    found = model(input_ids=ids, attention_mask=torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])).logits
-    assert torch.allclose(found[0], reference(kind, ids[0]), atol=2e-5)
-    assert torch.allclose(found[1, :3], reference(kind, ids[1, :3]), atol=2e-5)
+    result = model(input_ids=ids, attention_mask=torch.tensor([[1] * 6, [1, 1, 1, 0, 0, 0]])).logits
+    assert torch.allclose(result[0], reference(kind, ids[0]), atol=2e-5)
+    assert torch.allclose(result[1, :3], reference(kind, ids[1, :3]), atol=2e-5)
     assert ahead == (kind == "Dream") and tokenizer.mask_token_id == 1
 
 

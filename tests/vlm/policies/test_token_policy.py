@@ -103,7 +103,7 @@ def test_batched_padded_shared_and_sampled_equal_one_by_one(load: Callable[[str]
 @pytest.mark.parametrize("lora", [VLMLoRA(rank=2), None], ids=["lora", "full"])
 @pytest.mark.parametrize("family", tiered(tiny_checkpoints.FAMILIES, ("qwen2_5_vl",)))
 def test_blocks_that_are_computed_again_change_no_bit(folder, family: str, lora: VLMLoRA | None) -> None:
-    found: list[tuple[Tensor, list[Tensor], int]] = []
+    result: list[tuple[Tensor, list[Tensor], int]] = []
     for again in (False, True):
         policy = Policy(str(folder(family)), lora=lora)
         if again:
@@ -125,8 +125,8 @@ def test_blocks_that_are_computed_again_change_no_bit(folder, family: str, lora:
         now.sum().backward()
         gradients = [p.grad for p in policy.parameters if p.grad is not None]
         assert not any(module.training for module in policy.model.modules())
-        found.append((before, gradients, sum(kept.values())))
-    (value, gradients, much), (same, also, little) = found
+        result.append((before, gradients, sum(kept.values())))
+    (value, gradients, much), (same, also, little) = result
     assert torch.equal(value, same) and len(gradients) == len(also) > 0
     assert all(map(torch.equal, gradients, also)) and any(bool(g.any()) for g in gradients)
     assert little < much
@@ -151,9 +151,9 @@ def gradients_of(
     policy: Policy, prompts: list[Encoded], tokens: Tensor, mask: Tensor, group: Tensor, share: bool
 ) -> dict[str, Tensor]:
     policy.log_probs(prompts, tokens, mask, group=group, share_prefix=share).log_prob.sum().backward()
-    found = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+    result = {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
     policy.model.zero_grad()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])

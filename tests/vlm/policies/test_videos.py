@@ -77,15 +77,15 @@ def test_the_positions_of_qwen2_5_follow_the_clock(load: Callable[[str], Policy]
     """Arithmetic of its paper (arXiv 2502.13923, 2.1.2): a pair of frames is later by its seconds, in steps of the
     model's tokens a second; rows and columns count from where the video begins, and text goes on after the largest."""
     policy = load("qwen2_5_vl")
-    found = policy.encode(questions()[0])
-    time, height, width = found.tokens.pixels["video_grid_thw"][0].tolist()
-    assert (time, found.tokens.pixels["second_per_grid_ts"].tolist()) == (3, [2 / (5 / 20 * 4.0)])
-    at = (found.tokens.ids == policy.tokenizer.convert_tokens_to_ids("<|video_pad|>")).nonzero()[:, 0]
+    result = policy.encode(questions()[0])
+    time, height, width = result.tokens.pixels["video_grid_thw"][0].tolist()
+    assert (time, result.tokens.pixels["second_per_grid_ts"].tolist()) == (3, [2 / (5 / 20 * 4.0)])
+    at = (result.tokens.ids == policy.tokenizer.convert_tokens_to_ids("<|video_pad|>")).nonzero()[:, 0]
     first, step = int(at[0]), 2.0 * policy.model.config.vision_config.tokens_per_second
     places = np.stack(np.meshgrid(np.arange(3) * step, np.arange(height // 2), np.arange(width // 2), indexing="ij"))
     want = first + places.reshape(3, -1)
-    assert found.positions[:, at].tolist() == want.tolist()
-    after = found.positions[:, int(at[-1]) + 1 :]
+    assert result.positions[:, at].tolist() == want.tolist()
+    after = result.positions[:, int(at[-1]) + 1 :]
     assert after.tolist() == [(int(want.max()) + 1 + np.arange(after.shape[1])).tolist()] * 3
 
 
@@ -99,9 +99,9 @@ def test_moments_of_qwen3_are_written_before_their_frames(load: Callable[[str], 
 
 def test_frames_of_internvl_are_one_tile_each(load: Callable[[str], Policy]) -> None:
     policy, prompt = load("internvl"), questions()[0]
-    found = policy.encode(prompt).tokens
-    assert found.pixels["pixel_values"].shape[0] == 5
-    assert policy.tokenizer.decode(found.ids).count("Frame") == 5
+    result = policy.encode(prompt).tokens
+    assert result.pixels["pixel_values"].shape[0] == 5
+    assert policy.tokenizer.decode(result.ids).count("Frame") == 5
     assert policy.encode(without_clips(prompt)).tokens.pixels["pixel_values"].shape[0] > 5
 
 
@@ -123,9 +123,9 @@ def test_with_vllm_the_frames_are_pictures(tmp_path: Path) -> None:
 
 def test_all_frames_of_a_clip_are_changed_alike() -> None:
     white = Clip((Image.new("RGB", (32, 24), "white"),) * 3, (0, 1, 2), 3, 1.0)
-    found = with_pictures(Prompt((white, "?")), masked(0.5, 8), np.random.default_rng(0)).parts[0]
-    assert isinstance(found, Clip) and found.numbers == white.numbers
-    first, *others = [np.array(frame) for frame in found.frames]
+    result = with_pictures(Prompt((white, "?")), masked(0.5, 8), np.random.default_rng(0)).parts[0]
+    assert isinstance(result, Clip) and result.numbers == white.numbers
+    first, *others = [np.array(frame) for frame in result.frames]
     assert 0 < first.mean() < 255 and all(np.array_equal(first, other) for other in others)
 
 

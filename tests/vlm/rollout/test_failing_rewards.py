@@ -69,8 +69,8 @@ def test_one_row_gives_no_score_and_the_run_goes_on(tmp_path: Path) -> None:
         assert sum(bad) == 4 and row["reward/picky_failed"] == 4.0
         total = totals(settings, answers.scores)
         assert total.isnan().tolist() == bad, "tag_format alone says nothing about an answer"
-        found = run.estimate(answers)
-        advantage = found.batch.advantage[found.batch.extra["row"].argsort()]
+        result = run.estimate(answers)
+        advantage = result.batch.advantage[result.batch.extra["row"].argsort()]
         assert advantage.isfinite().all()
         assert (advantage[torch.tensor(bad)] == 0).all() and (advantage[~torch.tensor(bad)] != 0).any()
     train(config(tmp_path, 1, evaluation={"every": 1, "blind": False}, output=str(tmp_path / "whole")))
@@ -83,10 +83,10 @@ def test_too_many_end_the_run_with_the_first_row(tmp_path: Path) -> None:
     train(config(tmp_path, 4, limit=1.0, output=str(tmp_path / "other")))
     settings = config(tmp_path, 4)
     with vlm_runs.opened(settings) as run:  # and an evaluation says so, too
-        found = judge(run.policy, settings, run.opened, Questions(settings, "eval"), range(8))
-    assert [sum(map(math.isnan, found.scores[name])) for name in ("picky", "tag_format")] == [4, 0]
+        result = judge(run.policy, settings, run.opened, Questions(settings, "eval"), range(8))
+    assert [sum(map(math.isnan, result.scores[name])) for name in ("picky", "tag_format")] == [4, 0]
     with pytest.raises(RewardFailed, match=r"b\.jsonl:1"):
-        figures(settings, found)
+        figures(settings, result)
 
 
 def test_rows_are_scored_apart_once_a_call_raised() -> None:
@@ -98,9 +98,9 @@ def test_rows_are_scored_apart_once_a_call_raised() -> None:
             raise KeyError("bad")
         return [float(len(text)) for text in completions]
 
-    found = score_completions(picky, prompts=["q"] * 3, completions=["a", "bad", "ccc"])
-    assert [found.values[0], found.values[2]] == [1.0, 3.0] and math.isnan(found.values[1])
-    assert [failure.rows for failure in found.failures] == [(1,)] and calls == [3, 1, 1, 1]
+    result = score_completions(picky, prompts=["q"] * 3, completions=["a", "bad", "ccc"])
+    assert [result.values[0], result.values[2]] == [1.0, 3.0] and math.isnan(result.values[1])
+    assert [failure.rows for failure in result.failures] == [(1,)] and calls == [3, 1, 1, 1]
     calls.clear()
     whole = score_completions(picky, prompts=["q"] * 99, completions=["bad"] * 99)
     assert whole.failed == 99 and len(calls) == 1 + BROKEN, "a reward that is broken is not asked for every row"
@@ -117,9 +117,9 @@ def test_a_reward_of_groups_is_called_for_groups() -> None:
             raise KeyError("bad")
         return [1.0] * len(completions)
 
-    found = score_completions(picky, prompts=["q"] * 4, completions=["a", "bad", "c", "d"], group=[0, 0, 1, 1])
-    assert [math.isnan(value) for value in found.values] == [True, True, False, False]
-    assert [failure.rows for failure in found.failures] == [(0, 1)]
+    result = score_completions(picky, prompts=["q"] * 4, completions=["a", "bad", "c", "d"], group=[0, 0, 1, 1])
+    assert [math.isnan(value) for value in result.values] == [True, True, False, False]
+    assert [failure.rows for failure in result.failures] == [(0, 1)]
 
 
 JUDGE = """
@@ -145,8 +145,8 @@ def test_a_baseline_that_the_judge_gave_no_score_leaves_its_group_without_one(tm
         answers, _ = run.draw()
         assert answers.scores[greedy_label("judge")].isnan().tolist() == [3 <= k < 6 for k in range(12)]
         assert totals(settings, answers.scores).isnan().tolist() == [3 <= k < 6 for k in range(12)]
-        found = run.estimate(answers)
-        advantage = found.batch.advantage[found.batch.extra["row"].argsort()]
+        result = run.estimate(answers)
+        advantage = result.batch.advantage[result.batch.extra["row"].argsort()]
         assert advantage.isfinite().all() and (advantage[3:6] == 0).all() and (advantage[6:] != 0).all()
 
 
@@ -192,33 +192,33 @@ def unscored(seed: int = 0) -> TokenBatch:
 
 def gradient(name: str, batch: TokenBatch) -> Tensor:
     """Of the loss without regularisers, by log-probabilities."""
-    loss, found = loss_and_gradient(replace(preset(name), regularisers=()), batch)
-    assert loss.isfinite() and found.isfinite().all()
-    return found
+    loss, result = loss_and_gradient(replace(preset(name), regularisers=()), batch)
+    assert loss.isfinite() and result.isfinite().all()
+    return result
 
 
 @pytest.mark.parametrize("name", JUDGED)
 def test_it_has_no_gradient(name: str) -> None:
-    found = gradient(name, unscored())
-    assert (found[MISSING] == 0).all(), "teaches"
-    assert (found[OTHERS] != 0).any()
+    result = gradient(name, unscored())
+    assert (result[MISSING] == 0).all(), "teaches"
+    assert (result[OTHERS] != 0).any()
 
 
 @pytest.mark.parametrize("name", [name for name in JUDGED if name not in OF_TEXTS])
 def test_the_others_have_the_advantages_they_have_without_it(name: str) -> None:
     """GPG and RLPR make up for rows that add nothing, and it is one."""
     batches = unscored(), unscored().select(OTHERS)
-    found, alone = (estimate(preset(name), batch, prompts=PROMPTS).batch.advantage for batch in batches)
+    result, alone = (estimate(preset(name), batch, prompts=PROMPTS).batch.advantage for batch in batches)
     more = 12 / 11 if name in ("gpg", "rlpr") else 1
-    assert torch.allclose(found[OTHERS], alone * more) and (found[MISSING] == 0).all()
+    assert torch.allclose(result[OTHERS], alone * more) and (result[MISSING] == 0).all()
 
 
 def test_group_losses_leave_it_out() -> None:
     """The sums over rows and groups are those of the other rows; only the divisor counts it."""
     for name in ("reg_grpo", "real"):
-        found, alone = gradient(name, unscored()), gradient(name, unscored().select(OTHERS))
+        result, alone = gradient(name, unscored()), gradient(name, unscored().select(OTHERS))
         divisor = 12 / 11 if name == "reg_grpo" else 1.0
-        assert torch.allclose(found[OTHERS] * divisor, alone)
+        assert torch.allclose(result[OTHERS] * divisor, alone)
     nothing = replace(unscored(), rewards=torch.full((12,), torch.nan, dtype=torch.float64))
     assert all((gradient(name, nothing) == 0).all() for name in ("reg_grpo", "real", "dpo"))
 

@@ -19,9 +19,9 @@ FOLDER = Path(__file__).resolve().parents[3] / "configs" / "vlm" / "data"
 
 def recipe(name: str, folder: Path, *more: str) -> VLMConfig:
     data = [f"task.train={folder}:train", f"task.eval={folder}:test"]
-    found = load(FOLDER / f"{name}.yaml", [*data, *more])
-    assert isinstance(found, VLMConfig)
-    return found
+    result = load(FOLDER / f"{name}.yaml", [*data, *more])
+    assert isinstance(result, VLMConfig)
+    return result
 
 
 def test_every_recipe_has_sample_rows() -> None:
@@ -36,11 +36,11 @@ def test_right_answers_score_more_than_wrong_ones_and_no_row_ends_the_scoring(na
         pytest.importorskip("math_verify")
     questions = Questions(config, "train")
     reward = open_rewards(config)[config.reward_labels[0]]
-    found = [questions[k] for k in range(len(questions))]
-    assert len(found) == len(sample.answers)
+    result = [questions[k] for k in range(len(questions))]
+    assert len(result) == len(sample.answers)
     for place, right in ((0, True), (1, False)):
         said = [f"<answer>{pair[place] if pair else 3}</answer>" for pair in sample.answers]
-        columns = {key: [row.columns[key] for row in found] for key in found[0].columns}
+        columns = {key: [row.columns[key] for row in result] for key in result[0].columns}
         scores = score_completions(reward, prompts=[""] * len(said), completions=said, columns=columns).values
         for pair, value in zip(sample.answers, scores, strict=True):
             assert math.isnan(value) if pair is None else (value >= config.evaluation.right_at) is right, (pair, value)
@@ -78,5 +78,5 @@ def test_a_format_of_ones_own(tmp_path: Path) -> None:
     own = tmp_path / "mine.py"
     made = "{'prompt': row['problem'].upper(), 'image': row['image'], 'answer': '1'}"
     own.write_text(f"def row(row):\n    return {made}\n")
-    found = Questions(recipe("clevr", tmp_path, "vlm.path=assets/tiny-vlm", f"task.format={own}:row"), "train")[0]
-    assert found.prompt.parts[1] == "HOW MANY ITEMS ARE THERE?" and found.columns == {"answer": "1"}
+    result = Questions(recipe("clevr", tmp_path, "vlm.path=assets/tiny-vlm", f"task.format={own}:row"), "train")[0]
+    assert result.prompt.parts[1] == "HOW MANY ITEMS ARE THERE?" and result.columns == {"answer": "1"}

@@ -162,10 +162,10 @@ def test_ranks_of_a_task_are_those_of_all_its_answers() -> None:
     """Against NumPy: ranks among the rows of a task, as quantiles of the standard normal."""
     batch = rollout()
     chosen = replace(PRESETS["g2rpo"], advantage=RankQuantiles(task="task"))
-    found = estimate(chosen, batch).batch.advantage.numpy()
+    result = estimate(chosen, batch).batch.advantage.numpy()
     tasks, rewards = batch.extra["task"].numpy(), batch.rewards.numpy()
     for task in (0, 1):
         own = rewards[tasks == task]
         levels = (own.argsort().argsort() + 0.5) / len(own)
-        assert np.allclose(found[tasks == task], [NormalDist().inv_cdf(level) for level in levels])
-    assert not np.allclose(found, estimate(PRESETS["g2rpo"], batch).batch.advantage.numpy())
+        assert np.allclose(result[tasks == task], [NormalDist().inv_cdf(level) for level in levels])
+    assert not np.allclose(result, estimate(PRESETS["g2rpo"], batch).batch.advantage.numpy())

@@ -42,8 +42,8 @@ def seen(prompt: Prompt) -> list[tuple[str, list[str]]]:
 def test_pictures_go_to_their_places(tmp_path: Path) -> None:
     files = shades(tmp_path, 2)
     text = "Is <image> darker than <image> ?"
-    found = asked(tmp_path, {"prompt": text, "images": files}, image="images")
-    assert seen(found) == [("user", ["Is ", "0.png", " darker than ", "1.png", " ?"])]
+    result = asked(tmp_path, {"prompt": text, "images": files}, image="images")
+    assert seen(result) == [("user", ["Is ", "0.png", " darker than ", "1.png", " ?"])]
     without = asked(tmp_path, {"prompt": "Which is darker ?", "images": files}, image="images")
     assert seen(without) == [("user", ["0.png", "1.png", "Which is darker ?"])]
     alone = asked(tmp_path, {"prompt": "How much is 1 + 1 ?", "image": None})
@@ -92,8 +92,8 @@ def test_a_model_that_does_not_look_is_asked_by_messages_and_never_without_a_row
     chat = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Two ?"}]
     blind = {"vlm": {"path": "assets/tiny-dllm", "output": "masked_text", "lora": None}}
     shades(tmp_path, 1)
-    found = asked(tmp_path, {"prompt": chat}, blind)
-    assert (found.system, found.parts) == ("Short.", ("Two ?",))
+    result = asked(tmp_path, {"prompt": chat}, blind)
+    assert (result.system, result.parts) == ("Short.", ("Two ?",))
     with pytest.raises(ValueError, match=r"a.jsonl:1: .*output: masked_text looks at nothing.*task.image: null"):
         asked(tmp_path, {"prompt": chat, "image": "0.png"}, blind)
 

@@ -60,8 +60,8 @@ def test_a_data_set_with_pictures(tmp_path: Path) -> None:
     }
     datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "train.parquet")
     config = vlm_runs.config(tmp_path, task={"name": None, "train": f"{tmp_path}:train"})
-    found = Questions(config, "train")[1]
-    assert np.array_equal(pixels(found), pixels(made[1])) and found.columns == {"answer": made[1].columns["answer"]}
+    result = Questions(config, "train")[1]
+    assert np.array_equal(pixels(result), pixels(made[1])) and result.columns == {"answer": made[1].columns["answer"]}
     wrong = vlm_runs.config(tmp_path, task={"name": None, "train": f"{tmp_path}:train", "image": "photo"})
     with pytest.raises(ValueError, match="no column 'photo'; it has prompt, image, answer"):
         Questions(wrong, "train")

@@ -36,10 +36,10 @@ def changes(staleness: int, **further: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("staleness", METHODS)
 def test_one_run_wherever_it_stops(tmp_path: Path, staleness: int) -> None:
     run = train(vlm_runs.config(tmp_path, **changes(staleness, **METHODS[staleness])))
-    found = rows(run)
-    assert [row["staleness"] for row in found] == [float(min(k, staleness)) for k in range(4)]
-    assert "importance/mean" not in found[0]  # drawn by the present weights
-    assert all(row["importance/max_abs_dev"] > 1e-5 for row in found[1:])
+    result = rows(run)
+    assert [row["staleness"] for row in result] == [float(min(k, staleness)) for k in range(4)]
+    assert "importance/mean" not in result[0]  # drawn by the present weights
+    assert all(row["importance/max_abs_dev"] > 1e-5 for row in result[1:])
     assert_one_run(train, run, tmp_path)
     kept = checkpoint.load(checkpoint.latest(Run(run).checkpoints) or run).tensors["kept-drawing"]
     assert {key.split("/")[0] for key in kept} == {str(k) for k in range(3 - staleness, 4)}
@@ -75,17 +75,17 @@ def test_which_weights_draw(kind: Any, names: tuple[str, str], config: Any, vllm
         used.append(weights(run))
         return ask(run, *arguments, **named)
 
-    def drawn(run: Any) -> Any:
+    def sampled(run: Any) -> Any:
         before.append(weights(run))
-        found = draw(run)
+        result = draw(run)
         now = weights(run)
         assert all(torch.equal(value, now[name]) for name, value in before[-1].items())
         if kind is AnswersRun:
             with run.drawing():
-                gaps.append(estimated(run, found[0]).estimate.metrics["sampler_gap_max"])
-        return found
+                gaps.append(estimated(run, result[0]).estimate.metrics["sampler_gap_max"])
+        return result
 
-    monkeypatch.setattr(kind, names[0], drawn)
+    monkeypatch.setattr(kind, names[0], sampled)
     monkeypatch.setattr(kind, names[1], asking)
     run = train(config(tmp_path, generation={"staleness": 2, "vllm": vllm}, iterations=4, optimizer={"lr": 1e-3}))
     assert any(not torch.equal(value, before[1][name]) for name, value in before[0].items())
@@ -101,27 +101,27 @@ def test_a_loss_by_hand(tmp_path: Path) -> None:
     config = vlm_runs.config(tmp_path, **changes(1, trainer={"preset": "dapo"}))
     preset = config.trainer.recipe(config)
     old = torch.full((2, 2), -1.0)
-    drawn = old - torch.tensor([[math.log(2.0), math.log(6.0)], [0.0, -math.log(4.0)]])
+    sampled = old - torch.tensor([[math.log(2.0), math.log(6.0)], [0.0, -math.log(4.0)]])
     batch = TokenBatch(
         mask=torch.ones(2, 2, dtype=torch.bool),
         group=torch.zeros(2, dtype=torch.int64),
         rewards=torch.tensor([1.0, 0.0], dtype=torch.float64),
         old_log_prob=old,
-        sampler_log_prob=drawn,
+        sampler_log_prob=sampled,
     )
-    found = estimate(preset, batch)
+    result = estimate(preset, batch)
     weights = [2.0, 0.0, 1.0, 0.25]
-    assert found.batch.weight.flatten().tolist() == pytest.approx(weights)
-    high, low = found.batch.advantage.tolist()
-    loss = policy_loss(preset, found.batch.with_log_prob(old)).metrics["loss/policy"]
+    assert result.batch.weight.flatten().tolist() == pytest.approx(weights)
+    high, low = result.batch.advantage.tolist()
+    loss = policy_loss(preset, result.batch.with_log_prob(old)).metrics["loss/policy"]
     assert float(loss) == pytest.approx(-(2.0 * high + 0.0 * high + 1.0 * low + 0.25 * low) / 4)
-    assert found.metrics["importance_mean"] == pytest.approx(sum(weights) / 4)
-    assert found.metrics["importance_left_out"] == 0.25
-    assert found.metrics["importance_max_abs_dev"] == pytest.approx(1.0)
+    assert result.metrics["importance_mean"] == pytest.approx(sum(weights) / 4)
+    assert result.metrics["importance_left_out"] == 0.25
+    assert result.metrics["importance_max_abs_dev"] == pytest.approx(1.0)
     icepop = EngineMismatch(level="token", mode="mask", low=0.5, high=5.0)  # leaves out tokens on both sides
-    found = estimate(replace(preset, weights=(icepop,)), batch)
-    assert found.batch.weight.flatten().tolist() == pytest.approx([2.0, 0.0, 1.0, 0.0])
-    assert found.metrics["importance_left_out"] == found.metrics["sampler_corrected"] == 0.5
+    result = estimate(replace(preset, weights=(icepop,)), batch)
+    assert result.batch.weight.flatten().tolist() == pytest.approx([2.0, 0.0, 1.0, 0.0])
+    assert result.metrics["importance_left_out"] == result.metrics["sampler_corrected"] == 0.5
 
 
 def test_the_weight_is_there_once(tmp_path: Path) -> None:

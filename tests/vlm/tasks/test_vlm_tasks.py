@@ -45,23 +45,23 @@ def test_a_row_is_a_function_of_its_number(name: str) -> None:
 @given(st.integers(0, 2**32))
 def test_the_answer_to_a_jigsaw_restores_the_picture(seed: int) -> None:
     whole = jigsaw.view(np.random.default_rng(seed), "train")
-    drawn = jigsaw.full(np.random.default_rng(seed), "train")
-    shown = jigsaw.pieces(np.array(drawn.parts[0]))
-    restored = [shown[int(number) - 1] for number in drawn.answer.split()]
+    asked = jigsaw.full(np.random.default_rng(seed), "train")
+    shown = jigsaw.pieces(np.array(asked.parts[0]))
+    restored = [shown[int(number) - 1] for number in asked.answer.split()]
     assert np.array_equal(np.vstack([np.hstack(restored[:2]), np.hstack(restored[2:])]), whole)
-    assert drawn.level in (2, 3, 4) and sum(int(n) != k + 1 for k, n in enumerate(drawn.answer.split())) == drawn.level
+    assert asked.level in (2, 3, 4) and sum(int(n) != k + 1 for k, n in enumerate(asked.answer.split())) == asked.level
 
 
 def test_a_pair_says_where_the_second_piece_was() -> None:
     """The pieces of a picture whose quarters are told apart: sky above ground, and the shape towards the middle."""
     letters = list(jigsaw.PLACES)
     for number in range(30):
-        drawn = jigsaw.pair(np.random.default_rng(number), "train")
-        rows, columns = letters["ABCDEFGH".index(drawn.answer)]
-        tops = [np.array(part)[:6, :, 2].mean() for part in drawn.parts[:2]]  # blue: sky is bright, ground is not
+        sampled = jigsaw.pair(np.random.default_rng(number), "train")
+        rows, columns = letters["ABCDEFGH".index(sampled.answer)]
+        tops = [np.array(part)[:6, :, 2].mean() for part in sampled.parts[:2]]  # blue: sky is bright, ground is not
         if rows == 0 and columns:
             assert abs(tops[0] - tops[1]) < 60
-        assert (rows, columns) != (0, 0) and drawn.level == abs(rows) + abs(columns)
+        assert (rows, columns) != (0, 0) and sampled.level == abs(rows) + abs(columns)
     assert jigsaw.PLACES[(0, 1)] == "right" and jigsaw.PLACES[(-1, -1)] == "above left"
 
 
@@ -71,8 +71,8 @@ def test_a_box_holds_what_is_asked_for_and_the_point_is_in_it() -> None:
         box, (picture,) = row.columns["box"], pictures(row)
         words = row.columns["question"].split()
         near = (np.abs(picture.astype(int) - PALETTE[words[3]]).max(-1) < 30).nonzero()
-        found = [near[1].min() / 4, near[0].min() / 4, (near[1].max() + 1) / 4, (near[0].max() + 1) / 4]
-        assert np.abs(np.subtract(found, box)).max() < 1 and row.columns["answer"] == " ".join(map(str, box))
+        result = [near[1].min() / 4, near[0].min() / 4, (near[1].max() + 1) / 4, (near[0].max() + 1) / 4]
+        assert np.abs(np.subtract(result, box)).max() < 1 and row.columns["answer"] == " ".join(map(str, box))
         point = tasks.row("point", "train", number)
         x, y = map(int, point.columns["answer"].split())
         left, top, right, bottom = point.columns["box"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 RIGHT = "share of the paid frames in which the table fulfils the instruction"
-FOUND = "share of the frames that fulfil an instruction which are paid"
+RECALL = "share of the frames that fulfil an instruction which are paid"
 HELD_OUT = "over frames of play that nobody trained on, for all instructions"
 DREAMED = ", dreamed once more with its own actions, without looking"
 PAID = "Far below 1: dreams pay for the wrong things, and training in them teaches these."
@@ -66,9 +66,9 @@ class DiWA(PPO):
             "share 0..1",
         ),
         "calibration/seen_precision": MetricDoc(f"{RIGHT}, {HELD_OUT}", PAID, "share 0..1"),
-        "calibration/seen_recall": MetricDoc(f"{FOUND}, {HELD_OUT}", MISSED, "share 0..1"),
+        "calibration/seen_recall": MetricDoc(f"{RECALL}, {HELD_OUT}", MISSED, "share 0..1"),
         "calibration/dreamed_precision": MetricDoc(f"{RIGHT}, {HELD_OUT}{DREAMED}", PAID, "share 0..1"),
-        "calibration/dreamed_recall": MetricDoc(f"{FOUND}, {HELD_OUT}{DREAMED}", MISSED, "share 0..1"),
+        "calibration/dreamed_recall": MetricDoc(f"{RECALL}, {HELD_OUT}{DREAMED}", MISSED, "share 0..1"),
     }
 
     algorithm: Literal["diwa"] = "diwa"  # type: ignore[assignment]

@@ -43,15 +43,15 @@ def test_legal_scores_are_the_golden_ones_and_others_are_none(golden_json: Calla
     """The peers know one spelling of the label, and read the 1 of 10."""
     finals = axes = 0
     for case in golden_json("rewards_judge")["text_parsers"]:
-        found, numbers = final_score(case["text"]), written(case["text"], "final score")
+        result, numbers = final_score(case["text"]), written(case["text"], "final score")
         if not numbers or not 1 <= numbers[-1] <= 5:
-            assert math.isnan(found), case
+            assert math.isnan(result), case
         else:
-            assert found == numbers[-1], case
+            assert result == numbers[-1], case
             if "Final Score:" in case["text"] and len(numbers) == 1:
                 finals += 1
-                assert found == pytest.approx(5 * case["flow_grpo_final_over_5"])
-                assert found == pytest.approx(case["mixgrpo_final"])
+                assert result == pytest.approx(5 * case["flow_grpo_final_over_5"])
+                assert result == pytest.approx(case["mixgrpo_final"])
         each, rows = axis_scores(case["text"]), [written(case["text"], rf"{a}(?: Score)?(?: \(1-5\))?") for a in AXES]
         if not all(own and 1 <= own[-1] <= 5 for own in rows):
             assert math.isnan(sum(each)), case
@@ -73,9 +73,9 @@ def test_aggregates_equal_the_golden_ones(golden_json: Callable[[str], Any]) -> 
         assert mean(case["pair_scores_combinations_order"]) == pytest.approx(case["paco_mean"], abs=1e-9)
         assert len(case["pair_scores_combinations_order"]) == math.comb(case["cells"], 2)
     for case in golden_json("rewards_judge")["grid_prompts"]:
-        found = paco.cells(Image.new("RGB", tuple(case["image_size_wh"])), *case["grid_rows_cols"])
-        assert [list(cell.size) for cell in found[:6]] == case["cell_sizes_wh"]
-        assert len(found) == math.prod(case["grid_rows_cols"])
+        result = paco.cells(Image.new("RGB", tuple(case["image_size_wh"])), *case["grid_rows_cols"])
+        assert [list(cell.size) for cell in result[:6]] == case["cell_sizes_wh"]
+        assert len(result) == math.prod(case["grid_rows_cols"])
     assert math.isnan(edit_score([1, math.nan], [3, 4]))
 
 
@@ -158,10 +158,10 @@ def test_paco_scores_all_pairs_of_cells_and_every_ordered_pair_of_a_group(local:
     by_column = genrl_rewards.load("paco_grid", local | {"grid": "layout", "both_orders": True})
     assert genrl_rewards.needs(by_column).columns == ("layout",)
     columns = {"layout": ["1x2", "2x1", "2x2"]}
-    found = genrl_rewards.score(by_column, images=images, prompts=["dogs"] * 3, columns=columns).values
+    result = genrl_rewards.score(by_column, images=images, prompts=["dogs"] * 3, columns=columns).values
     a, b = paco.cells(genrl_rewards.to_pil(images)[0], 1, 2)
     both = [reward.vlm.yes_no([[x, y, asked]])[0].yes for x, y in ((a, b), (b, a))]
-    assert found[0] == pytest.approx(sum(both) / 2, abs=1e-5)
+    assert result[0] == pytest.approx(sum(both) / 2, abs=1e-5)
     for grid in ("1x1", "9x9", "2x"):
         refused("should be rows x columns such as '2x2'", "paco_grid", local | {"grid": grid})
     reward = genrl_rewards.load("paco_group", local)
@@ -191,8 +191,8 @@ def test_edits_are_shown_source_first(local: dict[str, str], images: torch.Tenso
 
     with chat_server.serve(reply) as (url, requests):
         scorer = genrl_rewards.load("edit_judge", {"model": "m", "server": {"url": url}})
-        found = genrl_rewards.score(scorer, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
-    assert found.values == pytest.approx([0.6, 0.6]) and found.parts["keeping"] == [4, 4] and len(requests) == 4
+        result = genrl_rewards.score(scorer, images=images[:2], prompts=["add a hat"] * 2, columns=columns)
+    assert result.values == pytest.approx([0.6, 0.6]) and result.parts["keeping"] == [4, 4] and len(requests) == 4
     for name, more in (("edit_judge", {"server": {"url": url}}), ("paco_grid", local)):
         with pytest.raises(ValueError, match=rf"{name}.* takes pictures \(list\[Image\]\), .* videos of 2 frames"):
             reward, video = genrl_rewards.load(name, {"model": "m"} | more), images[:2, None].expand(-1, 2, 3, -1, -1)
@@ -210,15 +210,15 @@ class Bright:
 
     def answers(self, questions, max_tokens):
         self.asked += [list(question) for question in questions]
-        found = []
+        result = []
         for first, second, text in questions:
             means = [int(np.asarray(picture.convert("L")).sum()) for picture in (first, second)]
             if max_tokens > 8:
-                found.append(f"{means[0]} <|im_end|> against {means[1]}")
+                result.append(f"{means[0]} <|im_end|> against {means[1]}")
             else:
                 assert f"{means[0]} < |im_end|> against {means[1]}" in text  # what it said, without control tokens
-                found.append("-1" if means[0] == means[1] else str(int(means[1] > means[0])))
-        return found
+                result.append("-1" if means[0] == means[1] else str(int(means[1] > means[0])))
+        return result
 
 
 def test_both_stages_in_both_orders_and_what_counts_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +272,6 @@ def test_a_local_model_gives_the_chances_of_its_own_forward_pass(tmp_path: Path)
     assert "'giraffe' is no single token" in odd.failures[0].error
     where = {"row": "prompts.jsonl:3"}
     genrl_rewards.check_row(reward, {"vqa_list": rows[0]}, **where)
-    told = r"prompts.jsonl:3: the answer 'yess' is no single token of the model \(the nearest that is one: 'yes'\)"
-    with pytest.raises(ValueError, match=told):
+    message = r"prompts.jsonl:3: the answer 'yess' is no single token of the model \(the nearest that is one: 'yes'\)"
+    with pytest.raises(ValueError, match=message):
         genrl_rewards.check_row(reward, {"vqa_list": ["Red?", ["What?", "yess"]]}, **where)

@@ -80,10 +80,10 @@ def test_a_closed_set_detector_agrees_with_its_own_processor_and_knows_its_class
     with torch.no_grad():
         outputs = detector.model(**inputs)
     (own,) = detector.processor.post_process_object_detection(outputs, threshold=0.1, target_sizes=[(40, 60)])
-    found = detector.find(picture, ["cat", "dog", "computer mouse"], 0.1)
+    actual = detector.find(picture, ["cat", "dog", "computer mouse"], 0.1)
     for label, name in ((0, "cat"), (1, "dog"), (2, "computer mouse")):
         expected = sorted(own["scores"][own["labels"] == label].tolist(), reverse=True)
-        assert [thing.box.score for thing in found[name]] == pytest.approx(expected)
+        assert [thing.box.score for thing in actual[name]] == pytest.approx(expected)
     with pytest.raises(ValueError, match="geneval: the detector .* has no class 'cats'. Did you mean 'cat'"):
         detector.find(picture, ["cats"], 0.1)
 
@@ -104,8 +104,8 @@ def test_a_crop_is_grey_outside_and_boxes_of_one_thing_are_merged() -> None:
 def test_the_colour_is_the_nearest_of_ten_descriptions(clip: Path, picture: Image.Image) -> None:
     classifier = ColourClassifier(str(clip), "cpu")
     things = [Thing(Box(0, 0, 20, 20)), Thing(Box(20, 10, 60, 40))]
-    found = classifier.colours(picture, "cat", things)
-    for thing, colour in zip(things, found, strict=True):
+    result = classifier.colours(picture, "cat", things)
+    for thing, colour in zip(things, result, strict=True):
         shown = torch.from_numpy(np.array(crop(picture, thing))).permute(2, 0, 1)[None] / 255
         embed = classifier.clip.embed_images(shown)
         best = {}
@@ -152,9 +152,9 @@ def test_rows_that_are_not_genevals_are_said_to_be(yolos: Path, clip: Path) -> N
 # -- GenEval's rules against golden cases, and what must hold for any picture
 def test_verdicts_and_relations_equal_the_golden_ones(golden_json: Callable[[str], Any]) -> None:
     for case in golden_json("rewards_geneval")["cases"]:
-        found = {name: [Box(*row) for row in rows] for name, rows in case["detections"].items()}
+        result = {name: [Box(*row) for row in rows] for name, rows in case["detections"].items()}
         colours = {tuple(box): colour for box, colour in case["colors"]}
-        verdict = check(case["metadata"], found, lambda _, boxes, seen=colours: [seen[box[:4]] for box in boxes])
+        verdict = check(case["metadata"], result, lambda _, boxes, seen=colours: [seen[box[:4]] for box in boxes])
         assert verdict.relaxed == float(case["relaxed_correct"]), case
         assert verdict.strict == float(case["strict_correct"]), case
         assert verdict.partial == pytest.approx(case["soft_recommended_clipped"], abs=1e-12), case
@@ -183,13 +183,13 @@ def scores(state: State, prompts: list[str], size: int = 32) -> list[float]:
 @pytest.mark.parametrize("tasks", [PUT, TOUCH])
 def test_the_way_that_is_left_is_seen(tasks: tuple[int, ...]) -> None:
     state = task.initial_state(task.episode_keys(0, np.arange(100), np.zeros(100)), tasks)
-    found = scores(state, [INSTRUCTIONS[number] for number in state.task])
+    actual = scores(state, [INSTRUCTIONS[number] for number in state.task])
     colour = np.where(state.task < 9, state.task // 3, state.task - 9)
     disc = state.discs[np.arange(100), colour]
     expected = -np.linalg.norm(disc - state.gripper, axis=1)
     if tasks == PUT:
         expected -= np.maximum(np.linalg.norm(disc - task.ZONE_CENTRES[state.task % 3], axis=1) - 0.2, 0.0)
-    np.testing.assert_allclose(found, expected, atol=0.05)
+    np.testing.assert_allclose(actual, expected, atol=0.05)
 
 
 def test_colours_are_those_of_the_table_and_what_it_cannot_judge_has_no_score() -> None:
@@ -197,9 +197,9 @@ def test_colours_are_those_of_the_table_and_what_it_cannot_judge_has_no_score() 
     assert all(math.isnan(value) for value in scores(state, ["open the drawer", "put the pink block in the left zone"]))
     empty = np.full((32, 32, 3), 230, dtype=np.uint8)
     assert math.isnan(tabletop.progress(empty, "touch the red block"))
-    drawn = importlib.import_module("genrl.playground.minitable.env")  # the package has a function of that name
-    assert tuple(tabletop.COLOURS.values()) == drawn._DISC_COLOURS and tabletop.VIEW == drawn.VIEW
-    assert (drawn._OPEN, drawn._CLOSED) == (tabletop.OPEN, tabletop.CLOSED)
+    sampled = importlib.import_module("genrl.playground.minitable.env")  # the package has a function of that name
+    assert tuple(tabletop.COLOURS.values()) == sampled._DISC_COLOURS and tabletop.VIEW == sampled.VIEW
+    assert (sampled._OPEN, sampled._CLOSED) == (tabletop.OPEN, tabletop.CLOSED)
     assert tuple(tabletop.COLOURS) == task.COLOURS and tuple(tabletop.ZONES) == task.ZONES
     np.testing.assert_allclose(list(tabletop.ZONES.values()), task.ZONE_CENTRES)
     assert tabletop.ZONE_RADIUS == task.ZONE_RADIUS

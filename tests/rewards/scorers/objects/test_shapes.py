@@ -45,8 +45,8 @@ def as_tensor(*pictures: np.ndarray) -> torch.Tensor:
 def test_perfect_scenes_score_one(kind: world.Kind, size: int) -> None:
     rng = np.random.default_rng([size, list(world.SHAPE_KINDS).index(kind)])
     for _ in range(80 if size == 64 else 20):
-        drawn = world.sample_scene(rng, kind, "all")
-        parts = check(world.draw(drawn, size), ask(world.caption(drawn)))
+        sampled = world.sample_scene(rng, kind, "all")
+        parts = check(world.draw(sampled, size), ask(world.caption(sampled)))
         assert parts["soft"] == parts["strict"] == parts["count"] == parts["colour"] == parts["shape"] == 1.0
         assert parts["position"] == 1.0 if kind == "position" else math.isnan(parts["position"])
 
@@ -153,5 +153,5 @@ def test_pictures_of_the_same_things_are_alike() -> None:
     same, other = world.Thing("red", "circle", 20, 20, 9), world.Thing("blue", "star", 40, 40, 9)
     pictures = [world.draw(world.Scene("single", (thing,))) for thing in (same, replace(same, x=40), other)]
     images = as_tensor(*pictures)
-    found = genrl_rewards.score(genrl_rewards.load("same_shapes"), images=images, prompts=["p"] * 3, group=[0, 0, 0])
-    assert found.values == pytest.approx([0.5, 0.5, 0.0], abs=0.01)
+    result = genrl_rewards.score(genrl_rewards.load("same_shapes"), images=images, prompts=["p"] * 3, group=[0, 0, 0])
+    assert result.values == pytest.approx([0.5, 0.5, 0.0], abs=0.01)

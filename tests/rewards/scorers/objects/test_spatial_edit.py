@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 
 import genrl_rewards
 from genrl.playground.shapes import Scene, draw
-from genrl.playground.shapes import Thing as Drawn
+from genrl.playground.shapes import Thing as Figure
 from genrl_rewards.models.orient_anything import Orientation
 from genrl_rewards.scorers.objects import geometry
 from genrl_rewards.scorers.objects.detection import Thing
@@ -52,8 +52,8 @@ def test_a_turn_is_found_wherever_the_thing_is_and_however_large(angle: float) -
     before, after = arrow(0), arrow(angle, 60)
     moved = np.zeros((100, 130), bool)
     moved[30:90, 55:115] = after
-    found = geometry.turn_between(before, moved)
-    assert abs((found - angle + 180) % 360 - 180) <= 3, found
+    result = geometry.turn_between(before, moved)
+    assert abs((result - angle + 180) % 360 - 180) <= 3, result
 
 
 def test_turns_are_scored_by_way_and_size_and_a_disc_does_not_turn() -> None:
@@ -93,13 +93,13 @@ def test_wrong_columns_are_said() -> None:
         ("edit_scale", {"factor": ["big"]}, "the column 'factor' holds 'big', which is not a number"),
         ("edit_scale", {"factor": [0]}, "must be above 0"),
     ):
-        columns = {"source_image": [drawn(RED)], "object": ["red circle"], **more}
+        columns = {"source_image": [sketch(RED)], "object": ["red circle"], **more}
         reward = genrl_rewards.load(name, {"detector": "shapes"})
         scores = genrl_rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
         assert scores.failed == 1 and words in scores.failures[0].error
 
 
-def drawn(*things: Drawn) -> Image.Image:
+def sketch(*things: Figure) -> Image.Image:
     return Image.fromarray(draw(Scene("two", things)))
 
 
@@ -113,26 +113,26 @@ def scored(name: genrl_rewards.Reward, sources: list[Image.Image], results: list
     return scores
 
 
-RED = Drawn("red", "circle", 20.0, 40.0, 9.0)
-STAR = Drawn("blue", "star", 46.0, 18.0, 9.0)
+RED = Figure("red", "circle", 20.0, 40.0, 9.0)
+STAR = Figure("blue", "star", 46.0, 18.0, 9.0)
 
 
 def test_things_of_the_small_world_are_found_by_rule() -> None:
-    found = ShapeDetector("edit_move").find(drawn(RED, STAR), ["red circle", "blue star", "red star"], 0.3)
-    assert found["red star"] == [] and len(found["red circle"]) == len(found["blue star"]) == 1
+    result = ShapeDetector("edit_move").find(sketch(RED, STAR), ["red circle", "blue star", "red star"], 0.3)
+    assert result["red star"] == [] and len(result["red circle"]) == len(result["blue star"]) == 1
     for name, thing in (("red circle", RED), ("blue star", STAR)):
         corners = outline(thing.shape) * thing.radius + (thing.x, thing.y)
-        box, mask = found[name][0]
+        box, mask = result[name][0]
         assert np.allclose(box[:4], [*corners.min(0), *corners.max(0)], atol=1.2), name
         assert mask is not None and mask[round(thing.y), round(thing.x)]
-    blob = np.array(drawn(RED, STAR))
+    blob = np.array(sketch(RED, STAR))
     blob[36:60, 4:60] = PALETTE["red"]  # a bar over the circle
     for threshold, count in ((0.3, 1), (0.6, 0)):
         seen = ShapeDetector("edit_move").find(Image.fromarray(blob), ["red circle"], threshold)
         assert len(seen["red circle"]) == count
     with pytest.raises(ValueError, match=r"edit_move: the embedded world has no 'red circel'.*red circle"):
-        ShapeDetector("edit_move").find(drawn(RED), ["red circel"], 0.3)
-    picture = drawn(RED, STAR)
+        ShapeDetector("edit_move").find(sketch(RED), ["red circel"], 0.3)
+    picture = sketch(RED, STAR)
     (thing,) = ShapeDetector("edit_orient").find(picture, ["red circle"], 0.3)["red circle"]
     masked = np.asarray(crop(picture, thing))
     assert masked.shape[:2] == (round(thing.box.bottom - thing.box.top), round(thing.box.right - thing.box.left))
@@ -143,48 +143,48 @@ def test_things_of_the_small_world_are_found_by_rule() -> None:
 def test_edits_of_the_small_world_are_judged() -> None:
     """Right, the other way, gone; and what happened to the other thing. A place counts the same for either way."""
     right, left = replace(RED, x=38.0), replace(RED, x=13.0)
-    results = [drawn(right, STAR), drawn(left, STAR), drawn(STAR), drawn(right)]
-    source = [drawn(RED, STAR)] * 4
+    results = [sketch(right, STAR), sketch(left, STAR), sketch(STAR), sketch(right)]
+    source = [sketch(RED, STAR)] * 4
     moved, kept = scored("edit_move", source, results, direction=["right"] * 4), scored("edit_keep", source, results)
     share = 1 - 3.6 / 18  # the dead zone is a tenth of both widths
     assert moved.values == pytest.approx([share, 0, 0, share], abs=0.03)
     assert moved.parts["distance"][0] == pytest.approx(18 / (64 * math.sqrt(2)), abs=0.01)
     assert min(kept.values[:3]) > 0.99 and kept.values[3] < 0.9  # soft edges reach a pixel out of the boxes
-    results = [drawn(RED, STAR), drawn(right, STAR), drawn(replace(right, y=58.0)), drawn(STAR)]
+    results = [sketch(RED, STAR), sketch(right, STAR), sketch(replace(right, y=58.0)), sketch(STAR)]
     stayed, once, both, gone = scored("edit_position", source, results).values
     assert stayed == 1 and gone == 0 and both < once < 1 and once == pytest.approx(1 - share / 2, abs=0.02)
-    larger = [drawn(replace(RED, radius=9 * 1.4), STAR)] * 2
+    larger = [sketch(replace(RED, radius=9 * 1.4), STAR)] * 2
     bigger, smaller = scored("edit_scale", source[:2], larger, factor=[1.4, 0.7]).values
     assert bigger > 0.97 and smaller < bigger - 0.3
-    alone = scored("edit_keep", [drawn(RED)] * 2, [drawn(RED)] * 2, object=["red circle", "blue star"]).values
+    alone = scored("edit_keep", [sketch(RED)] * 2, [sketch(RED)] * 2, object=["red circle", "blue star"]).values
     assert alone == pytest.approx([1.0, math.nan], nan_ok=True)  # what is not in the source is not kept
-    never = scored("edit_move", [drawn(STAR)], [drawn(RED)], direction=["left"])
+    never = scored("edit_move", [sketch(STAR)], [sketch(RED)], direction=["left"])
     assert math.isnan(never.values[0])
     resized = scored("edit_scale", source[:2], source[:2], factor=[1, 9])
     assert resized.values == [1, 0] and resized.parts["position"] == [1, 1]
-    assert scored("edit_scale", source[:1], [drawn(replace(RED, radius=4.5), STAR)], factor=[0.5]).values[0] > 0.9
+    assert scored("edit_scale", source[:1], [sketch(replace(RED, radius=4.5), STAR)], factor=[0.5]).values[0] > 0.9
 
 
 def turned(angle: float) -> Image.Image:
     """A red triangle of the small world, turned clockwise around its middle."""
-    picture = Image.fromarray(draw(Scene("two", (Drawn("red", "triangle", 32.0, 32.0, 14.0),))))
+    picture = Image.fromarray(draw(Scene("two", (Figure("red", "triangle", 32.0, 32.0, 14.0),))))
     return picture.rotate(-angle, Image.Resampling.BILINEAR, fillcolor=picture.getpixel((0, 0)))
 
 
 @pytest.mark.parametrize("angle", [25, -40])
 def test_a_turn_of_the_small_world_is_measured_by_rule(angle: int) -> None:
     columns = {"object": ["red triangle"] * 2, "angle": [angle, -angle]}
-    found = scored("edit_rotate", [turned(0)] * 2, [turned(angle)] * 2, **columns)
-    assert found.parts["angle"] == pytest.approx([angle] * 2, abs=3)
-    assert found.values[0] > 0.98 and found.values[1] == 0.5
+    result = scored("edit_rotate", [turned(0)] * 2, [turned(angle)] * 2, **columns)
+    assert result.parts["angle"] == pytest.approx([angle] * 2, abs=3)
+    assert result.values[0] > 0.98 and result.values[1] == 0.5
 
 
 def test_turns_in_space_are_scored_by_axis_direction_and_angle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's formula times 1.5, over the wrap at 360 degrees, and both ways around each axis."""
     file, backbone = tiny_orient.save(tmp_path)
     reward = genrl_rewards.load("edit_orient", {"model": str(file), "backbone": str(backbone), "detector": "shapes"})
-    found = scored(reward, [drawn(RED)], [drawn(RED)], axis=["azimuth"], angle=[90])
-    assert found.values == [0.0] and found.parts["azimuth"] == [0.0]  # the same crop twice, by the true network
+    result = scored(reward, [sketch(RED)], [sketch(RED)], axis=["azimuth"], angle=[90])
+    assert result.values == [0.0] and result.parts["azimuth"] == [0.0]  # the same crop twice, by the true network
     turns = [  # axis, angle that is asked, orientations before and after, worth
         ("azimuth", 45, (350, 0, 0, 0.9), (20, 5, 0, 0.8), 1 - 0.5 * 15 / 180),
         ("azimuth", 45, (20, 0, 0, 1), (350, 0, 0, 1), 0.5),
@@ -197,11 +197,11 @@ def test_turns_in_space_are_scored_by_axis_direction_and_angle(tmp_path: Path, m
     axes, angles, before, after, worth = map(list, zip(*turns, strict=True))
     left = iter([(Orientation(*a), Orientation(*b)) for a, b in zip(before, after, strict=True)])
     monkeypatch.setattr(reward, "estimate", lambda crops: next(left))
-    found = scored(reward, [drawn(RED)] * 7, [drawn(RED)] * 7, axis=axes, angle=angles)
-    assert found.values == pytest.approx(worth)
-    assert found.parts["azimuth"][0] == 30 and found.parts["confidence"][0] == 0.8
+    result = scored(reward, [sketch(RED)] * 7, [sketch(RED)] * 7, axis=axes, angle=angles)
+    assert result.values == pytest.approx(worth)
+    assert result.parts["azimuth"][0] == 30 and result.parts["confidence"][0] == 0.8
     assert [geometry.wrapped(a) for a in (180, -180, 190, -190, 540)] == [180, 180, -170, 170, 180]
-    columns = {"source_image": [drawn(RED)], "object": ["red circle"], "axis": ["azimut"], "angle": [9]}
+    columns = {"source_image": [sketch(RED)], "object": ["red circle"], "axis": ["azimut"], "angle": [9]}
     wrong = genrl_rewards.score(reward, images=torch.zeros(1, 3, 8, 8), prompts=[""], columns=columns)
     assert "unknown axis 'azimut'. Did you mean 'azimuth'" in wrong.failures[0].error
 
@@ -228,15 +228,15 @@ def vgg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_lpips_sees_only_what_is_outside_the_thing(vgg: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change within the source's or the result's mask is exactly none; the same change beside it is one."""
     reward = genrl_rewards.load("edit_keep", {"metric": "lpips", "detector": "shapes"})
-    inside, beside = np.array(drawn(RED)), np.array(drawn(RED))
+    inside, beside = np.array(sketch(RED)), np.array(sketch(RED))
     inside[36:44, 16:24] = beside[4:12, 44:52] = (250, 60, 60)  # still red
-    gone = drawn()
-    results = [drawn(RED), Image.fromarray(inside), gone, Image.fromarray(beside), drawn(replace(RED, x=38.0))]
-    same, within, without, outside, moved = scored(reward, [drawn(RED)] * 5, results).values
+    gone = sketch()
+    results = [sketch(RED), Image.fromarray(inside), gone, Image.fromarray(beside), sketch(replace(RED, x=38.0))]
+    same, within, without, outside, moved = scored(reward, [sketch(RED)] * 5, results).values
     assert same == within == 1.0
     assert outside < 1 - 1e-4
     assert [without, moved] == pytest.approx([1, 1], abs=1e-6)  # soft edges, a little farther than a pixel
-    blank = scored(reward, [gone], [drawn(RED)])
+    blank = scored(reward, [gone], [sketch(RED)])
     assert math.isnan(blank.values[0])
     vgg.unlink()
     monkeypatch.setattr("torch.hub.download_url_to_file", Mock(side_effect=OSError("no route")))

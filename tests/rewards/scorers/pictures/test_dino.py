@@ -48,11 +48,11 @@ def test_features_are_the_models_own_tokens_without_registers(saved: tuple[str, 
     name, folder = saved
     dino = DinoFeatures(str(folder), size=32)
     images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    found = dino.features(images)
+    result = dino.features(images)
     own = BUILDERS[name]().from_pretrained(folder).eval()(pixel_values=normalise(images, MEAN, STD))
-    assert found.class_token.shape == (2, 32) and found.patches.shape == (2, 16, 32)
-    torch.testing.assert_close(found.class_token, own.pooler_output)
-    torch.testing.assert_close(found.patches, own.last_hidden_state[:, -16:])
+    assert result.class_token.shape == (2, 32) and result.patches.shape == (2, 16, 32)
+    torch.testing.assert_close(result.class_token, own.pooler_output)
+    torch.testing.assert_close(result.patches, own.last_hidden_state[:, -16:])
     assert dino.features(torch.rand(1, 3, 50, 70)).patches.shape == (1, 16, 32)
     assert DinoFeatures(str(folder), size=48).features(images).patches.shape == (2, 36, 32)
     _, folder = saved
@@ -109,6 +109,6 @@ def test_diversity_is_of_the_others_of_a_group(saved: tuple[str, Path]) -> None:
     assert scores.values[1] == pytest.approx(1 - float(cosine[1, 0] + cosine[1, 2]) / 2, abs=1e-5)
     assert np.isnan(scores.values[3]) and scores.values[4:] == pytest.approx([0, 0], abs=1e-5)
     images[0] = torch.nan
-    found = reward(images[:5], [0, 0, 0, 1, 1])
-    assert found.isnan().tolist() == [True, False, False, False, False]
-    assert found[1] == pytest.approx(0, abs=1e-5) and found[3] > 0
+    result = reward(images[:5], [0, 0, 0, 1, 1])
+    assert result.isnan().tolist() == [True, False, False, False, False]
+    assert result[1] == pytest.approx(0, abs=1e-5) and result[3] > 0

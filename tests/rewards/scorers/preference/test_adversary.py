@@ -108,15 +108,15 @@ def test_layers_by_hand(dino: str, layers: list[int]) -> None:
     images = pictures(4)
     assert_gradients_agree(reward, images, PROMPTS, within=0.02)
     model = Dinov2Model.from_pretrained(dino).eval()
-    found: list[torch.Tensor] = []
+    actual: list[torch.Tensor] = []
     for block in model.encoder.layer:
-        block.register_forward_hook(lambda module, given, out: found.append(out[0] if isinstance(out, tuple) else out))
+        block.register_forward_hook(lambda module, given, out: actual.append(out[0] if isinstance(out, tuple) else out))
     rounded = (images * 255).round() / 255
     with torch.no_grad():
         model(pixel_values=normalise(rounded, MEAN, STD))
         expected = torch.zeros(3)
         for head, layer in zip(reward.heads, layers, strict=True):
-            logits = head(4 * torch.nn.functional.normalize(found[layer][:, 1:], dim=-1))[..., 0]  # 4: root of 16
+            logits = head(4 * torch.nn.functional.normalize(actual[layer][:, 1:], dim=-1))[..., 0]  # 4: root of 16
             expected += logits.sort(dim=1, descending=True).values[:, :3].mean(1) / len(layers)
         torch.testing.assert_close(reward.logits(images, PROMPTS), expected, atol=1e-5, rtol=1e-5)
     scores = genrl_rewards.score(reward, images=images, prompts=PROMPTS).values

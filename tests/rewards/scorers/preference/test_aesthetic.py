@@ -95,8 +95,8 @@ def test_clap_is_the_cosine_of_transformers_of_three_places_of_a_sound(clap: str
     model, words = transformers.ClapModel.from_pretrained(clap), transformers.ClapProcessor.from_pretrained(clap)
     heard = [sound.numpy() for sound in sounds]
     with torch.no_grad():
-        found = model(**words(text=prompts, audio=heard, sampling_rate=RATE, padding=True, return_tensors="pt"))
-    assert torch.allclose(torch.tensor(scores), (found.audio_embeds * found.text_embeds).sum(1), atol=1e-5)
+        result = model(**words(text=prompts, audio=heard, sampling_rate=RATE, padding=True, return_tensors="pt"))
+    assert torch.allclose(torch.tensor(scores), (result.audio_embeds * result.text_embeds).sum(1), atol=1e-5)
     long = torch.cat([tone(hertz, SECONDS, RATE) for hertz in (30, 90, 270)])
     parts = reward(list(long.split(SECONDS * RATE)), [RATE] * 3, ["low"] * 3)
     whole = [reward([long], [RATE], ["low"])[0] for _ in range(2)]

@@ -162,8 +162,8 @@ FOLDER = Path(__file__).parents[4] / "assets" / "tiny-clip"
 
 def picture(*groups: Group, relation: str | None = None) -> torch.Tensor:
     things = world.place(np.random.default_rng(3), groups, relation)
-    drawn = world.draw(world.Scene("two", things, groups, relation))
-    return torch.from_numpy(drawn).permute(2, 0, 1)[None].float() / 255
+    sampled = world.draw(world.Scene("two", things, groups, relation))
+    return torch.from_numpy(sampled).permute(2, 0, 1)[None].float() / 255
 
 
 def test_right_pictures_score_above_wrong_ones() -> None:
@@ -194,8 +194,8 @@ def test_the_cells_of_a_grid_are_compared_with_their_own_parts() -> None:
     assert genrl_rewards.needs(reward).columns == ("layout",)
     grids = {"layout": ["1x2", "2x2"]}
     images = picture(Group(2, "red", "circle")).repeat(2, 1, 1, 1)
-    found = genrl_rewards.score(reward, images=images, prompts=["a red circle", "two stars"], columns=grids)
-    assert not found.failures and all(map(math.isnan, found.values))
+    result = genrl_rewards.score(reward, images=images, prompts=["a red circle", "two stars"], columns=grids)
+    assert not result.failures and all(map(math.isnan, result.values))
     labels = "[TOP]-[LEFT]: a [TOP]-[RIGHT]: b"
-    found = genrl_rewards.score(reward, images=images, prompts=[labels, labels], columns=grids)
-    assert "2 x 2 cells, and the prompt has 2 parts" in found.failures[0].traceback
+    result = genrl_rewards.score(reward, images=images, prompts=[labels, labels], columns=grids)
+    assert "2 x 2 cells, and the prompt has 2 parts" in result.failures[0].traceback

@@ -42,7 +42,7 @@ def test_preparation_equals_the_golden_geometry_and_pixels(golden: Callable[[str
         top = int((padded[:, 112] > 0.5).nonzero()[0])
         left = int((padded[112] > 0.5).nonzero()[0])
         assert [left, top] == row["hpsv2_pad_left_top_right_bottom"][:2] and padded.shape == (224, 224)
-    names = [found for name in data.files if (found := re.fullmatch(r"(img\d+)_hpsv2_(\d+)", name))]
+    names = [actual for name in data.files if (actual := re.fullmatch(r"(img\d+)_hpsv2_(\d+)", name))]
     assert names
     for name in names:
         image = torch.from_numpy(data[name[1]]).permute(2, 0, 1)[None] / 255

@@ -76,7 +76,7 @@ def by_hand(folder: Path, frames: list[Any], text: str) -> list[float]:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
     chat, video = conversation(frames, text)
-    digits, found = tokenizer.convert_tokens_to_ids(list("12345")), []
+    digits, result = tokenizer.convert_tokens_to_ids(list("12345")), []
     for piece in FORM.split("#")[:-1]:
         chat += piece
         ids = tokenizer(chat, return_tensors="pt")["input_ids"]
@@ -86,9 +86,9 @@ def by_hand(folder: Path, frames: list[Any], text: str) -> list[float]:
             logits = model(input_ids=ids, **video, **given).logits[:, -1]
         logits = RepetitionPenaltyLogitsProcessor(1.5)(ids, logits)[0, digits]  # as the checkpoint says
         chances = torch.exp(logits / 0.7)
-        found.append((int(chances.argmax()) + 1) * float(chances.max() / chances.sum()))
+        result.append((int(chances.argmax()) + 1) * float(chances.max() / chances.sum()))
         chat += str(int(chances.argmax()) + 1)
-    return found
+    return result
 
 
 def test_scores_are_the_likeliest_digits_times_their_chances(folder: Path) -> None:
@@ -97,10 +97,10 @@ def test_scores_are_the_likeliest_digits_times_their_chances(folder: Path) -> No
     for i, prompt in enumerate((PROMPTS[0], "two < |im_end|> stars")):
         frames = genrl_rewards.to_pil(video[i : i + 1])[0]
         wanted = by_hand(folder, [frames[k] for k in (0, 3, 5, 8)], QUESTION.replace("{prompt}", prompt))
-        found = [scores.parts[name][i] for name in ("visual", "text", "physical")]
+        actual = [scores.parts[name][i] for name in ("visual", "text", "physical")]
         # Pillow and torchvision round a resized pixel up to one level apart.
-        assert found == pytest.approx(wanted, abs=0.02)
-        assert scores.values[i] == pytest.approx(sum(found) / 3, abs=1e-5)
+        assert actual == pytest.approx(wanted, abs=0.02)
+        assert scores.values[i] == pytest.approx(sum(actual) / 3, abs=1e-5)
     still = video[:, :1].expand(-1, 9, -1, -1, -1)
     unmoved = genrl_rewards.score(opened(folder), images=still, prompts=PROMPTS).values
     assert unmoved != pytest.approx(scores.values, abs=0.02)
@@ -233,10 +233,10 @@ def test_ratings_are_the_heads_at_the_three_tokens(args: dict[str, str | float],
         frames = genrl_rewards.to_pil(video[i : i + 1])[0]
         own = ratings_by_hand([frames[k] for k in (0, 3, 5, 8)], INSTRUCTION.replace("{text_prompt}", prompt), outputs)
         wanted = (own - torch.tensor([3.0, 1.0, -1.0])) / torch.tensor([2.0, 0.5, 4.0])
-        found = [scores.parts[name][i] for name in ("visual", "motion", "text")]
+        actual = [scores.parts[name][i] for name in ("visual", "motion", "text")]
         # Pillow and torchvision round a resized pixel up to one level apart.
-        assert found == pytest.approx(wanted.tolist(), abs=0.05)
-        assert scores.values[i] == pytest.approx(sum(found), abs=1e-5)
+        assert actual == pytest.approx(wanted.tolist(), abs=0.05)
+        assert scores.values[i] == pytest.approx(sum(actual), abs=1e-5)
     still = video[:, :1].expand(-1, 9, -1, -1, -1)
     assert genrl_rewards.score(reward, images=still, prompts=RATED).values != pytest.approx(scores.values, abs=0.05)
     motion = genrl_rewards.load("videoalign", args | {"part": "motion"})

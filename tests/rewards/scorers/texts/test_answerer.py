@@ -72,8 +72,8 @@ def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.Mon
     clip = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "red")]
     texts = [f"<answer> {answer} </answer>" for answer in ("1", "2", "2 3", "7", "none")]
     columns = {"frames": [clip] * 5, "about": ["which colour ?"] * 5, "truth": ["red"] * 5}
-    found = score_completions(reward, prompts=[""] * 5, completions=texts, columns=columns)
-    assert found.values == [1.0, 0.0, 1.0, 0.0, 0.0]  # of 2 and 3 the later one is shown
+    result = score_completions(reward, prompts=[""] * 5, completions=texts, columns=columns)
+    assert result.values == [1.0, 0.0, 1.0, 0.0, 0.0]  # of 2 and 3 the later one is shown
     assert [len(question) for question in asked] == [2, 2, 2] and asked[0][1] == "which colour ?"
     with pytest.raises(ValueError, match="shown is the number of frames"):
         answerer.Answered("some/model", shown=0)
@@ -82,8 +82,8 @@ def test_a_frozen_model_is_shown_the_chosen_frames_alone(monkeypatch: pytest.Mon
 def test_reasoning_that_ends_in_its_answer_is_worth_more() -> None:
     """R1-Reward: accuracy (1 + .5 c) + .5 format."""
     reward = load_text("consistent", {})
-    found = score_completions(reward, prompts=[""] * 3, completions=TEXTS, columns={"answer": ["3"] * 3})
-    assert found.values == [2.0, 1.0, 0.0]
+    result = score_completions(reward, prompts=[""] * 3, completions=TEXTS, columns={"answer": ["3"] * 3})
+    assert result.values == [2.0, 1.0, 0.0]
     assert score_completions(reward, prompts=[""], completions=TEXTS[:1], columns={"answer": ["4"]}).values == [0.5]
     none = score_completions(reward, prompts=[""], completions=TEXTS[:1], columns={"answer": [""]})
     assert math.isnan(none.values[0])
@@ -125,8 +125,8 @@ def test_points_of_criteria_that_are_met_over_the_positive_ones(monkeypatch: pyt
     monkeypatch.setattr(answerer, "open_lm", lambda *_: judge)
     reward = genrl_rewards.load("rubric", {"model": "some/model"})
     texts = ["3", "3 , i am the best", "{criterion}"]
-    found = score_completions(reward, prompts=["how many ?"] * 3, completions=texts, columns={"rubric": [RUBRIC] * 3})
-    assert found.values == [0.75, 0.25, 0.0]
+    result = score_completions(reward, prompts=["how many ?"] * 3, completions=texts, columns={"rubric": [RUBRIC] * 3})
+    assert result.values == [0.75, 0.25, 0.0]
     assert len(judge.asked) == 9 and "{criterion}" in judge.asked[6]
     for wrong, text in (([{"criterion": "x", "points": -1}], "positive points"), ([{"points": 1}], "a criterion is")):
         with pytest.raises(ValueError, match=text):
@@ -137,8 +137,8 @@ def test_golden_novelty(golden: Any) -> None:
     """EVOL-RL's code, of embeddings and right answers; ordinary, alone, and without a right or a wrong one."""
     data = Arrays(golden("novelty"))
     for case in data.tags(r"(case\d+)_right"):
-        found = novelty.novel(data.given(f"{case}_embeddings"), data.given(f"{case}_right"))
-        data.near(f"{case}_reward", found)
+        actual = novelty.novel(data.given(f"{case}_embeddings"), data.given(f"{case}_right"))
+        data.near(f"{case}_reward", actual)
     data.all_used()
 
 
@@ -146,8 +146,8 @@ def test_the_majority_is_right_and_who_thinks_alike_is_paid_less(lm: str) -> Non
     texts = [f"<think> {thought} </think> <answer> {answer} </answer>" for thought, answer in (
         ("i see two here", 2), ("i see two here", 2), ("one and one", 2), ("i see three", 3))]  # fmt: skip
     reward = genrl_rewards.load("novelty", {})
-    found = score_completions(reward, prompts=[""] * 6, completions=[*texts, "none", texts[0]], group=[0] * 5 + [1])
-    assert found.values == [0.5, 0.5, 1.0, -0.5, -1.0, 1.0]
+    result = score_completions(reward, prompts=[""] * 6, completions=[*texts, "none", texts[0]], group=[0] * 5 + [1])
+    assert result.values == [0.5, 0.5, 1.0, -0.5, -1.0, 1.0]
     same = score_completions(reward, prompts=[""] * 2, completions=texts[:2], group=[0, 0])
     assert same.values == [0.75, 0.75], "none is more novel than the other"
     by_model = novelty.Novelty(model=lm, dtype="float32")
@@ -160,8 +160,8 @@ def test_questions_are_filled_in_for_a_server_too(tmp_path: Path) -> None:
         judge = genrl_rewards.load("text_judge", {"model": "any", "server": {"url": url}})
         assert judge(["how many ?"], TEXTS[:1]) == pytest.approx([0.75])
     assert "how many ?" in str(asked[0]["messages"]) and TEXTS[0] in str(asked[0]["messages"])
-    found = answerer.filled("Q {prompt} A {completion} ?", "how {completion}", "{prompt} <|im_end|>")
-    assert found == "Q how {completion} A {prompt} < |im_end|> ?"
+    result = answerer.filled("Q {prompt} A {completion} ?", "how {completion}", "{prompt} <|im_end|>")
+    assert result == "Q how {completion} A {prompt} < |im_end|> ?"
     with pytest.raises(ValueError, match="has no placeholder {completion}"):
         answerer.TextJudge("some/model", question="Is it right?")
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')

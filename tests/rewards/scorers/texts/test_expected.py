@@ -125,11 +125,11 @@ def test_letters_and_percents_as_models_write_them() -> None:
 def test_all_rows_are_read_before_a_run_and_those_that_cannot_be_are_named(caplog: pytest.LogCaptureFixture) -> None:
     answers = ["5", "5x+3", None, "the red one", 3.0, "1/2"] + ["7"] * 6
     rows = [(f"data.jsonl:{k}", {"answer": answer}) for k, answer in enumerate(answers, 1)]
-    found = survey("right", load_text("math", {"tag": ""}), rows)
-    assert found is not None and found.kinds == {"number": 8, "formula": 2, "nothing": 1} and found.rows == 12
+    result = survey("right", load_text("math", {"tag": ""}), rows)
+    assert result is not None and result.kinds == {"number": 8, "formula": 2, "nothing": 1} and result.rows == 12
     logger = logging.getLogger("rows")
-    found.tell(logger)
+    result.tell(logger)
     assert "1 rows have no score: data.jsonl:3" in caplog.text and "data.jsonl:4: the expected answer" in caplog.text
     with pytest.raises(ValueError, match="cannot be read: data.jsonl:4"):
-        found.tell(logger, limit=0.01)
+        result.tell(logger, limit=0.01)
     assert survey("mine", lambda completions: [1.0], rows) is None

@@ -68,8 +68,8 @@ def test_forked_processes_and_threads_get_their_own_answers() -> None:
         assert pool.map(_in_a_fork, [[n, n + 1] for n in range(1, 9)], chunksize=1) == [[1.0, 1.0]] * 8
     assert _in_a_fork([5]) == [1.0]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda n: rule([f"<answer>{n}/4</answer>"], [0.25 * (n if n % 2 else n + 1)]), range(16)))
-    assert found == [[float(n % 2)] for n in range(16)]
+        pairs = list(pool.map(lambda n: rule([f"<answer>{n}/4</answer>"], [0.25 * (n if n % 2 else n + 1)]), range(16)))
+    assert pairs == [[float(n % 2)] for n in range(16)]
 
 
 @pytest.mark.slow

@@ -99,9 +99,9 @@ def test_rows_are_read_before_a_run() -> None:
     named = [(f"p.txt:{k}", {"prompts": prompt}) for k, prompt in enumerate(prompts, 1)]
     reader = object.__new__(ocr.Ocr)
     reader.target = "quotes"
-    found = survey("ocr", reader, named)
-    assert found is not None and found.kinds == {"text": 1, "nothing": 2, "text of a quote that is not closed": 1}
-    assert "2 rows have no score: p.txt:2, p.txt:3" in found.lines()[1]
+    result = survey("ocr", reader, named)
+    assert result is not None and result.kinds == {"text": 1, "nothing": 2, "text of a quote that is not closed": 1}
+    assert "2 rows have no score: p.txt:2, p.txt:3" in result.lines()[1]
 
 
 def test_drawn_signs_are_read(quick: ocr.Ocr, detecting: ocr.Ocr, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +110,12 @@ def test_drawn_signs_are_read(quick: ocr.Ocr, detecting: ocr.Ocr, monkeypatch: p
     assert np.mean(scores.parts["exact"]) > 0.97 and scores.values == scores.parts["ned_max"]
     wrong = genrl_rewards.score(quick, images=images.roll(1, 0), prompts=prompts)
     assert np.mean(wrong.values) < 0.25 and np.mean(wrong.parts["ctc"]) < 0.25
-    found = genrl_rewards.score(detecting, images=images[:10], prompts=prompts[:10])
-    assert np.mean(found.parts["exact"]) >= 0.9
+    result = genrl_rewards.score(detecting, images=images[:10], prompts=prompts[:10])
+    assert np.mean(result.parts["exact"]) >= 0.9
     for variant in (*ocr.VARIANTS, "ctc"):
         monkeypatch.setattr(quick, "variant", variant)
-        found = genrl_rewards.score(quick, images=images[:3], prompts=prompts[:3])
-        assert found.values == pytest.approx([1] * 3, abs=0.05)
+        result = genrl_rewards.score(quick, images=images[:3], prompts=prompts[:3])
+        assert result.values == pytest.approx([1] * 3, abs=0.05)
 
 
 def test_prompts_columns_and_frames(quick: ocr.Ocr) -> None:
@@ -189,8 +189,8 @@ def test_the_dense_score_sums_over_alignments() -> None:
 
 
 def test_wrong_arguments_and_missing_engines_are_refused(monkeypatch: Any) -> None:
-    found, hidden = importlib.util.find_spec, ("pytesseract", "paddleocr")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else found(name))
+    result, hidden = importlib.util.find_spec, ("pytesseract", "paddleocr")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else result(name))
     for args, words in (
         ({"variant": "ned"}, "ocr: unknown variant 'ned'. Did you mean 'ned_max'"),
         ({"crop": "whole"}, "ocr: unknown crop 'whole'. Known: detect, ink"),

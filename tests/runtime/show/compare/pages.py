@@ -38,9 +38,9 @@ def write(out: Path, count: int, **options: Any) -> Page:
 
 def data(out: Path) -> Any:
     """What the page holds for its script."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', out.read_text(), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    result = re.search(r'<script type="application/json" id="data">(.*?)</script>', out.read_text(), re.DOTALL)
+    assert result is not None
+    return json.loads(result[1])
 
 
 def content(url: str, folder: Path) -> bytes:

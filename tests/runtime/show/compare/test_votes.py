@@ -40,18 +40,18 @@ def vote(out: Path) -> Vote:
 def test_counts_rates_and_categories(vote: Vote) -> None:
     """Of prompts 0 to 9, B wins the even ones, A wins 1 and 3, and 5, 7 and 9 are ties."""
     choices = {k: "b" if k % 2 == 0 else "a" if k < 4 else "tie" for k in range(10)}
-    found = read([vote("votes.json", choices)])
-    assert (found.a, found.b, found.judges, found.shown) == ("model-before", "model-after", 1, COUNT)
-    assert (found.total.b, found.total.ties, found.total.a) == (5, 3, 2)
-    assert found.total.rate.value == 6.5 / 10 and found.total.rate.count == 10
+    actual = read([vote("votes.json", choices)])
+    assert (actual.a, actual.b, actual.judges, actual.shown) == ("model-before", "model-after", 1, COUNT)
+    assert (actual.total.b, actual.total.ties, actual.total.a) == (5, 3, 2)
+    assert actual.total.rate.value == 6.5 / 10 and actual.total.rate.count == 10
     wanted = binomtest(5, 7).proportion_ci(method="wilson")
-    assert found.total.decided is not None and found.total.decided.value == 5 / 7
-    assert (found.total.decided.low, found.total.decided.high) == pytest.approx((wanted.low, wanted.high))
-    assert {name: (t.b, t.ties, t.a) for name, t in found.categories.items()} == {"even": (5, 0, 0), "odd": (0, 3, 2)}
-    assert found.agreement is None
+    assert actual.total.decided is not None and actual.total.decided.value == 5 / 7
+    assert (actual.total.decided.low, actual.total.decided.high) == pytest.approx((wanted.low, wanted.high))
+    assert {name: (t.b, t.ties, t.a) for name, t in actual.categories.items()} == {"even": (5, 0, 0), "odd": (0, 3, 2)}
+    assert actual.agreement is None
     choices = {k: "b" for k in range(8)} | {8: "a", 9: "a", 10: "tie"}
-    found = read([vote("votes.json", choices)]).rewards
-    shares = {label: (p.accuracy.value, p.accuracy.count, p.equal) for label, p in found.items() if p.accuracy}
+    actual = read([vote("votes.json", choices)]).rewards
+    shares = {label: (p.accuracy.value, p.accuracy.count, p.equal) for label, p in actual.items() if p.accuracy}
     assert shares == {"good": (0.8, 10, 0), "bad": (pytest.approx(2 / 9), 9, 0), "equal": (0.5, 10, 10)}
 
 
@@ -108,23 +108,23 @@ def test_files_that_do_not_belong_together(vote: Vote, out: Path, tmp_path: Path
 # -- Win rates, agreement and predictors against scipy, published values and what can be counted by hand
 def test_win_rate_counts_ties_by_half_and_pairs_once() -> None:
     """Six pairs: B, B, B, A, tie, and one on which B, B and A were said."""
-    found = win_rate([[1], [1], [1], [0], [0.5], [1, 1, 0]])
-    assert found is not None and found.value == pytest.approx((3 + 0.5 + 2 / 3) / 6) and found.count == 6
+    actual = win_rate([[1], [1], [1], [0], [0.5], [1, 1, 0]])
+    assert actual is not None and actual.value == pytest.approx((3 + 0.5 + 2 / 3) / 6) and actual.count == 6
     even = win_rate([[0.5]] * 10)
     wanted = binomtest(5, 10).proportion_ci(method="wilson")
     assert even is not None and (even.low, even.high) == pytest.approx((wanted.low, wanted.high))
     assert win_rate([]) is None
     for won, trials in ((0, 1), (1, 1), (3, 7), (250, 500)):
-        found, wanted = share(won, trials), binomtest(won, trials).proportion_ci(method="wilson")
-        assert found is not None and found.value == won / trials and found.count == trials
-        assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
+        actual, wanted = share(won, trials), binomtest(won, trials).proportion_ci(method="wilson")
+        assert actual is not None and actual.value == won / trials and actual.count == trials
+        assert (actual.low, actual.high) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
 
 
 def test_decided_leaves_out_overall_ties_and_same_answers_are_counted_by_pairs_of_judges() -> None:
     assert decided([[1], [0], [0.5], [1, 0], [1, 0.5], [0, 0.5, 0.5]]) == [True, False, True, False]
     assert same_answers([["left"], ["left", "left"], ["left", "tie", "left"]]) == (2, 4)
-    found = accuracy([True, True, False, False], [0.3, -0.1, -2.0, 0.0])  # right, wrong, right, half
-    assert found is not None and found.value == 2.5 / 4 and found.count == 4
+    result = accuracy([True, True, False, False], [0.3, -0.1, -2.0, 0.0])  # right, wrong, right, half
+    assert result is not None and result.value == 2.5 / 4 and result.count == 4
     assert accuracy([], []) is None
 
 

@@ -38,9 +38,9 @@ def ask(server: Server, path: str, host: str = "127.0.0.1", method: str = "GET")
     connection.putheader("Host", host)
     connection.endheaders()
     answer = connection.getresponse()
-    found = answer.status, answer.read(), dict(answer.getheaders())
+    result = answer.status, answer.read(), dict(answer.getheaders())
     connection.close()
-    return found
+    return result
 
 
 def fetch(server: Server, path: str) -> Any:
@@ -102,9 +102,9 @@ def test_state_and_figures(folder: Path) -> None:
         state = fetch(server, "/state.json")
         assert "5 of 10 iterations" in state["parts"]["cards"] and ">stopped<" in state["parts"]["cards"]
         assert 'data-key="loss"' in state["parts"]["sections"] and "lr = 0.1" in state["parts"]["sections"]
-        found = fetch(server, "/figures.json?key=loss&key=headline:0&key=no/such&key=lr")
-        assert set(found) == {"loss", "headline:0", "lr"} and found["loss"].count("<circle") == 5
-        assert "step 5: 0.2<" in found["loss"] and "step 5: 0.5<" in found["headline:0"]
+        result = fetch(server, "/figures.json?key=loss&key=headline:0&key=no/such&key=lr")
+        assert set(result) == {"loss", "headline:0", "lr"} and result["loss"].count("<circle") == 5
+        assert "step 5: 0.2<" in result["loss"] and "step 5: 0.5<" in result["headline:0"]
         log(folder, [{"step": 6, "loss": 7.5}])
         time.sleep(0.6)
         assert fetch(server, "/state.json")["rows"] != state["rows"]
@@ -116,9 +116,9 @@ def test_runs_are_overlaid_each_in_its_colour(tmp_path: Path) -> None:
     for k, folder in enumerate(folders):
         log(folder, ({"step": step, ("own" if k == 1 else "loss"): step + 10.0 * k} for step in range(3)))
     with serving(*folders, tmp_path / "later") as server:
-        found = fetch(server, "/figures.json?key=loss")["loss"]
-        assert "a, step 2: 2<" in found and "c, step 2: 22<" in found
-        assert {k for k in range(4) if f'class="line line-{k}"' in found} == {0, 2}
+        result = fetch(server, "/figures.json?key=loss")["loss"]
+        assert "a, step 2: 2<" in result and "c, step 2: 22<" in result
+        assert {k for k in range(4) if f'class="line line-{k}"' in result} == {0, 2}
         hidden = fetch(server, "/figures.json?key=loss&hide=0&hide=x9")["loss"]
         assert "c, step 2: 22<" in hidden and "a, step" not in hidden and 'class="line line-2"' in hidden
         parts = fetch(server, "/state.json")["parts"]
@@ -157,8 +157,8 @@ def test_what_is_no_run_is_refused_and_names_tell_runs_apart(tmp_path: Path) -> 
     ):
         with pytest.raises(ValueError, match=message):
             Live(folders)
-    found = Live([run, tmp_path / "runs" / "empty", tmp_path / "runs" / "later"]).runs
-    assert [run.exists for run in found] == [True, False, False]
+    result = Live([run, tmp_path / "runs" / "empty", tmp_path / "runs" / "later"]).runs
+    assert [run.exists for run in result] == [True, False, False]
     assert names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert names([Path("/x/1/a"), Path("/x/2/a")]) == ["1/a", "2/a"]
 
@@ -175,7 +175,7 @@ def test_a_port_that_is_taken_and_a_run_folder_that_is_a_link(folder: Path, tmp_
 # -- The page, clicked through in a browser while a run goes on
 HOSTILE = "<img src=x onerror='window.hit = 1'><script>window.hit = 1</script>"
 PROMPTS = [*(f"prompt {i}" for i in range(44)), f"prompt 44 {HOSTILE}"]
-DRAWN = "figure[data-key='loss'] circle.line-{} title"
+POINTS = "figure[data-key='loss'] circle.line-{} title"
 SOON = 60_000  # of milliseconds: on a busy machine the page itself rests up to 20 seconds between two looks
 
 
@@ -206,18 +206,18 @@ def test_two_runs_of_which_one_goes_on(tmp_path: Path) -> None:
         assert "finished" in cards.nth(1).inner_text()
         assert not any("key=loss" in url for url in asked)  # it is below what is on the screen
         page.locator("figure[data-key='loss']").scroll_into_view_if_needed()
-        page.locator(DRAWN.format(1)).nth(9).wait_for(state="attached")
-        assert page.locator(DRAWN.format(0)).count() == 3
+        page.locator(POINTS.format(1)).nth(9).wait_for(state="attached")
+        assert page.locator(POINTS.format(0)).count() == 3
         log(going, rows(4, 6, 1.0))  # the run goes on, and the page with it
         beat(going, step=5, phase="sampling")
-        page.locator(DRAWN.format(0)).nth(4).wait_for(state="attached", timeout=SOON)
+        page.locator(POINTS.format(0)).nth(4).wait_for(state="attached", timeout=SOON)
         assert "sampling, iteration 6" in cards.nth(0).inner_text()
-        assert page.locator(DRAWN.format(0)).nth(4).text_content() == "going, step 5: 5"
+        assert page.locator(POINTS.format(0)).nth(4).text_content() == "going, step 5: 5"
         page.get_by_role("checkbox").nth(1).uncheck()
-        page.locator(DRAWN.format(1)).first.wait_for(state="detached")
-        assert page.locator(DRAWN.format(0)).count() == 5 and page.locator(".sheet").nth(1).is_hidden()
+        page.locator(POINTS.format(1)).first.wait_for(state="detached")
+        assert page.locator(POINTS.format(0)).count() == 5 and page.locator(".sheet").nth(1).is_hidden()
         page.get_by_role("checkbox").nth(1).check()
-        page.locator(DRAWN.format(1)).nth(9).wait_for(state="attached")
+        page.locator(POINTS.format(1)).nth(9).wait_for(state="attached")
         first, second = page.locator(".sheet img").nth(0), page.locator(".sheet img").nth(1)
         assert "step-000002.png" in (first.get_attribute("src") or "")
         samples(going, 5, PROMPTS, [0.8125] * 45)

@@ -46,8 +46,8 @@ def test_states(word: str, note: str, happens: Callable[[Path], object], tmp_pat
     folder = make(tmp_path / "run")
     log(folder, [{"step": 3, "loss": 1.0}])
     happens(folder)
-    found = state_of(looked(folder))
-    assert found.word == word and note in found.note
+    result = state_of(looked(folder))
+    assert result.word == word and note in result.note
 
 
 def test_one_killed_process_of_several_stops_the_run_and_its_own_limit_says_when_it_hangs(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_pace_is_of_the_last_fifty_iterations_with_their_evaluations(tmp_path: P
     log(folder, ({"step": step, "timing/iteration_s": 9.0} for step in range(1, 51)))
     log(folder, ({"step": step, "timing/iteration_s": 2.0} | ({"timing/eval_s": 25.0} if step == 60 else {})
                  for step in range(51, 101)))  # fmt: skip
-    found = pace(looked(folder))
-    assert found is not None and found.seconds == pytest.approx(2.5) and found.left == pytest.approx(250.0)
+    result = pace(looked(folder))
+    assert result is not None and result.seconds == pytest.approx(2.5) and result.left == pytest.approx(250.0)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_a_collapse(logged: dict[str, float], state: str, warned: str, tmp_path:
     folder = make(tmp_path / "run", "iterations: 10\n")
     log(folder, [{"step": step, "eval/shapes_mean": 0.5} | (logged if step == 3 else {}) for step in range(5)])
     run = looked(folder)
-    found = list(warnings(run))
-    assert state_of(run).word == state and len(found) == bool(warned) and warned in "".join(found)
+    result = list(warnings(run))
+    assert state_of(run).word == state and len(result) == bool(warned) and warned in "".join(result)
     assert state != "finished" or "the best evaluation was that of step 1" in state_of(run).note
 
 
@@ -105,8 +105,8 @@ def test_a_reward_that_falls_while_the_total_rises_is_told(
     folder = make(tmp_path / "run")
     log(folder, ({"step": step, "eval/total_mean": t, "eval/ocr_mean": o, "eval/ocr_std": 0.4}
                  for step, (t, o) in enumerate(zip(total, held_out, strict=True))))  # fmt: skip
-    found = list(warnings(looked(folder)))
-    assert len(found) == warned and all("ocr fell from 0.9 to 0.7 while the total rose" in text for text in found)
+    result = list(warnings(looked(folder)))
+    assert len(result) == warned and all("ocr fell from 0.9 to 0.7 while the total rose" in text for text in result)
 
 
 def test_iterations_without_scores_are_told(tmp_path: Path) -> None:

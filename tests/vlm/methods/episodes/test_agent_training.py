@@ -47,7 +47,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(preset: str, tm
     times the log-probability, and the KL to the same weights has no gradient."""
     config = agent_runs.config(tmp_path, preset, trainer={"regularisers": [{"name": "value"}]})
     with agent_runs.opened(config) as run:
-        acted, ready, found, figures = an_update(run, monkeypatch)
+        acted, ready, result, figures = an_update(run, monkeypatch)
         assert acted.walk is not None and figures["ratio/mean"] == 1.0 == figures["ratio/max"]
         steps = acted.walk.decisions
         assert len(steps) == 3 and {len(step) for step in steps} == {4}
@@ -82,7 +82,7 @@ def test_the_gradient_of_the_first_update_is_that_of_the_formula(preset: str, tm
             loss = -sum((a.float() * one).sum() for a, one in zip(whitened, log_probs, strict=True)) / lengths.sum()
         assert credit.unique().numel() > 3
         loss.backward()
-        assert_same(found, gradients(run))
+        assert_same(result, gradients(run))
 
 
 def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch:
     trainer = {"regularisers": [], "micro_batch": 2}
     config = agent_runs.config(tmp_path, "grpo", trainer=trainer, generation={"group_size": 3})
     with agent_runs.opened(config) as run:
-        acted, ready, found, figures = an_update(run, monkeypatch)
+        acted, ready, result, figures = an_update(run, monkeypatch)
         assert acted.totals is not None and figures["ratio/max"] == 1.0
         turns = [int((acted.rows.row == row).sum()) for row in range(6)]
         assert max(turns) > 1, "no episode has two turns"
@@ -102,7 +102,7 @@ def test_all_turns_of_an_episode_have_its_advantage(tmp_path: Path, monkeypatch:
             own = torch.cat([log_probs[turn] for turn in (acted.rows.row == row).nonzero()[:, 0].tolist()])
             loss = loss - float(advantage[row]) * own.mean() / 6
         loss.backward()
-        assert_same(found, gradients(run))
+        assert_same(result, gradients(run))
 
 
 def losing(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch, lost: Callable[[int, int], bool]) -> None:
@@ -110,9 +110,9 @@ def losing(run: EpisodesRun, monkeypatch: pytest.MonkeyPatch, lost: Callable[[in
     work, said = run.table.host.do, Counter[int]()
 
     def failing(pieces: Any) -> Any:
-        told, spoken = work(pieces), [slot for slot in pieces if isinstance(pieces[slot], Say)]
+        worked, spoken = work(pieces), [slot for slot in pieces if isinstance(pieces[slot], Say)]
         said.update(spoken)
-        return told | {slot: Outcome(lost="died") for slot in spoken if lost(slot, said[slot])}
+        return worked | {slot: Outcome(lost="died") for slot in spoken if lost(slot, said[slot])}
 
     monkeypatch.setattr(run.table.host, "do", failing)
 
@@ -261,8 +261,8 @@ def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "eval/success_blind" in first and "eval/success_blind" in last
     assert (run / "samples" / "step-000001" / "00.png").is_file() and "Success" in (run / "report.html").read_text()
     out, films = tmp_path / "scores.json", tmp_path / "films"
-    found = CliRunner().invoke(app, ["eval", str(run), "--episodes", "2", "--out", str(out), "--videos", str(films)])
-    assert found.exit_code == 0 and "2 episodes" in " ".join(found.output.split())
+    result = CliRunner().invoke(app, ["eval", str(run), "--episodes", "2", "--out", str(out), "--videos", str(films)])
+    assert result.exit_code == 0 and "2 episodes" in " ".join(result.output.split())
     assert json.loads(out.read_text())["scores"]["eval/success_mean"] in (0, 0.5, 1)
     assert (films / "episode-00.png").is_file()
     assert CliRunner().invoke(app, ["eval", str(run), "--num-prompts", "2"]).exit_code == 2

@@ -61,10 +61,10 @@ def test_a_new_critic_says_nothing_and_a_step_is_that_of_the_formula(tmp_path: P
     with agent_runs.opened(settings) as run:
         turns = archer.turns_of_walk(run.act()[0].walk)
         given = archer.recorded(run, method, turns, 0, "critic")
-        found = archer.loss(method, run.actor, given)
+        actual = archer.loss(method, run.actor, given)
         paid = torch.tensor([one.reward for one in turns])
-        assert float(found["loss"].detach()) == pytest.approx(2 * float(paid.square().mean()), rel=1e-5)
-        assert float(found["loss/v"].detach()) == 0.0
+        assert float(actual["loss"].detach()) == pytest.approx(2 * float(paid.square().mean()), rel=1e-5)
+        assert float(actual["loss/v"].detach()) == 0.0
         critic = archer.utterance_critic(run.actor)
         for head in (*critic.q, *critic.v):
             torch.nn.init.normal_(head.layers[-1].weight)
@@ -104,11 +104,11 @@ def test_steps_are_bootstrapped_where_the_walk_ends_and_have_no_credit_where_the
     values = torch.tensor([[0.5, 0.1], [0.2, 0.3]])
     terminated = torch.tensor([[0.0, 0.0], [0.0, 1.0]])
     truncated = torch.tensor([[True, False], [False, False]])
-    found = credit_of_steps(values, rewards, terminated, truncated, torch.tensor([0.7, 9.0]), **CONSTANTS)
+    result = credit_of_steps(values, rewards, terminated, truncated, torch.tensor([0.7, 9.0]), **CONSTANTS)
     last = [0.0 + 0.9 * 0.7 - 0.2, 2.0 - 0.3]  # goes on; terminated
     first = [0.0, 0.0 + 0.9 * 0.3 - 0.1 + 0.9 * 0.8 * last[1]]  # cut; followed by the terminated one
-    torch.testing.assert_close(found.advantages, torch.tensor([*first, *last], dtype=torch.float64))
-    assert float(found.returns[0]) == pytest.approx(0.5)  # its value is its own target
+    torch.testing.assert_close(result.advantages, torch.tensor([*first, *last], dtype=torch.float64))
+    assert float(result.returns[0]) == pytest.approx(0.5)  # its value is its own target
 
 
 def test_tokens_of_an_episode_are_those_of_bad_and_cuts_are_bootstrapped() -> None:
@@ -120,7 +120,7 @@ def test_tokens_of_an_episode_are_those_of_bad_and_cuts_are_bootstrapped() -> No
     terminated = torch.tensor([[0], [0], [1], [0]]).bool()
     truncated = torch.tensor([[0], [1], [0], [0]]).bool()
     after = torch.tensor([[0.0], [5.0], [0.0], [7.0]])
-    found = credit_of_tokens(values, mask, rewards, terminated, truncated, after, **CONSTANTS)
+    actual = credit_of_tokens(values, mask, rewards, terminated, truncated, after, **CONSTANTS)
 
     def alone(rows: slice, following: float, done: list[bool]) -> torch.Tensor:
         last = torch.tensor([[following, 0.0, 0.0]])
@@ -130,14 +130,14 @@ def test_tokens_of_an_episode_are_those_of_bad_and_cuts_are_bootstrapped() -> No
 
     ends = ((slice(0, 2), 5.0, [False, False]), (slice(2, 3), 0.0, [True]), (slice(3, 4), 7.0, [False]))
     wanted = torch.cat([alone(*end) for end in ends])
-    torch.testing.assert_close(found.advantages, wanted)
+    torch.testing.assert_close(actual.advantages, wanted)
     # by hand: the action that is cut, from its last token back; gamma counts between actions, not inside of them
     v = values[:, 0].double()
     third = 0.2 + 0.9 * 5.0 - v[1, 2]
     second = v[1, 2] - v[1, 1] + 0.8 * third
-    torch.testing.assert_close(found.advantages[1, 1:], torch.stack([second, third]))
+    torch.testing.assert_close(actual.advantages[1, 1:], torch.stack([second, third]))
     kept = mask[:, 0]
-    torch.testing.assert_close(found.returns[kept], (wanted + v)[kept])
+    torch.testing.assert_close(actual.returns[kept], (wanted + v)[kept])
     # MA-RLHF: two tokens of the action that is cut have the mean of their values, and its last token is one by itself
     macro = credit_of_tokens(values, mask, rewards, terminated, truncated, after, **CONSTANTS, macro=2)
     mean = (v[1, 0] + v[1, 1]) / 2
@@ -190,9 +190,9 @@ def test_each_token_has_the_advantage_of_its_turn(trainer: dict[str, Any], tmp_p
     for row, episode in enumerate(acted.played):
         place = 0
         for turn, one in enumerate(episode):
-            found = advantage[row, place : place + int(one.mask.sum())]
-            torch.testing.assert_close(found, wanted[row, turn].expand_as(found), atol=1e-5, rtol=1e-5)
-            place += len(found)
+            actual = advantage[row, place : place + int(one.mask.sum())]
+            torch.testing.assert_close(actual, wanted[row, turn].expand_as(actual), atol=1e-5, rtol=1e-5)
+            place += len(actual)
         assert (advantage[row, place:] == 0).all()
 
 

@@ -34,8 +34,8 @@ class Asks:
         return Image.fromarray(self.rng.integers(256, size=(56, 56, 3), dtype=np.uint8))
     def step(self, text):
         self.left -= 1
-        told = (self.look(), "left : ", Question((self.look(), "action")), " right : ", Question(("the goal",)))
-        return told, len(text) % 7 / 10, False, self.left == 0, {"valid": True, "success": False}
+        parts = (self.look(), "left : ", Question((self.look(), "action")), " right : ", Question(("the goal",)))
+        return parts, len(text) % 7 / 10, False, self.left == 0, {"valid": True, "success": False}
     def render(self):
         return np.zeros((56, 56, 3), np.uint8)
     def close(self): ...
@@ -109,8 +109,8 @@ def test_a_question_before_any_answer_is_refused(tmp_path: Path) -> None:
 def test_episodes_of_older_weights_are_one_run_wherever_it_stops(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"generation": {"staleness": 2}, "iterations": 4, "checkpoint": {"keep": 4}}
     run = train(crops(tmp_path, **changes))
-    found = rows(run)
-    assert [row["staleness"] for row in found] == [0.0, 1.0, 2.0, 2.0]
+    result = rows(run)
+    assert [row["staleness"] for row in result] == [0.0, 1.0, 2.0, 2.0]
     assert_one_run(train, run, tmp_path)
 
 
@@ -144,14 +144,14 @@ def test_what_dies_in_a_step_or_over_its_picture_is_lost_and_the_others_are_film
     fates = [derive_seed("held out", number) % SEEDS % 3 for number in range(20)]
     numbers = [fates.index(fate) for fate in (0, 1, 2)]
     with agent_runs.opened(agent_runs.config(tmp_path, "vl_dac", environment=place)) as run:
-        found = judge(run.policy, run.config, run.table, numbers)
+        result = judge(run.policy, run.config, run.table, numbers)
         assert [one.lost for one in run.table.episodes.values()] == [True, True, False]
-    row = figures_of(found)
+    row = figures_of(result)
     names = ("dropped", "too_long", "success_mean", "length_mean")
     assert [row[f"eval/{name}"] for name in names] == [2, 0, 1, 3]
     with pytest.raises(RuntimeError, match="all 2 episodes of the evaluation hung or died"):
-        figures_of(Judged(found.episodes[:2], []))
-    assert [one["steps"] for one in found.episodes] == [2, 1, 3]
-    film = np.asarray(found.films[2][0])
+        figures_of(Judged(result.episodes[:2], []))
+    assert [one["steps"] for one in result.episodes] == [2, 1, 3]
+    film = np.asarray(result.films[2][0])
     assert [film[0, left, 0] for left in range(0, film.shape[1], 98)] == [0, 60, 120, 180]
-    assert [film.size[0] for film, _ in found.films] == [2 * 98 - 2, 96, 4 * 98 - 2]
+    assert [film.size[0] for film, _ in result.films] == [2 * 98 - 2, 96, 4 * 98 - 2]
