@@ -249,6 +249,11 @@ reduced FLUX.1 ended with an illegal memory access. So every run of genrl leaves
 which costs speed on cards where it is the fastest. `kernels.attention: cudnn` names it and hands it gradients in one
 layout. If you train FLUX.1 with other code on such a card, call `torch.backends.cuda.enable_cudnn_sdp(False)`.
 
+**No run chooses by a trial.** A trial at the start of a run could time the kernels, but would not have seen this error,
+which comes when a second layout meets the plan of the first. What it could win is small: of an iteration of SD3.5-M at
+512 px cuDNN saves 8 %, flash by name 5 % ([below](#an-iteration)). So the default is torch's choice without cuDNN, the
+same in every call of a run, and a faster kernel is named by hand.
+
 ## Kernels
 {kernels}
 Each call is recorded as a CUDA graph and timed by the GPU's events with a cold cache; the [rule of a
