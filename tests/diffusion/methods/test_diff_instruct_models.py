@@ -90,12 +90,11 @@ class Flow(Bare):
 class UNet(Flow):
     """Stable Diffusion 1.5, which reads its noise at timestep 399, as DMD2's and the paper's."""
 
-    def sampled(self, prompts: list[str], z: Tensor) -> Tensor:
+    def generate(self, prompts: list[str], z: Tensor) -> Tensor:
         ab, last = self.pipe.scheduler.alphas_cumprod[399], self.pipe.scheduler.alphas_cumprod[0]
         predicted = self.noise(prompts, z, torch.full((len(z),), 399))
         clean = (z - (1 - ab).sqrt() * predicted) / ab.sqrt()
-        sampled: Tensor = last.sqrt() * clean + (1 - last).sqrt() * predicted  # it ends there unless set_alpha_to_one
-        return sampled
+        return last.sqrt() * clean + (1 - last).sqrt() * predicted  # it ends there unless set_alpha_to_one
 
     def levels(self, time: Tensor) -> tuple[Tensor, Tensor]:
         ab = self.pipe.scheduler.alphas_cumprod[time].view(-1, 1, 1, 1)

@@ -63,13 +63,13 @@ class Shows(gymnasium.Env[Any, np.ndarray]):
     action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def __init__(self, shown: Any, picture: np.ndarray | None = None) -> None:
-        self.shown, self.picture = shown, picture
+        self.shown, self.rendered = shown, picture
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
         return self.shown, {}
 
     def render(self):
-        return self.picture
+        return self.rendered
 
 
 class Unseeded(Shows):
