@@ -221,10 +221,10 @@ def _annotated(reward: Reward, name: str) -> str:
 def optional_columns(reward: Reward, known: Iterable[str]) -> list[str]:
     """Parameters with a default that have the name of one of the `known` columns and are set by nobody: they get it, as
     in TRL. Those of the rewards of this package are options."""
-    return [name for name in _options(reward) if name in known]
+    return [name for name in options_of(reward) if name in known]
 
 
-def _options(reward: Reward) -> list[str]:
+def options_of(reward: Reward) -> list[str]:
     """Parameters with a default that are set by nobody; none of this package's own rewards."""
     fixed: set[str] = set()
     itself: Any = reward
@@ -232,12 +232,13 @@ def _options(reward: Reward) -> list[str]:
         fixed |= set(getattr(itself, "keywords", ()))
         itself = within
     home = getattr(itself, "__module__", "") or ""
-    # Their options have names that a prompt file may have for something else (`target`, `scale`).
-    if home.partition(".")[0] == __package__:
+    # Their options have names that a prompt file may have for something else (`target`, `scale`). One that stands for a
+    # reward elsewhere declares what that one leaves open.
+    if home.partition(".")[0] == __package__ and not hasattr(itself, "__signature__"):
         return []
     parameters = inspect.signature(reward).parameters.values()
-    options = [p.name for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY]
-    return [name for name in options if name not in fixed and name not in FROM_SAMPLER]
+    names = [p.name for p in parameters if p.default is not p.empty and p.kind is not p.POSITIONAL_ONLY]
+    return [name for name in names if name not in fixed and name not in FROM_SAMPLER]
 
 
 def call(reward: Reward, arguments: Mapping[str, Any]) -> Any:
@@ -265,9 +266,12 @@ def columns_of(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*plain, *(IMAGE_COLUMNS[name] for name in names if name in IMAGE_COLUMNS)]))
 
 
-def declare(names: Iterable[str]) -> inspect.Signature:
-    """A signature that declares these names, for the `__signature__` of a reward that knows them at run time only."""
-    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+def declare(names: Iterable[str], options: Iterable[str] = ()) -> inspect.Signature:
+    """A signature that declares these names, for the `__signature__` of a reward that knows them at run time only.
+    options: names of parameters that have a default."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    needed = [inspect.Parameter(name, kind) for name in names]
+    return inspect.Signature([*needed, *(inspect.Parameter(name, kind, default=None) for name in options)])
 
 
 def is_trainable(reward: Reward) -> bool:
@@ -285,7 +289,7 @@ def check_columns(reward: Reward, columns: Iterable[str], *, name: str = "") -> 
                 f"reward {name or name_of(reward)!r} asks for the column {column!r}, but the prompt file "
                 f"{have}.{nearest(column, [*available, *FROM_SAMPLER])}"
             )
-    for option in _options(reward):
+    for option in options_of(reward):
         if option not in available and (close := get_close_matches(option.lower(), map(str.lower, available), 1, 0.8)):
             text = f"has its default, since no column is called so; the nearest is {close[0]!r}"
             _warn_once(f"reward {name or name_of(reward)!r}: the parameter {option!r} {text}")

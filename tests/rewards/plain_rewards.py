@@ -19,10 +19,10 @@ def eight_bit(pil_images: Any) -> list[float]:
     return [sum(sum(frame.tobytes()) for frame in row) / 7919 for row in rows]
 
 
-def like(images: torch.Tensor, reference_images: Any, style: list[str]) -> list[float]:
+def like(images: torch.Tensor, reference_images: Any, style: list[str], more: Any = ()) -> list[float]:
     return [
-        float(image.mean()) + reference.getpixel((0, 0))[0] / 3 + len(s)
-        for image, reference, s in zip(images, reference_images, style, strict=True)
+        float(image.mean()) + reference.getpixel((0, 0))[0] / 3 + len(s) + m
+        for image, reference, s, m in zip(images, reference_images, style, more or [0] * len(style), strict=True)
     ]
 
 

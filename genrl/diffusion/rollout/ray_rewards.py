@@ -6,6 +6,7 @@ dies is made again elsewhere.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import time
@@ -22,7 +23,7 @@ import genrl_rewards
 from genrl.diffusion.config.schema import Config
 from genrl.diffusion.config.sections import Reward
 from genrl.runtime.loop.ray_cluster import START_S, check_versions, connected, versions
-from genrl_rewards.contract import Scored, declare, read
+from genrl_rewards.contract import Scored, declare, needs, options_of, read
 from genrl_rewards.failures import Failure, RewardFailed, catch
 from genrl_rewards.placing import open_reward
 from genrl_rewards.service.remote import Outage, ServerRaised
@@ -52,8 +53,8 @@ class Opened(NamedTuple):
     """What an actor says once it has loaded the rewards."""
 
     versions: dict[str, str]
-    takes: dict[str, tuple[str, ...]]
-    """Label -> what the reward declares."""
+    declared: dict[str, inspect.Signature]
+    """Label -> what the reward takes, and what it may take."""
     problem: str = ""
     """Why they could not be loaded."""
 
@@ -86,7 +87,8 @@ class RewardActor:
         if isinstance(opened, Failure):
             return Opened(versions(), {}, opened.error)
         self.rewards = opened
-        return Opened(versions(), {label: genrl_rewards.needs(reward).names for label, reward in opened.items()})
+        declared = {label: declare(needs(reward).names, options_of(reward)) for label, reward in opened.items()}
+        return Opened(versions(), declared)
 
     def score(self, label: str, arguments: Mapping[str, Any]) -> Scored | Failure:
         """What the reward returns; as text what it raises, which may be of no class that the trainer knows."""
@@ -125,7 +127,7 @@ class RewardPool:
             for versions in self._ray.get([seat.actor.versions.remote() for seat in self.seats], timeout=START_S):
                 check_versions(versions)
             for opened in self._ray.get([seat.opened for seat in self.seats]):
-                self.takes: dict[str, tuple[str, ...]] = opened.checked().takes
+                self.declared: dict[str, inspect.Signature] = opened.checked().declared
         except self._ray.exceptions.RayError as error:
             self.close()
             raise ValueError(f"engine.reward_workers: none could be started: {error}") from error
@@ -212,7 +214,7 @@ class FarReward:
 
     def __init__(self, pool: RewardPool, label: str) -> None:
         self._pool, self._label = pool, label
-        self.__signature__ = declare(pool.takes[label])
+        self.__signature__ = pool.declared[label]
 
     def __call__(self, **arguments: Sequence[Any]) -> Scored:
         return self._pool.score(self._label, arguments)

@@ -2,7 +2,7 @@
 the format.
 
     GET  /health  {"status": "ok"}
-    GET  /info    name, what it takes, protocol, limits
+    GET  /info    name, what it takes and may take, protocol, limits
     POST /score   a request of `genrl_rewards.service.wire` -> scores, or {"error": text} and a status that is not 200;
                   with "final": true where asking again would not help
 
@@ -29,7 +29,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from genrl_rewards.contract import Reward, check_columns, needs, score
+from genrl_rewards.contract import Reward, check_columns, needs, options_of, score
 from genrl_rewards.service import wire
 from genrl_rewards.service.wire import BadRequest, Limits
 
@@ -142,7 +142,8 @@ def app(
 
     @server.get("/info", dependencies=[Depends(check_token)])
     def info() -> Any:
-        return {"protocol": wire.PROTOCOL, "name": name, "takes": needs(reward).names, "limits": vars(limits)}
+        served = {"name": name, "takes": needs(reward).names, "options": options_of(reward)}
+        return {"protocol": wire.PROTOCOL, **served, "limits": vars(limits)}
 
     @server.post("/score", dependencies=[Depends(check_token)])
     async def post(request: Request) -> Any:

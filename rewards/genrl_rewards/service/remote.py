@@ -95,18 +95,19 @@ class Remote:
         self._is_down, self._stopped, self._lock = False, stopped, threading.Lock()
         self.servers = [Server(url) for url in ([urls] if isinstance(urls, str) else urls)]
         infos = [self._info(server) for server in self.servers]
-        takes = infos[0][0]
-        for server, (info, _) in zip(self.servers, infos, strict=True):
-            if info != takes:
-                raise ValueError(f"reward server {server.url} takes {info}, and {self.servers[0].url} takes {takes}")
+        takes, options, _ = infos[0]
+        for server, (*info, _) in zip(self.servers, infos, strict=True):
+            if info != [takes, options]:
+                first = f"{self.servers[0].url} takes {takes + options}"
+                raise ValueError(f"reward server {server.url} takes {sum(info, [])}, and {first}")
         self._limits = wire.Limits(
-            **{key: min(getattr(limits, key) for _, limits in infos) for key in vars(wire.Limits())}
+            **{key: min(getattr(limits, key) for *_, limits in infos) for key in vars(wire.Limits())}
         )
         self._eight_bit = "images" not in takes
         self._grouped = "group" in takes or "pairs" in takes
         # Pictures travel as one tensor, and pairs are formed on the server; what is declared here follows from that.
         plain = [name for name in takes if name not in ("images", "pil_images", "group", "pairs")]
-        self.__signature__ = declare(["images", *plain, *(["group"] if self._grouped else [])])
+        self.__signature__ = declare(["images", *plain, *(["group"] if self._grouped else [])], options)
 
     @contextmanager
     def asked(self, among: Sequence[Server]) -> Iterator[str]:
@@ -215,11 +216,11 @@ class Remote:
 
         return retry(attempt, timeout_s=self.outage.timeout_s, patience_s=patience_s, stopped=self._stopped)
 
-    def _info(self, server: Server) -> tuple[list[str], wire.Limits]:
-        """What the reward takes, and the server's limits."""
+    def _info(self, server: Server) -> tuple[list[str], list[str], wire.Limits]:
+        """What the reward takes, the columns that it may take beside, and the server's limits."""
         check_url(server.url)
 
-        def read(reply: bytes) -> tuple[list[str], wire.Limits]:
+        def read(reply: bytes) -> tuple[list[str], list[str], wire.Limits]:
             info = json.loads(reply)
             protocol, name = info["protocol"], info["name"]
             if protocol != wire.PROTOCOL or (self.name and name != self.name):
@@ -228,7 +229,7 @@ class Remote:
                     f"reward server {server.url} {served}; wanted {self.name!r}, protocol {wire.PROTOCOL}"
                 )
             limits = {key: int(info["limits"][key]) for key in vars(wire.Limits())}
-            return [str(name) for name in info["takes"]], wire.Limits(**limits)
+            return list(map(str, info["takes"])), list(map(str, info.get("options", []))), wire.Limits(**limits)
 
         try:
             return self._request("GET", "/info", b"", {}, self.outage.deadline_s, read, [server])

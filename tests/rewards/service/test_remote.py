@@ -62,6 +62,7 @@ def assert_no_zero(scores: genrl_rewards.Scores) -> None:
 def test_scores_are_the_local_ones_bit_for_bit(name: str) -> None:
     reward = vars(plain_rewards)[name]
     columns = {"style": PROMPTS, "reference_image": [Image.new("RGB", (3, 2 + k), (k, 9, 9)) for k in range(6)]}
+    columns["more"] = [0.25 * k for k in range(6)]  # of a parameter with a default
     local = score(reward, columns=columns, group=GROUP)
     whole = name in ("mean", "eight_bit")
     with servers.live(reward, limits=Limits(images=4 if whole else 100)) as url:
@@ -264,7 +265,7 @@ def test_several_servers_share_the_calls() -> None:
 
 def test_several_servers_must_hold_the_same() -> None:
     with servers.live(plain_rewards.mean) as one, servers.live(plain_rewards.like) as two:
-        with pytest.raises(ValueError, match=r"takes \['images', 'reference_images', 'style'\], and .* takes"):
+        with pytest.raises(ValueError, match=r"takes \['images', 'reference_images', 'style', 'more'\], and .* takes"):
             Remote([one, two])
 
 
