@@ -29,10 +29,19 @@ def mixed(split: str) -> str:
     return "".join(json.dumps(row) + "\n" for row in both)
 
 
+def taught(split: str) -> str:
+    """Captions of shapes and of signs by turns, each with the teacher that knows its kind."""
+    kinds = ((name, (ASSETS / f"{name}_{split}.txt").read_text().splitlines()) for name in ("shapes", "words"))
+    rows = [[{"prompt": text, "teacher": name} for text in texts] for name, texts in kinds]
+    return "".join(json.dumps(row) + "\n" for pair in zip(*rows, strict=False) for row in pair)
+
+
 FILES: dict[str, Callable[[], str]] = {
     "captions.txt": captions,
     "mixed_train.jsonl": lambda: mixed("train"),
     "mixed_eval.jsonl": lambda: mixed("eval"),
+    "taught_train.jsonl": lambda: taught("train"),
+    "taught_eval.jsonl": lambda: taught("eval"),
 }
 
 
