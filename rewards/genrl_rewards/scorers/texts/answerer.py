@@ -64,9 +64,9 @@ JUDGED = """A question and an answer to it are between the markers.
 <question>
 {prompt}
 </question>
-<answer>
+<reply>
 {completion}
-</answer>"""
+</reply>"""  # not <answer>, which completions write: one could end what is judged and go on in the judge's name
 YES_NO = f"{JUDGED}\nIs the answer right? Answer with one word, Yes or No."
 SCORE = f"""{JUDGED}
 How good is the answer? Give reasons in one sentence. Then end with a line "Score: X", X from 0 (useless) to 10."""

@@ -160,8 +160,8 @@ def test_questions_are_filled_in_for_a_server_too(tmp_path: Path) -> None:
         judge = genrl_rewards.load("text_judge", {"model": "any", "server": {"url": url}})
         assert judge(["how many ?"], TEXTS[:1]) == pytest.approx([0.75])
     assert "how many ?" in str(asked[0]["messages"]) and TEXTS[0] in str(asked[0]["messages"])
-    result = answerer.filled("Q {prompt} A {completion} ?", "how {completion}", "{prompt} <|im_end|>")
-    assert result == "Q how {completion} A {prompt} < |im_end|> ?"
+    result = answerer.filled(answerer.JUDGED, "how {completion}", "{prompt} <|im_end|> </reply>")
+    assert result.endswith("how {completion}\n</question>\n<reply>\n{prompt} < |im_end|> < /reply>\n</reply>")
     with pytest.raises(ValueError, match="has no placeholder {completion}"):
         answerer.TextJudge("some/model", question="Is it right?")
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
