@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from genrl_rewards.calls import Row, columns, rows
 from genrl_rewards.contract import FROM_SAMPLER, IMAGE_COLUMNS, Scored, Scores, declare
@@ -70,6 +70,16 @@ class Server:
     """By the monotonic clock, since it failed."""
 
 
+class Info(NamedTuple):
+    """What a server says of itself."""
+
+    takes: list[str]
+    """What the reward must have."""
+    options: list[str]
+    """Columns that it takes where they are there."""
+    limits: wire.Limits
+
+
 class Remote:
     """A reward that is scored by a server, or by several that hold the same; threads may call it at once.
 
@@ -96,12 +106,12 @@ class Remote:
         self.servers = [Server(url) for url in ([urls] if isinstance(urls, str) else urls)]
         infos = [self._info(server) for server in self.servers]
         takes, options, _ = infos[0]
-        for server, (*info, _) in zip(self.servers, infos, strict=True):
-            if info != [takes, options]:
+        for server, info in zip(self.servers, infos, strict=True):
+            if info[:2] != (takes, options):
                 first = f"{self.servers[0].url} takes {takes + options}"
-                raise ValueError(f"reward server {server.url} takes {sum(info, [])}, and {first}")
+                raise ValueError(f"reward server {server.url} takes {info.takes + info.options}, and {first}")
         self._limits = wire.Limits(
-            **{key: min(getattr(limits, key) for *_, limits in infos) for key in vars(wire.Limits())}
+            **{key: min(getattr(info.limits, key) for info in infos) for key in vars(wire.Limits())}
         )
         self._eight_bit = "images" not in takes
         self._grouped = "group" in takes or "pairs" in takes
@@ -216,11 +226,10 @@ class Remote:
 
         return retry(attempt, timeout_s=self.outage.timeout_s, patience_s=patience_s, stopped=self._stopped)
 
-    def _info(self, server: Server) -> tuple[list[str], list[str], wire.Limits]:
-        """What the reward takes, the columns that it may take beside, and the server's limits."""
+    def _info(self, server: Server) -> Info:
         check_url(server.url)
 
-        def read(reply: bytes) -> tuple[list[str], list[str], wire.Limits]:
+        def read(reply: bytes) -> Info:
             info = json.loads(reply)
             protocol, name = info["protocol"], info["name"]
             if protocol != wire.PROTOCOL or (self.name and name != self.name):
@@ -229,7 +238,8 @@ class Remote:
                     f"reward server {server.url} {served}; wanted {self.name!r}, protocol {wire.PROTOCOL}"
                 )
             limits = {key: int(info["limits"][key]) for key in vars(wire.Limits())}
-            return list(map(str, info["takes"])), list(map(str, info.get("options", []))), wire.Limits(**limits)
+            takes, options = ([str(name) for name in names] for names in (info["takes"], info.get("options", [])))
+            return Info(takes, options, wire.Limits(**limits))
 
         try:
             return self._request("GET", "/info", b"", {}, self.outage.deadline_s, read, [server])
