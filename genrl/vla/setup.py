@@ -266,6 +266,7 @@ def simulation_of(config: VLAConfig, policy: Any, *, num_envs: int, group_size: 
         image_size=policy.image_size if IMAGE in policy.inputs or cameras else 0,
         points=policy.points if POINTS in policy.inputs else 0,
         cameras=cameras,
+        left_empty=tuple(name.removeprefix(IMAGES) for name in getattr(policy, "left_empty", ())),
         max_steps=env.max_steps,
         seed=config.evaluation.seed,  # which starts there are; which of them a rollout takes is the run's
         reward=env.reward,

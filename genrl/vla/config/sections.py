@@ -93,7 +93,8 @@ class Policy(Section):
     new: NewPolicy | None = None
     """A small policy with fresh weights; null = `path`."""
     rename: dict[Text, Text] = {}
-    """Published policies: the environment's name -> the policy's (LeRobot's rename_map); other cameras stay empty."""
+    """Published policies: the environment's name -> the policy's (LeRobot's rename_map); where it names a camera,
+    others stay empty, and one that the environment shows under the policy's own name is refused."""
     statistics: Literal["checkpoint", "data"] = "checkpoint"
     """By what a published policy normalises: what its folder holds, or what demonstrations.dataset has (a base model
     holds nothing; a checkpoint learns again what a number means)."""

@@ -179,7 +179,7 @@ def frames_of(config: VLAConfig, policy: Any) -> tuple[Batch, tuple[str, ...]]:
         inputs = tuple(name for name in inputs if name != ENVIRONMENT or config.environment.proprioception)
         demonstrated_steps = _recorded(config, steps, inputs)
     elif source.dataset is not None:
-        demonstrated_steps = dataset_episodes(config, source.dataset, inputs)
+        demonstrated_steps = dataset_episodes(config, source.dataset, inputs, hidden=getattr(policy, "left_empty", ()))
     else:
         cameras = [name.removeprefix(IMAGES) for name in inputs if name.startswith(IMAGES)]
         demonstrated_steps = _expert(config, reader.image_size, reader.points if POINTS in inputs else 0, cameras)
@@ -198,9 +198,11 @@ def read_by(new: settings.NewPolicy | None) -> tuple[str, ...]:
     return tuple(name for name, used in looks.items() if used)
 
 
-def dataset_episodes(config: VLAConfig, folder: str, inputs: Sequence[str], also: Sequence[str] = ()) -> Shown:
+def dataset_episodes(
+    config: VLAConfig, folder: str, inputs: Sequence[str], also: Sequence[str] = (), hidden: Sequence[str] = ()
+) -> Shown:
     """The episodes of a LeRobotDataset with what a policy reads, its actions, and these columns beside them. Raises
-    ValueError for one that lacks any of them."""
+    ValueError for one that lacks any of them, or that has pictures (hidden) which `policy.rename` keeps from it."""
     assert config.demonstrations is not None
     dataset, camera = open_dataset(local_folder(folder, "dataset")), config.demonstrations.camera
     name = config.environment.name
@@ -211,6 +213,11 @@ def dataset_episodes(config: VLAConfig, folder: str, inputs: Sequence[str], also
     if missing:
         key = "demonstrations.camera" if IMAGE in inputs else "policy.rename"
         raise ValueError(f"{key}: {folder} has no pictures named {missing}, only {dataset.cameras}")
+    for name in (name for name in hidden if name in dataset.cameras):
+        raise ValueError(
+            f"policy.rename: it leaves {name} empty by naming other pictures alone, and {folder} has it: write "
+            f"{name}: {name} there, too"
+        )
     held, stored = dataset.features, columns_of_openpi(dataset)
     columns = [stored.get(name, name) for name in (*columns, *also, ACTION)]
     if lacking := [name for name in columns if name not in held]:

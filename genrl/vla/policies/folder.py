@@ -116,7 +116,7 @@ class PublishedPolicy(nn.Module):
         super().__init__()
         self.robot, self.horizon, self.action_dim = robot, horizon, action_dim
         self.robot_action_dim, self.image_size = robot.action_dim, robot.image_size
-        self.inputs = robot.inputs
+        self.inputs, self.left_empty = robot.inputs, getattr(robot, "left_empty", ())
 
     @property
     def tokenizer(self) -> Any:

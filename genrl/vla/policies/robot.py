@@ -105,8 +105,9 @@ def _affine(stats: Mapping[str, Tensor], mode: Mode, like: Tensor) -> tuple[Tens
 class Robot:
     """What a folder says of observations and actions: names, widths, statistics, modes.
 
-    pictures: environment's name -> policy's name, in the policy's order, without empty cameras. Widths, and shapes of
-    pictures (height, width), as in the configuration. Raises ValueError where a feature that is to be normalised has no
+    pictures: environment's name -> policy's name, in the policy's order, without empty cameras; left_empty: those that
+    are empty because `policy.rename` names others alone. Widths, and shapes of pictures (height, width), as in the
+    configuration. Raises ValueError where a feature that is to be normalised has no
     statistics.
     """
 
@@ -123,6 +124,7 @@ class Robot:
         renamed = [name for name in visual if name in back]
         cameras = [name for name in (renamed or visual) if "empty_camera_" not in name]
         self.pictures = {back.get(name, name): name for name in cameras}
+        self.left_empty = tuple(n for n in visual if renamed and n not in renamed and "empty_camera_" not in n)
         self.vectors = {
             back.get(name, name): name for name, feature in inputs.items() if feature["type"] in ("STATE", "ENV")
         }

@@ -56,6 +56,8 @@ class Reading:
     """Points of a cloud, "environment_points" float32 [N, 3]; 0: none."""
     cameras: tuple[str, ...] = ()
     """Those whose pictures are shown, each as "pixels/<camera>"; where there are none, one as "pixels"."""
+    left_empty: tuple[str, ...] = ()
+    """Cameras that the policy has and is shown none of; an environment that shows one of that name is refused."""
     goals: int = 0
     """Fixed starts of each task, by the seed; 0: a new one per episode."""
     seed: int = 0

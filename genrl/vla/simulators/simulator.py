@@ -259,7 +259,8 @@ class Simulator:
             return observation | {"pixels": self._sized(next(iter(pictures.values()), None), "")}
         bare = self.env.unwrapped
         rendered = list(bare.cameras) if isinstance(bare, Cameras) else []
-        check_cameras(cameras, [*(name.removeprefix("pixels/") for name in pictures if "/" in name), *rendered], who)
+        known = [*(name.removeprefix("pixels/") for name in pictures if "/" in name), *rendered]
+        check_cameras(cameras, known, who, self.reading.left_empty)
         return observation | {f"pixels/{name}": self._sized(pictures.get(f"pixels/{name}"), name) for name in cameras}
 
     def _cloud(self, shown: NDArray[np.float32] | None) -> NDArray[np.float32]:
@@ -419,8 +420,8 @@ def _numbers(value: Any, what: str) -> NDArray[np.float32]:
     return array.astype(np.float32)
 
 
-def check_cameras(asked: Sequence[str], known: Sequence[str], who: str) -> None:
-    """Raises Misuse for a camera that an environment does not have."""
+def check_cameras(asked: Sequence[str], known: Sequence[str], who: str, left_empty: Sequence[str] = ()) -> None:
+    """Raises Misuse for a camera that an environment does not have, or that it has and a policy would not be shown."""
     for unknown in (camera for camera in asked if camera not in known):
         near = difflib.get_close_matches(unknown, known, n=1)
         hint = f" (the nearest is {near[0]!r})" if near else ""
@@ -428,6 +429,11 @@ def check_cameras(asked: Sequence[str], known: Sequence[str], who: str) -> None:
         raise Misuse(
             f"{who} has no camera {unknown!r}{hint}, it shows {listed}: give the policy's pictures these names by "
             f"policy.rename {{{listed[0]}: observation.images.<the policy's>}}"
+        )
+    for hidden in (f"observation.images.{camera}" for camera in left_empty if camera in known):
+        raise Misuse(
+            f"{who} shows {hidden}, which policy.rename leaves empty by naming other cameras alone: write "
+            f"{hidden}: {hidden} there, too"
         )
 
 

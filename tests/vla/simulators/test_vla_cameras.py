@@ -57,6 +57,8 @@ def test_pictures_are_those_of_the_cameras_that_are_asked_for(kind: type) -> Non
     assert set(Simulator(kind(), Reading(chunk=1)).begin(0).observation) == {"agent_pos"}
     with pytest.raises(Misuse, match=r"'wirst' \(the nearest is 'wrist'\), it shows .*images.top'.*policy.rename"):
         Simulator(kind(), Reading(chunk=1, image_size=8, cameras=("wirst",))).begin(0)
+    with pytest.raises(Misuse, match="shows observation.images.top, which policy.rename leaves empty"):
+        Simulator(kind(), Reading(chunk=1, image_size=8, cameras=("wrist",), left_empty=("top",))).begin(0)
 
 
 def test_one_picture_of_several_is_refused_unless_it_is_drawn() -> None:
@@ -102,6 +104,13 @@ def test_columns_of_a_data_set_are_the_same_pictures(folder: Path, tmp_path: Pat
     assert set(frames) >= {*policy.inputs, "action"}
     for camera, colour in COLOURS.items():
         assert (frames[f"observation.images.{camera}"][:, -1, -1] == colour).all()
+    one = load_policy(folder, adapt=Adapt(rename={"observation.images.wrist": BASE}))
+    assert one.left_empty == (WRIST,)
+    write_dataset(
+        tmp_path / "both", [Episode(["walk on"] * 6, columns | {WRIST: columns["observation.images.top"]})], fps=10
+    )
+    with pytest.raises(ValueError, match=f"policy.rename: it leaves {WRIST} empty by naming other pictures alone"):
+        frames_of(config(tmp_path, demonstrations=Demonstrations(dataset=str(tmp_path / "both"))), one)
     plain = load_policy(folder)
     with pytest.raises(ValueError, match=r"policy.rename: .* has no pictures named .*base_0_rgb.*only"):
         frames_of(config(tmp_path, demonstrations=shown), plain)
