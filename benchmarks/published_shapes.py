@@ -28,6 +28,8 @@ from benchmarks.full_size import MODELS, Published
 from genrl.vlm.config.memory_estimate import PUBLISHED
 from genrl.vlm.policies.loading import sizes
 from tests.vla import openvla_folders
+from tests.vla.groot_folders import REAL as GROOT_REAL
+from tests.vla.groot_folders import groot_shapes
 from tests.vla.published import PI_REAL, SMOL_REAL, pi_shapes, smol_shapes
 
 FILE = Path(__file__).parents[1] / "genrl/diffusion/config/published.json"
@@ -109,6 +111,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "lerobot/pi0_libero_finetuned": {"type": "pi0", "stored": 4, **LIBERO},
     "lerobot/pi05_libero_finetuned": {"type": "pi05", "stored": 4, **LIBERO},
     "HuggingFaceVLA/smolvla_libero": {"type": "smolvla", "stored": 2, "train_expert_only": True, **LIBERO},
+    "nvidia/gr00t17-lerobot-libero_spatial-640": {"type": "groot", "stored": 4, "chunk_size": 16, **LIBERO},
     "Haozhan72/Openvla-oft-SFT-libero10-traj1": {"model_type": "openvla", "stored": 2},
 }
 """What of their config.json the estimate reads, and the bytes of a number in their files."""
@@ -171,6 +174,7 @@ def write_policies() -> None:
         "pi0": pi_shapes(PI_REAL, adaptive=False),
         "pi05": pi_shapes(PI_REAL, adaptive=True),
         "smolvla": smol_shapes(SMOL_REAL),
+        "groot": groot_shapes(GROOT_REAL),
         "openvla": openvla_folders.shapes(openvla_folders.REAL),
     }
     write(POLICY_FILE, {"shapes": {kind: packed(of) for kind, of in shapes.items()}, "policies": POLICIES})

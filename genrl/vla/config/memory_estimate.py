@@ -25,7 +25,9 @@ KEPT, KEPT_WITH_LORA = (10.1, 4.0, 2.0), (7.3, 3.0, 2.3)
 its keys: those of language models, whose layers these are (docs/memory.md)."""
 PASSING = (4.0, 3.0)
 """Numbers per token of a layer that keeps nothing, in units of its width and the width inside its MLP."""
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "to_q", "to_k", "to_v", "to_out")
+TUNED = ("tune_llm", "tune_visual", "tune_top_llm_layers")
+"""What config.json of a GR00T says of its backbone, which is frozen by default."""
 HORIZON, ROBOT = 50, 7
 """Actions of a chunk where config.json does not say; numbers of an action of OpenVLA's robots."""
 
@@ -46,6 +48,11 @@ class Kind(NamedTuple):
     """Whether keys and values are copied for the heads that ask: there are several of them."""
     state: bool = False
     """Whether the state is a token of the language model, through which what projects it learns."""
+    above: str | None = None
+    """A transformer on top of the language model, trained like the expert: the context is what it says, instead of keys
+    and values."""
+    horizon: int | None = None
+    """Actions that the expert makes, of which a robot may be taught fewer; None = as many as a chunk has."""
 
     def of_encoder(self, name: str) -> bool:
         """Whether a weight is one of the encoder's."""
@@ -57,6 +64,9 @@ KINDS = {
     "pi0": Kind(*PI, 256, 256, 48, False),
     "pi05": Kind(*PI, 256, 256, 200, False),
     "smolvla": Kind("vision_model.", "text_model.", "lm_expert.", ".vlm.", ("vlm.lm_head.",), 1024, 64, 48, True, True),
+    "groot": Kind("visual.", "language_model.", "head.model.", ".backbone.", ("model.norm.",), 256, 64, 70)._replace(
+        above="vl_self_attention.", horizon=40
+    ),
     "openvla": Kind("vision_backbone.", "language_model.", None, "vision_backbone.", ("attn_pool.",), 256, 256, 40),
 }
 
@@ -169,12 +179,15 @@ def _numbers(config: VLAConfig, policy: Known) -> tuple[int, int]:
     every, trained = (sum(map(math.prod, shapes.values())) for shapes in (used, free))
     if lora is None:
         return trained, every - trained
-    target = re.compile(rf"\.layers\..*\.({'|'.join(map(re.escape, lora.targets or ATTENTION))})\.weight$")
+    names = "|".join(map(re.escape, lora.targets or ATTENTION))
+    target = re.compile(rf"\.(?:layers|transformer_blocks)\..*\.({names})(?:\.0)?\.weight$")
     return lora.rank * sum(sum(s) for n, s in free.items() if kind.eye not in n and target.search(n)), every
 
 
 def _reads_only(config: VLAConfig, policy: Known) -> bool:
     """Whether the encoder is not trained."""
+    if type_of(policy.settings) == "groot" and not any(policy.settings.get(key) for key in TUNED):
+        return True
     return config.policy.frozen or policy.settings.get("train_expert_only") is True
 
 
@@ -188,14 +201,20 @@ def _held(config: VLAConfig, policy: Known) -> float:
 def _stack(policy: Known, part: str) -> Stack:
     """The layers whose weights' names have this part."""
     named = {name.partition(part)[2]: shape for name, shape in policy.shapes.items() if part in name}
-    layers = {int(m[2]) + 1 for name in named if (m := re.search(r"(^|\.)(?:layers|blocks)\.(\d+)\.", name))}
+    layers = {
+        int(m[2]) + 1
+        for name in named
+        if (m := re.search(r"(^|\.)(?:layers|blocks|transformer_blocks)\.(\d+)\.", name))
+    }
 
     def rows(*ends: str) -> int:
         return next((shape[0] for end in ends for name, shape in named.items() if name.endswith(f"0.{end}.weight")), 0)
 
-    width = next(s[1] for n, s in named.items() if n.endswith(("0.self_attn.q_proj.weight", "0.attn.qkv.weight")))
-    queries, keys = rows("self_attn.q_proj") or width, rows("self_attn.k_proj") or width
-    return Stack(max(layers), width, rows("mlp.up_proj", "mlp.fc1"), queries, keys)
+    reads = ("0.self_attn.q_proj.weight", "0.attn.qkv.weight", "0.attn1.to_q.weight")
+    width = next(s[1] for n, s in named.items() if n.endswith(reads))
+    queries, keys = rows("self_attn.q_proj", "attn1.to_q") or width, rows("self_attn.k_proj", "attn1.to_k") or width
+    inner = rows("mlp.up_proj", "mlp.fc1", "mlp.linear_fc1", "ff.net.0.proj")
+    return Stack(max(layers), width, inner, queries, keys)
 
 
 def _tokens(config: VLAConfig, policy: Known) -> tuple[int, int]:
@@ -209,9 +228,11 @@ def _tokens(config: VLAConfig, policy: Known) -> tuple[int, int]:
 
 
 def _context(config: VLAConfig, policy: Known) -> int:
-    """Bytes of the keys and values of a decision that an expert attends to."""
+    """Bytes of what an expert attends to in a decision: keys and values of every layer, or what the last one says."""
     if policy.kind.expert is None:
         return 0
+    if policy.kind.above is not None:
+        return 4 * _tokens(config, policy)[1] * _stack(policy, policy.kind.above).width
     language, (_, tokens) = _stack(policy, policy.kind.language), _tokens(config, policy)
     return round(2 * language.layers * language.keys * tokens * _held(config, policy))
 
@@ -233,7 +254,7 @@ def _places(config: VLAConfig, policy: Known) -> int:
 
 
 def _horizon(policy: Known) -> int:
-    return int(policy.settings.get("chunk_size") or HORIZON)
+    return policy.kind.horizon or int(policy.settings.get("chunk_size") or HORIZON)
 
 
 def _pass(config: VLAConfig, policy: Known) -> int:
@@ -247,6 +268,8 @@ def _pass(config: VLAConfig, policy: Known) -> int:
         scored = sampler.noise_head != "none" or getattr(sampler, "selection", "") == "all"
         steps = sampler.steps if scored and config.trainer.imitates != "always" else 1
         kept = steps * _kept(config, policy, _stack(policy, kind.expert), _places(config, policy), tokens)
+        if kind.above is not None:
+            kept += _kept(config, policy, _stack(policy, kind.above), tokens, 0)
         if not reads_only:
             kept += _kept(config, policy, language, tokens, 0)
             kept += _kept(config, policy, _stack(policy, kind.eye), patches, 0)

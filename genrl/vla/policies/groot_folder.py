@@ -24,7 +24,8 @@ from genrl.vla.policies.policy import ACTION, STATE, Batch, Statistics
 from genrl.vla.policies.robot import Prompts, Robot, entry
 
 PUBLISHED = "nvidia/GR00T-N1.7"
-"""How the names of the published base models begin; all have the sizes below."""
+"""How the names of the published base models begin; all have the sizes below. What was trained from them may name a
+path on another machine, such as /cache/GR00T-N1.7-3B."""
 BACKBONE = "nvidia/Cosmos-Reason2-2B"
 
 SIZES: dict[str, Any] = {
@@ -74,7 +75,8 @@ def base_sizes(folder: Folder) -> dict[str, Any]:
     for a part that is not supported."""
     name = str(folder.config.get("base_model_path") or f"{PUBLISHED}-3B")
     config = _inside(folder, name)
-    if config is None and not name.startswith(PUBLISHED):
+    published = PUBLISHED.partition("/")[2].lower() in name.lower().replace("_", "-")
+    if config is None and (not published or Path(name).exists()):  # a copy here may have been changed
         raise FileNotFoundError(
             f"{folder.path}/config.json: put the config.json of the base model {name!r} into {folder.path}/base and "
             "write base_model_path: ./base"

@@ -37,7 +37,8 @@ def known(config: VLAConfig) -> Known:
 
 
 def test_every_policy_that_a_recipe_names_is_known_by_its_size() -> None:
-    sizes = {"pi0_libero": 3.501, "pi05_libero": 3.617, "smolvla_libero": 0.450, "openvla_oft_libero": 7.541}
+    sizes = {"pi0_libero": 3.501, "pi05_libero": 3.617, "smolvla_libero": 0.450, "groot_libero": 3.144}
+    sizes["openvla_oft_libero"] = 7.541
     for name, billions in sizes.items():
         assert sum(map(math.prod, known(recipe(name)).shapes.values())) / 1e9 == pytest.approx(billions, rel=1e-3)
     named = {one.values["policy"].get("path") for one in recipes.recipes() if "policy" in one.values}
@@ -46,7 +47,7 @@ def test_every_policy_that_a_recipe_names_is_known_by_its_size() -> None:
 
 
 @pytest.mark.parametrize("lora", ["null", "{rank: 4}"])
-@pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla"])
+@pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla", "groot"])
 def test_what_is_trained_is_what_the_class_trains(kind: str, lora: str, tmp_path: Path) -> None:
     """Numbers and bytes, of the tiny policies in the published layout."""
     MADE[kind](tmp_path)
@@ -78,7 +79,9 @@ def test_measured_peaks_and_that_the_stored_estimate_is_the_present_one(root: Pa
     assert estimate == pytest.approx(rows["smolvla"]["estimate_bytes"], rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "gigabytes"), [("pi05", 40), ("pi0", 40), ("smolvla", 12), ("openvla_oft", 24)])
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("pi05", 40), ("pi0", 40), ("smolvla", 12), ("openvla_oft", 24), ("groot", 80)]
+)
 def test_check_names_cards_without_a_policy_on_the_machine(name: str, gigabytes: int, monkeypatch: Any) -> None:
     """And why there are none, and which keys to change."""
     monkeypatch.setenv("COLUMNS", "200")

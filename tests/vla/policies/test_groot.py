@@ -55,8 +55,10 @@ def test_the_layout_is_lerobots(folder) -> None:
     assert sum(size for key, size in sizes.items() if ".action_head." in key) == 1_620_515_968
     policy = load_policy(folder)
     read = policy.folder
-    read.config["base_model_path"] = f"{PUBLISHED}-3B"
+    read.config["base_model_path"] = "/cache/models--nvidia--GR00T-N1.7-3B/snapshots/1"  # where NVIDIA trained
     measures = base_sizes(read)
+    read.config["base_model_path"] = f"{PUBLISHED}-3B"
+    assert base_sizes(read) == measures
     vlm = backbone_config(read, measures)
     real = groot.Groot(measures, policy.robot, policy.prompts, policy.eye, vlm, 0)
     wanted = {groot.own_name(key): shape for key, shape in published.items() if "language_model.norm" not in key}
