@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,10 +56,10 @@ def planted(monkeypatch: pytest.MonkeyPatch, iteration: int) -> Iterator[list[Te
         yield norms
 
 
-def replayed(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Replay:
-    """Train, stop in the second iteration, and replay: all that the loss was made of and came to is as it was."""
+def replayed(config: RunConfig, monkeypatch: pytest.MonkeyPatch, resume: Path | None = None) -> Replay:
+    """Train or go on, stop in the second iteration, and replay: what the loss was made of and came to is the same."""
     with planted(monkeypatch, 1) as norms, pytest.raises(NonFiniteError) as error:
-        frame.train(config)
+        frame.train(config, resume=resume)
     assert error.value.dump is not None
     again = replay(error.value.dump)
     assert again.dump.step == 1 and again.dump.results.keys() <= again.tensors.keys()
