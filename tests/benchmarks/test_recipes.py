@@ -41,7 +41,7 @@ def test_every_recipe_for_a_published_model_is_rehearsed() -> None:
 def test_trains_an_iteration(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     name = RECIPES[recipe]
-    model, pixels = MODELS[name], 32 if name.startswith("sd35") else 64  # the most that tiny SD3 has places for
+    model, pixels = MODELS[name], 32 if name.startswith("sd") else 64  # the most that tiny SD3 has places for
     pipe = model.tiny().pipe
     if recipe == "sdxl_dpo_offline":
         pipe.register_modules(vae=AutoencoderKL.from_pretrained(ROOT / "assets/tiny-sd", subfolder="vae"))
