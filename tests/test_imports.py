@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from genrl.quiet import MEANINGLESS
+from tests.conftest import ROOT
 
 PROGRAM = """
 import importlib, pkgutil, sys
@@ -41,30 +42,38 @@ def test_packages_import_no_torch_at_their_top(packages: tuple[str, ...], root: 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    return {
+        path: ast.parse(path.read_text(encoding="utf-8"))
+        for room in ("genrl", "rewards")
+        for path in (ROOT / room).rglob("*.py")
+    }
+
+
 LOOK_FOR_TORCHVISION = {"diffusers", "open_clip", "peft", "timm", "torchmetrics", "torchvision", "transformers"}
 
 
-def test_what_imports_torchvision_makes_it_importable_first(root: Path) -> None:
+def test_what_imports_torchvision_makes_it_importable_first(trees: dict[Path, ast.Module]) -> None:
     """Beside a CPU-only torch it may be broken (genrl_rewards.models.torchvision_compat): a module that imports a
     library which looks for it calls `ensure`, or a package around it does."""
     unguarded = []
-    for file in [*(root / "genrl").rglob("*.py"), *(root / "rewards").rglob("*.py")]:
-        source = file.read_text(encoding="utf-8")
-        nodes = list(ast.walk(ast.parse(source)))
+    for file, tree in trees.items():
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
         if LOOK_FOR_TORCHVISION & {name.split(".")[0] for name in names}:
-            around = [parent / "__init__.py" for parent in file.parents if root in parent.parents]
+            around = [parent / "__init__.py" for parent in file.parents if ROOT in parent.parents]
             if not any("ensure()" in path.read_text(encoding="utf-8") for path in [file, *around]):
-                unguarded.append(str(file.relative_to(root)))
+                unguarded.append(str(file.relative_to(ROOT)))
     assert unguarded == []
 
 
-def test_language_models_import_peft_where_adapters_are_trained(root: Path) -> None:
+def test_language_models_import_peft_where_adapters_are_trained(trees: dict[Path, ast.Module]) -> None:
     """It costs a run without them 1.4 s of a processor. diffusers imports it itself, for pipelines."""
-    for room in ("vlm", "vla", "runtime"):
-        for file in (root / "genrl" / room).rglob("*.py"):
-            for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for file, tree in trees.items():
+        if file.relative_to(ROOT).parts[:2] in {("genrl", room) for room in ("vlm", "vla", "runtime")}:
+            for node in tree.body:
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
                 assert not any(str(name).split(".")[0] == "peft" for name in names), file
 
@@ -100,17 +109,16 @@ AWAITED = {
 """Public functions that nothing calls, and what will, or why they are there."""
 
 
-def test_every_public_function_is_called_by_the_package(root: Path) -> None:
+def test_every_public_function_is_called_by_the_package(trees: dict[Path, ast.Module]) -> None:
     """By its name, in code outside its own body; docstrings and comments do not count."""
-    trees = {path: ast.parse(path.read_text()) for room in ("genrl", "rewards") for path in (root / room).rglob("*.py")}
     public, used = dict[str, str](), Counter[str]()
     for path, tree in trees.items():
-        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for node in tree.body:
             used.update(names := set(named(node)))
             if isinstance(node, ast.FunctionDef):
                 used.subtract({node.name} & names)
-                if str(path.relative_to(root)).startswith(ROOMS) and not node.name.startswith("_"):
+                if str(path.relative_to(ROOT)).startswith(ROOMS) and not node.name.startswith("_"):
                     public[f"{module}.{node.name}"] = node.name
     assert len(public) > 100, "nothing was looked at"
     assert {place for place, name in public.items() if not used[name]} == set(AWAITED)
