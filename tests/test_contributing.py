@@ -136,6 +136,7 @@ def example(*changes: str) -> RunConfig:
     """The page's configuration in brief."""
     tree = brief_runs.load(EXAMPLE)
     small = brief_runs.overrides(tree, 2) | {"evaluation.every": 0, "evaluation.num_prompts": 2}
+    small |= {"sampling.group_size": 4, "sampling.batch_size": 4, "sampling.num_inference_steps": 4}
     return load(EXAMPLE, [*(f"{key}={number}" for key, number in small.items()), "trackers=[]", *changes])
 
 
