@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as every
-from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, peer_flow_grpo, scaling
+from benchmarks import common, end_to_end, kernels, memory, model_calls, one_step, overhead, scaling
 from benchmarks.common import Parts, Seconds
 from genrl.config import load
 
@@ -128,21 +128,6 @@ def test_a_peak_is_that_of_what_lives_together() -> None:
     assert memory.peak_of(work) - before == pytest.approx(11 * 2**20, abs=4096)
 
 
-@pytest.mark.slow
-def test_graphs_that_are_kept_are_counted_in_the_rollout() -> None:
-    tiny = ("sampling.prompts_per_iteration=2", "sampling.group_size=2", "sampling.batch_size=2")
-    gc.collect()
-    others = memory.live_bytes()  # of the tests before
-    rows = ("LoRA", "LoRA, graphs kept", "full")
-    anew, kept, full = (memory.measure(tiny, row, "assets/tiny-t2i") for row in rows)
-    # 2 steps of 2 micro-batches, against what a forward needs
-    assert kept["rollout"] - others > 2 * (anew["rollout"] - others)
-    assert kept["line_over_peak"] is None and 0.5 < anew["line_over_peak"] < 1.5
-    # a trial of full fine-tuning holds the gradients of the micro-batch before, else it foresees .84 of the peak here
-    assert 0.95 < full["line_over_peak"] < 1.25
-    assert anew["between_iterations"] < anew["rollout"] < anew["training"]
-
-
 # -- What several processes make of an iteration
 def test_an_iteration_waits_for_the_slowest_between_two_collectives() -> None:
     """Work 3 and 1, then 1 and 2: mean 3.5, critical path 5; collectives .1 and .2 by whoever came last."""
@@ -160,17 +145,3 @@ def test_whole_runs_by_hand() -> None:
     others = {"jpeg-0": run | {"trained": ["jpeg"]}, "awm-0": run | {"cpu_s": None}}
     result = end_to_end.whole_runs({"crd-1": run, "crd-0": run, **others})
     assert list(result) == ["crd"] and result["crd"] == [pytest.approx([0.1, -0.05])] * 2
-
-
-@pytest.mark.slow
-def test_calls_of_the_stand_in_and_of_ours() -> None:
-    """Two prompts x 2, 3 steps under guidance, of which 2 are trained; the stand-in checks that its ratios are 1."""
-    names = ("the same in genrl", "+ graphs of sampling kept")
-    tiny = ("sampling.group_size=2", "sampling.batch_size=2", "sampling.num_inference_steps=3")
-    result = peer_flow_grpo.measure(1, names, tiny)
-    usual, same, kept = (result[name] for name in (peer_flow_grpo.FIRST, *names))
-    for row, training in ((usual, 4.0), (same, 4.0), (kept, 0.0)):
-        assert (row["sample_calls"], row["train_calls"]) == (6.0, training)
-    assert usual["times_faster"] == 1.0 and len(kept["rounds"]) == 1
-    whole = [row["rounds"][0]["sample"].cpu + row["rounds"][0]["train"].cpu for row in (usual, same)]
-    assert same["times_faster"] == pytest.approx(whole[0] / whole[1])

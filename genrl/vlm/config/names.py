@@ -54,6 +54,7 @@ TASKS = Group(
         "emoji_place": "genrl.playground.tasks.emoji:place",
         "emoji_combination": "genrl.playground.tasks.emoji:combination",
         "pairs": "genrl.playground.tasks.pairs:Consistent",
+        "tables": "genrl.playground.tasks.tables:Nearer",
         "sums": "genrl.playground.tasks.series:plus",
         "captions": "genrl.playground.tasks.making:picture",
         "bodies": "genrl.playground.tasks.making:body",

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers import AutoTokenizer
 
 from genrl.config import load
 from genrl.playground.shapes import draw
 from genrl.playground.tasks import emoji, jigsaw, pairs, series, shapes
 from genrl.playground.tasks.emoji import ASKS, CELL, EACH, KINDS, NAMES
+from genrl.playground.tasks.tables import ANSWER, COMPARE, Nearer
 from genrl.vlm import tasks
 from genrl.vlm.config.files import FURTHER, GENERATED
 from genrl.vlm.config.names import TASKS
@@ -114,6 +116,22 @@ def test_key_frames_show_the_colour_and_others_do_not() -> None:
 
 def asked(name: str, split: Split, number: int) -> emoji.Asked:
     return ASKS[name](np.random.default_rng(number), split)
+
+
+def test_the_nearer_picture_has_the_smaller_number() -> None:
+    """Told either way round; what the judge is asked are words of the model that is taught."""
+    task, tokenizer = Nearer("eval"), AutoTokenizer.from_pretrained("assets/tiny-vlm-pairs")
+    right = 0
+    for number in range(0, 80, 2):
+        compared, asked = task[number], task[number + 1]
+        numbers, line = compared.answer.split(), compared.parts[2].removesuffix(COMPARE.removeprefix("{prompt}"))
+        one, other = int(numbers[5]), int(numbers[11])
+        assert compared.parts[:2] == asked.parts[:2] and f"{line} {compared.answer}" in asked.parts[2]
+        right += one == other or asked.answer == str(int(other < one))
+    words = tokenizer(
+        f"{COMPARE} {ANSWER} first 0 second 18".replace("{prompt}", "").replace("{analysis}", "")
+    ).input_ids
+    assert right == 40 and tokenizer.unk_token_id not in words
 
 
 @pytest.mark.parametrize("name", ASKS)
