@@ -62,6 +62,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 def test_the_bare_loop_makes_the_calls_of_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sampling calls and a decoding without gradient, one call of training with it; parts add up to phases."""
     made: list[list[tuple[str, bool]]] = []

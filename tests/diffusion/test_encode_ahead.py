@@ -44,9 +44,7 @@ def encoded_ahead(name: str, texts: list[str]) -> tuple[torch.Tensor, torch.Tens
     return wanted, policy.roll_out(batch(*texts)).final
 
 
-@pytest.mark.parametrize(
-    "name", tiered("sd15 sdxl flux flux2 lumina2 sana z_image wan22 ltx".split(), ("sdxl", "flux", "z_image"))
-)
+@pytest.mark.parametrize("name", tiered("sd15 sdxl flux flux2 lumina2 sana z_image wan22 ltx".split(), ("flux",)))
 def test_samples_are_the_same(name: str) -> None:
     wanted, actual = encoded_ahead(name, ["a red star", "two blue dogs in a large garden", "a red star"])
     assert torch.equal(wanted, actual)

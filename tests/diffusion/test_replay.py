@@ -17,6 +17,7 @@ from genrl.runtime.folder.run import Run, write_atomic
 from genrl.runtime.loop.guards import NonFiniteError, non_finite
 from genrl.runtime.loop.replay import first_not_finite, replay
 from tests.diffusion import runs
+from tests.run_folders import tiered
 
 QUIET = {"evaluation": {"every": 0}}
 pytestmark = pytest.mark.usefixtures("traced")
@@ -46,7 +47,7 @@ def stopped(config: Config, call: int, spoil: float = math.nan) -> tuple[Path, t
     return error.value.dump, losses[call]
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", tiered(ROWS, ("flow_grpo",)))
 def test_it_computes_what_the_run_computed(folder: Path, model: Path, name: str) -> None:
     """To the bit: the adapter is in the dump, other weights in the checkpoint of the iteration that was stopped."""
     keys, last, sections = ROWS[name]

@@ -277,7 +277,8 @@ def render(folder: Path, lora: Path | None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("sd15", "kohya"), pytest.param("sd15", "comfyui", marks=pytest.mark.slow), ("sd3", "comfyui")]
+    ("family", "form"),
+    [("sd15", "kohya"), *(pytest.param(of, "comfyui", marks=pytest.mark.slow) for of in ("sd15", "sd3"))],
 )
 def test_loads_anywhere_as_it_was_trained(folder: Path, family: str, form: Any) -> None:
     run = run_of(folder, family, **({} if form == "comfyui" else {"type": "rslora", "ranks": {"to_q": 2}}))

@@ -127,7 +127,7 @@ LOSSES: dict[str, Loss] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", tiered(LOSSES, ("awm", "diffusion_nft")))
+@pytest.mark.parametrize("name", tiered(LOSSES, ("diffusion_nft",)))
 def test_gradient_of_the_updates(folder: Path, model: Path, name: str) -> None:
     """On policy and, in the second, off it; what is noised comes from the trainer, outputs and formulas from here."""
     config = runs.config(folder, model, trainer=TRAINERS[name], sampling=EIGHT, iterations=1, **QUIET)

@@ -51,7 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", tiered(SETTINGS, ("window", "splits", "tree_and_tail", "sliding_prune", "growing")))
+@pytest.mark.parametrize("name", tiered(SETTINGS, ("splits", "sliding_prune")))
 def test_model_calls_are_those_of_the_estimate(folder: Path, model: Path, name: str) -> None:
     """Over all iterations of a run; those of `genrl check` and `genrl plan`. Trees are guided, in training or not."""
     guided: dict[str, Any] = {"guidance_scale": 4.5} if name.startswith("tree") else {}

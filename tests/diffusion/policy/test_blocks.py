@@ -67,7 +67,7 @@ def assert_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, atol=3e-5 * max(1.0, float(other.abs().max())), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", tiered(["sd3", "flux", "qwen_image", "wan_t2v"], ("sd3", "flux")))
+@pytest.mark.parametrize("name", tiered(["sd3", "flux", "qwen_image", "wan_t2v"], ("sd3",)))
 def test_every_block_is_diffusers_own_within_rounding(name: str) -> None:
     family = FAMILIES[name]()
     policy = Policy(family.pipe)
@@ -143,7 +143,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of
 }
 
 
-@pytest.mark.parametrize("name", tiered(RUNS, ("chain", "autocast, sum")))
+@pytest.mark.parametrize("name", tiered(RUNS, ("chain",)))
 def test_first_update_of_a_run_has_ratio_one(folder: Path, model: Path, name: str) -> None:
     of_trainer, of_model = RUNS[name]
     changes: dict[str, Any] = {"kernels": ALL, "model": of_model, "iterations": 1, "evaluation": {"every": 0}}

@@ -52,7 +52,8 @@ def files(path: Path) -> dict[str, int]:
     return {name: entry["bytes"] for name, entry in listed.items()}
 
 
-@pytest.mark.parametrize(("count", "groups"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "groups"), [(2, 1), (4, 2)])
 def test_each_process_writes_its_shares_and_any_number_reads_them(tmp_path: Path, count: int, groups: int) -> None:
     """Some hold nothing of a tensor; of those that hold the same, one writes it."""
     path = saved(tmp_path, 1, count=count, groups=groups) / "step-000001"

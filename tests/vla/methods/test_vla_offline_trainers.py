@@ -67,7 +67,7 @@ def small(root: Path, name: str, output: Path, *more: str) -> VLAConfig:
     return config
 
 
-@pytest.mark.parametrize("name", tiered(SMALL, ("diwa", "rl_vlm_f", "recap")))
+@pytest.mark.parametrize("name", tiered(SMALL, ("rl_vlm_f", "recap")))
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(root: Path, tmp_path: Path, name: str) -> None:
     config = small(root, name, tmp_path / "whole")
     assert_resumes(train, config, tmp_path)

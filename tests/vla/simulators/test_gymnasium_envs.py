@@ -186,7 +186,7 @@ def test_where_nobody_knows_it_is_said(name: str, message: str, workers: int) ->
         env.expert_chunks(3)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", tiered([0, 1], [0]))
 def test_an_expert_that_raises_is_told_with_its_episode(workers: int) -> None:
     """Seed and step are those at which it raises again."""
     env: Any = open_environment(Simulation(HERE + ":Lost", num_envs=1, chunk=2, workers=workers))

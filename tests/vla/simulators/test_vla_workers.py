@@ -20,6 +20,7 @@ from genrl.vla.rollout.collect import ChunkRollout, RolloutPlan, collect
 from genrl.vla.rollout.sampling import FlowSteps
 from genrl.vla.simulators.contract import Environment, Simulation
 from genrl.vla.simulators.tables import open_environment
+from tests.run_folders import tiered
 from tests.vla import frail
 from tests.vla.frail import FINE, HANG, KILL, RAISE
 from tests.vla.tiny_policies import Leads
@@ -195,7 +196,7 @@ def test_repeated_failure_ends_with_the_report(workers: int, failure: float, tex
                 env.step(actions(FINE, failure))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", tiered([0, 1], [0]))
 def test_an_environment_that_cannot_be_made(workers: int, tmp_path: Path) -> None:
     name = FRAIL.replace(":make", ":broken_start")
     with opened(name, workers=workers) as env, pytest.raises(RuntimeError, match="(?s)failed 3 times.*no such robot"):
