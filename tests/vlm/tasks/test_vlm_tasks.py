@@ -128,9 +128,7 @@ def test_the_nearer_picture_has_the_smaller_number() -> None:
         one, other = int(numbers[5]), int(numbers[11])
         assert compared.parts[:2] == asked.parts[:2] and f"{line} {compared.answer}" in asked.parts[2]
         right += one == other or asked.answer == str(int(other < one))
-    words = tokenizer(
-        f"{COMPARE} {ANSWER} first 0 second 18".replace("{prompt}", "").replace("{analysis}", "")
-    ).input_ids
+    words = tokenizer(f"{COMPARE} {ANSWER} first 0 second 18".format(prompt="", analysis="")).input_ids
     assert right == 40 and tokenizer.unk_token_id not in words
 
 
