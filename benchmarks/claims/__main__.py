@@ -27,7 +27,10 @@ def status(given: plan.Plan, kept: dict[str, stored.Stored]) -> str:
         note = f"seeds {', '.join(seeds)}" + ("" if new else ": their diversity")
         lines.append(f"{recipe.priority:8}  {counts[name]:2} of {recipe.seeds}  {cost:11.0f}  {name} ({note})")
     wanted = sum(recipe.seeds for recipe in given.recipes.values())
-    lines.append(f"{len(kept)} runs stored; of {wanted} wanted {len(missing)} missing, {total / 60:.1f} CPU hours")
+    shown = {key.rpartition("-")[0] for key in kept}
+    further = sum(recipe.name in shown for recipe, _ in missing)
+    lines.append(f"{len(kept)} runs stored; of {wanted} wanted {len(missing)} missing, {total / 60:.1f} CPU hours:")
+    lines.append(f"{further} further seeds of what pages show, {len(missing) - further} of what no page says yet")
     return "\n".join(lines)
 
 
