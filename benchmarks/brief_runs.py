@@ -108,6 +108,8 @@ def left_out(tree: Tree, root: Path) -> str | None:
             return f"{key} {path} is not among the embedded models"
     if url := value(tree, "trainer.labels.remote"):
         return f"trainer.labels.remote {url} is a server that is not started here"
+    if judge := value(tree, "trainer.labels.args.model"):
+        return f"trainer.labels.args.model {judge} is what another run makes"
     name = value(tree, "environment.name")
     if name in SIMULATORS and find_spec(SIMULATORS[name]) is None:
         return f"the package {SIMULATORS[name]} is not installed"
