@@ -216,7 +216,7 @@ def test_two_at_once_and_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 # -- The diversity of a finished run is what its own evaluations would have logged
 SMALL = (
-    *("iterations=1", "sampling.prompts_per_iteration=2", "sampling.batch_size=2", "optimizer.lr=0.03", "trackers=[]"),
+    *("iterations=1", "sampling.prompts_per_iteration=2", "sampling.batch_size=2", "optimizer.lr=0.1", "trackers=[]"),
     *("sampling.group_size=4", "trainer.window={size: 2, high: 3}", "sampling.num_inference_steps=4"),
     *("evaluation.num_prompts=3", "evaluation.group_size=2"),
 )
@@ -237,7 +237,7 @@ def test_as_the_run_evaluates(name: str, changes: tuple[str, ...], tmp_path: Pat
     config = load(method.config, [*SMALL, *changes, f"rewards={json.dumps(rewards)}", f"output={tmp_path / 'run'}"])
     run = Run(train(config))
     logged = [row[f"{method.evaluation}/logged_mean"] for row in read_metrics(run.metrics)]
-    assert logged[0] != pytest.approx(logged[1], abs=5e-5)
+    assert logged[0] != pytest.approx(logged[1], abs=1e-4)
     assert diversity.measure(run, method.evaluation) == pytest.approx(logged, abs=1e-5)
     shutil.rmtree(run.checkpoints)
     with pytest.raises(ValueError, match="no checkpoint of iteration 1"):

@@ -60,13 +60,12 @@ class Kind(NamedTuple):
 
 
 PI = ("vision_tower.", "language_model.", "gemma_expert.", ".paligemma.", ("gemma_expert.lm_head.",))
+GROOT = ("visual.", "language_model.", "head.model.", ".backbone.", ("model.norm.",))
 KINDS = {
     "pi0": Kind(*PI, 256, 256, 48, False),
     "pi05": Kind(*PI, 256, 256, 200, False),
     "smolvla": Kind("vision_model.", "text_model.", "lm_expert.", ".vlm.", ("vlm.lm_head.",), 1024, 64, 48, True, True),
-    "groot": Kind("visual.", "language_model.", "head.model.", ".backbone.", ("model.norm.",), 256, 64, 70)._replace(
-        above="vl_self_attention.", horizon=40
-    ),
+    "groot": Kind(*GROOT, 256, 64, 70, above="vl_self_attention.", horizon=40),
     "openvla": Kind("vision_backbone.", "language_model.", None, "vision_backbone.", ("attn_pool.",), 256, 256, 40),
 }
 

@@ -107,8 +107,7 @@ class Robot:
 
     pictures: environment's name -> policy's name, in the policy's order, without empty cameras; left_empty: those that
     are empty because `policy.rename` names others alone. Widths, and shapes of pictures (height, width), as in the
-    configuration. Raises ValueError where a feature that is to be normalised has no
-    statistics.
+    configuration. Raises ValueError where a feature that is to be normalised has no statistics.
     """
 
     def __init__(self, folder: Folder) -> None:
