@@ -44,9 +44,9 @@ def main() -> None:
     save(given.out, "table_judge", results)
 
 
-def agreement(rows: list[tuple[float, bool, float]]) -> float:
-    """The share of pairs in which the judge prefers what the rule prefers."""
-    return sum((said > 0) == better for _, better, said in rows) / max(1, len(rows))
+def agreement(rows: list[tuple[float, bool, float]]) -> float | None:
+    """The share of pairs in which the judge prefers what the rule prefers; None where there are none."""
+    return sum((said > 0) == better for _, better, said in rows) / len(rows) if rows else None
 
 
 if __name__ == "__main__":
