@@ -140,7 +140,7 @@ def test_a_wheel_holds_what_its_commands_name(wheel: Path, tmp_path: Path) -> No
         assert "valid" in genrl("check", f"{name}.yaml")
     genrl("init", "vlm/quickstart")
     assert "valid" in genrl("check", "vlm_quickstart.yaml")
-    small = ["sampling.group_size=4", "sampling.batch_size=8", "sampling.num_inference_steps=2", "evaluation.every=0"]
+    small = ["sampling.group_size=4", "sampling.batch_size=8", "economy.keep=2", "evaluation.every=0"]
     assert "valid" in genrl("check", "configs/flow_grpo.yaml")
     genrl("demo", "iterations=1", *small, "output=runs/demo")
     assert (tmp_path / "runs/demo/lora").is_dir()
