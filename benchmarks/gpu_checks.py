@@ -104,6 +104,7 @@ LANGUAGE: dict[str, tuple[str, ...]] = {
 """Of a vision-language model."""
 SHORTER = [f"sampling.{key}" for key in ("prompts_per_iteration=1", "batch_size=4")]
 """Of a dry run of pictures: an iteration of three micro-batches."""
+SHORT_QUICKSTART = [*SHORTER, "economy.keep=null", "trainer.updates_per_iteration=3"]
 SMALLER = {"group_size": 6, "batch_size": 6, "num_inference_steps": 6, "height": 512, "width": 512}
 """Of the comparison with the usual loop."""
 FLUX: dict[str, tuple[str, ...]] = {
@@ -392,7 +393,7 @@ def runs(findings: Findings, dry: bool) -> None:
     few = ["evaluation.every=0", "trackers=[]", "iterations=1" if dry else "iterations=5"]
     for_pictures, for_answers = (SHORTER, ["generation.prompts_per_iteration=1"]) if dry else ([], [])
     files = {
-        "configs/quickstart.yaml": for_pictures,
+        "configs/quickstart.yaml": SHORT_QUICKSTART if dry else [],
         "configs/flow_grpo.yaml": for_pictures,
         "configs/vlm/quickstart.yaml": for_answers,
         "configs/vla/flow_sde.yaml": ["environment.num_envs=32"],
@@ -423,7 +424,7 @@ def group(findings: Findings, dry: bool) -> None:
     with tempfile.TemporaryDirectory() as place:
         changes = ["iterations=2", "evaluation.every=0", "trackers=[]", f"output={place}/run"]
         if dry:
-            changes += ["iterations=1", *SHORTER]
+            changes += ["iterations=1", *SHORT_QUICKSTART]
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "genrl", "train"]
         began = time.perf_counter()
         subprocess.run([sys.executable, *command, "configs/quickstart.yaml", *changes], cwd=ROOT, check=True)

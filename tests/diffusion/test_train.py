@@ -138,8 +138,8 @@ def test_a_newcomers_reward_trains_by_one_changed_line(root: Path, tmp_path: Pat
     (tmp_path / "mine.yaml").write_text("".join(changed), encoding="utf-8")
     source, _, function = yaml.safe_load(block)["rewards"][0]["name"].partition(":")
     assert len((root / source).read_text().splitlines()) <= 15
-    smaller = ["iterations=1", "evaluation.num_prompts=2", "sampling.group_size=2", "sampling.batch_size=4"]
-    smaller += ["sampling.prompts_per_iteration=2", "trainer.updates_per_iteration=1", "trackers=[]"]
+    smaller = ["iterations=1", "evaluation.num_prompts=2", "sampling.group_size=4", "sampling.batch_size=4"]
+    smaller += ["sampling.prompts_per_iteration=2", "economy.keep=2", "trainer.updates_per_iteration=1", "trackers=[]"]
     run = train(load(tmp_path / "mine.yaml", [*smaller, f"output={tmp_path}/run"]))
     before, after = runs.rows(run)
     assert 0 < after[f"reward/{function}_mean"] < 1 and after["grad_norm"] > 0
