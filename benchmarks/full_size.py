@@ -384,7 +384,7 @@ FURTHER: dict[str, tuple[str, ...]] = {
     "qwen_image_edit_talk2move": (EDITS, "trainer.exit_step=2"),
 }
 """What a recipe needs beside `SMALL`: data of its kind that is here, trees of few leaves."""
-EMBEDDED = {"flow_grpo": "configs/flow_grpo.yaml", "diffusion_nft": "configs/quickstart.yaml"}
+EMBEDDED = {"flow_grpo": "configs/flow_grpo.yaml", "diffusion_nft": "configs/diffusion/diffusion_nft.yaml"}
 PROMPTS = ("a red cube", "two blue dogs", "a cat under a table", "a green star", "the word genrl")
 """Few: encodings that are made ahead are kept in the memory of the host, which is that of the device here."""
 SMALL = (
