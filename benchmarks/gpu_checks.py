@@ -391,11 +391,10 @@ def attention(findings: Findings, dry: bool) -> None:
 def runs(findings: Findings, dry: bool) -> None:
     """A few iterations of the shipped main files of each kind."""
     few = ["evaluation.every=0", "trackers=[]", "iterations=1" if dry else "iterations=5"]
-    for_pictures, for_answers = (SHORTER, ["generation.prompts_per_iteration=1"]) if dry else ([], [])
     files = {
         "configs/quickstart.yaml": SHORT_QUICKSTART if dry else [],
-        "configs/flow_grpo.yaml": for_pictures,
-        "configs/vlm/quickstart.yaml": for_answers,
+        "configs/flow_grpo.yaml": SHORTER if dry else [],
+        "configs/vlm/quickstart.yaml": ["generation.prompts_per_iteration=1"] if dry else [],
         "configs/vla/flow_sde.yaml": ["environment.num_envs=32"],
     }
     with tempfile.TemporaryDirectory() as place:
